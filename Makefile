@@ -1,0 +1,60 @@
+# Needs nothing but make and Python 3.11 or later; `make help` lists what there is.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# More for pytest, for example: make test PYTEST_ARGS="-x tests/test_layers.py --no-cov"
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow lint types format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  \1\t/'
+
+demo: $(VENV)/.stamp-demo ## compare six ways to train four nodes on the digits data set
+	$(BIN)/exogym compare --dataset digits --strategies single,ddp,diloco,sparta,fedavg,demo --nodes 4
+
+test: lint types ## everything a change must pass: format, lint, types, tests with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+slow: $(VENV)/.stamp-dev ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev ## check format and lint, change nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.stamp-dev ## check types
+	$(BIN)/mypy exogym
+
+format: $(VENV)/.stamp-dev ## put the code into the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.stamp-dev ## measure the core
+	$(BIN)/python benchmarks/core.py
+
+clean: ## remove what checks and builds leave (.venv and runs/ stay)
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* htmlcov
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
+test slow bench: export OMP_NUM_THREADS = 1
+
+# A stamp says that its extra is installed; it goes stale with the files that say what to install.
+$(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(VENV) has a Python older than 3.11; remove $(VENV) and run make with PYTHON=python3.11 or later" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+		{ echo "error: $(VENV) has no pip; remove $(VENV) and run make again" >&2; exit 1; }
+	@echo "installing exogym[$*] into $(VENV) (the first time fetches PyTorch: minutes)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "error: '$(PYTHON)' is not a Python 3.11 or later; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: '$(PYTHON)' cannot make a virtual environment with pip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,433 @@
+"""The communicator: the only thing an algorithm sees of the other nodes.
+
+Every tensor carries the row axis first: row r of an argument is what node `ranks[r]` hands over, and
+row r of a result is what it gets back. A result that is the same for all nodes comes back as one row
+expanded to all (stride 0), so it costs the memory of one.
+
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+..., an absent id
+passing its sibling through; so the bits of a sum do not depend on who holds which row.
+
+Each call is recorded around the wire as an `Event` with, per member, the payload (bytes handed over)
+and the bytes sent and received by the named collective algorithm (S: payload, n: members):
+
+    ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
+    server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
+    broadcast, reduce     binomial tree                exchange, mix    S per partner
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, check_choice
+
+OPERATIONS = ("sum", "mean", "max", "min")
+CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective, as it went over the wire.
+
+    Attributes:
+        kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
+        members: global ids that took part.
+        payload_bytes: what each member handed over.
+        tx_bytes, rx_bytes: (members,) what each member sent and received.
+        tag: "parameters" or "buffers"; they are counted apart.
+    """
+
+    kind: str
+    algorithm: str
+    members: tuple[int, ...]
+    payload_bytes: float
+    tx_bytes: np.ndarray
+    rx_bytes: np.ndarray
+    tag: str
+
+
+@dataclass
+class Ledger:
+    """Running totals of bytes per node, (num_nodes,) each, and per kind of collective."""
+
+    num_nodes: int
+    payload_bytes: np.ndarray = field(init=False)
+    tx_bytes: np.ndarray = field(init=False)
+    rx_bytes: np.ndarray = field(init=False)
+    buffer_bytes: np.ndarray = field(init=False)
+    by_kind: dict[str, float] = field(default_factory=dict)
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = np.zeros(self.num_nodes)
+        self.tx_bytes = np.zeros(self.num_nodes)
+        self.rx_bytes = np.zeros(self.num_nodes)
+        self.buffer_bytes = np.zeros(self.num_nodes)
+
+    def add(self, event: Event) -> None:
+        members = list(event.members)
+        if event.tag == "buffers":
+            self.buffer_bytes[members] += event.tx_bytes
+        else:
+            self.payload_bytes[members] += event.payload_bytes
+            self.tx_bytes[members] += event.tx_bytes
+            self.rx_bytes[members] += event.rx_bytes
+        self.by_kind[event.kind] = self.by_kind.get(event.kind, 0.0) + float(event.tx_bytes.sum())
+        for listen in self.listeners:
+            listen(event)
+
+    def state(self) -> dict[str, Tensor]:
+        names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
+        return {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value.numpy().copy())
+
+
+def tree_sum(x: Tensor, ids: Sequence[int]) -> Tensor:
+    """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
+
+    Leaves stand at their ids; at each level positions 2k and 2k+1 are added, and a position whose
+    sibling is absent passes through. The result depends on ids and rows only.
+
+    >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
+    tensor([7.])
+    """
+    n, width = x.shape
+    if n == 1:
+        return x[0].clone()
+    out = torch.empty(width, dtype=x.dtype, device=x.device)
+    step = max(1, CHUNK_ELEMENTS // n) if x.device.type == "cpu" else width
+    dense = list(ids) == list(range(n))
+    for start in range(0, width, step):
+        part = x[:, start : start + step]
+        out[start : start + step] = _tree_dense(part) if dense else _tree_sparse(part, ids)
+    return out
+
+
+def _tree_dense(x: Tensor) -> Tensor:
+    while len(x) > 1:
+        pairs = len(x) // 2
+        level = torch.empty((len(x) + 1) // 2, x.shape[1], dtype=x.dtype, device=x.device)
+        torch.add(x[0 : 2 * pairs : 2], x[1 : 2 * pairs : 2], out=level[:pairs])
+        if len(x) % 2:
+            level[pairs] = x[-1]
+        x = level
+    return x[0]
+
+
+def _tree_sparse(x: Tensor, ids: Sequence[int]) -> Tensor:
+    level = dict(zip(ids, x, strict=True))
+    while len(level) > 1:
+        above: dict[int, Tensor] = {}
+        for position, value in level.items():
+            parent = position // 2
+            above[parent] = above[parent] + value if parent in above else value
+        level = above
+    (total,) = level.values()
+    return total
+
+
+class Wire:
+    """What carries rows between blocks. In one process every row is here, so nothing moves."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks = list(ranks)
+        self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
+
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        """Return the rows of `x` (rows, ...) that belong to global `ids`, as (len(ids), ...)."""
+        if list(ids) == self.ranks:
+            return x
+        return x[[self.row_of[i] for i in ids]]
+
+    def reduce(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
+        """Reduce rows `ids` of `x` (rows, F) to (F,); `weights` (len(ids),) scale the rows first."""
+        members = self.rows(x, ids)
+        if op == "max":
+            return members.amax(0)
+        if op == "min":
+            return members.amin(0)
+        if weights is not None:
+            return tree_sum(members * weights[:, None].to(members), ids)
+        total = tree_sum(members, ids)
+        return total.div_(len(ids)) if op == "mean" else total
+
+
+Groups = Sequence[Sequence[int]]
+
+
+class Communicator:
+    """Collectives over the rows of a fleet, each recorded in `ledger`.
+
+    Args:
+        ranks: global id of each row here.
+        num_nodes: nodes in the whole fleet.
+        wire: what carries the rows; one process by default.
+
+    `present` holds the ids that take part when a call names no groups (all nodes by default).
+
+    >>> comm = Communicator(range(4), 4)
+    >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
+    [[1.5], [1.5], [1.5], [1.5]]
+    >>> comm.ledger.tx_bytes.tolist()
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    def __init__(self, ranks: Sequence[int], num_nodes: int, wire: Wire | None = None):
+        self.ranks = list(ranks)
+        self.num_nodes = num_nodes
+        self.wire = wire or Wire(self.ranks)
+        self.ledger = Ledger(num_nodes)
+        self.present: list[int] = list(range(num_nodes))
+        self._tag = "parameters"
+
+    @contextlib.contextmanager
+    def counted_as(self, tag: str) -> Iterator[None]:
+        """Count the calls inside under `tag` ("buffers")."""
+        before, self._tag = self._tag, tag
+        try:
+            yield
+        finally:
+            self._tag = before
+
+    # Reductions
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: str = "mean",
+        *,
+        groups: Groups | None = None,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        algorithm: str = "ring",
+    ) -> Tensor:
+        """Reduce `x` (rows, ...) over each group and give every member the result.
+
+        Args:
+            op: "mean", "sum", "max" or "min".
+            groups: disjoint lists of global ids; one group of all present nodes by default.
+            weights: (num_nodes,) weights of a weighted mean, normalised within each group.
+            out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
+                keep what they hold.
+            algorithm: "ring" or "server", for the bytes.
+
+        Returns:
+            (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
+            which a row outside all groups keeps its own value.
+        """
+        check_choice("op", op, OPERATIONS)
+        groups = self._sorted(groups)
+        flat = x.reshape(len(x), -1)
+        everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
+        target = None if out is None else out.reshape(len(x), -1) if out.is_contiguous() else out.flatten(1)
+        if target is None and not everyone:
+            target = flat.clone()
+        result = None
+        for group in groups:
+            share = None
+            if weights is not None:
+                if op != "mean":
+                    raise ArgumentError(f"weights need op='mean', not {op!r}")
+                share = _share(weights, group)
+            result = self.wire.reduce(flat, group, op, share)
+            self._record("all_reduce", algorithm, group, _row_bytes(x))
+            if target is not None:
+                for row in self._rows_here(group):
+                    target[row] = result
+        if target is not None:
+            if out is not None and target.data_ptr() != out.data_ptr():
+                out.copy_(target.view_as(out))
+            return out if out is not None else target.view_as(x)
+        assert result is not None
+        return result.view(1, *x.shape[1:]).expand_as(x)
+
+    def sum_decoded(
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *, groups: Groups | None = None
+    ) -> Tensor:
+        """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
+
+        For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
+        tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns the reduction, expanded to rows.
+        """
+        groups = self._sorted(groups)
+        decoded = decode(*payload)
+        size = sum(_row_bytes(part) for part in payload)
+        flat = decoded.reshape(len(decoded), -1)
+        if len(groups) == 1:
+            self._record("all_gather", "ring", groups[0], size)
+            result = self.wire.reduce(flat, groups[0], op)
+            return result.view(1, *decoded.shape[1:]).expand_as(decoded)
+        result = flat.clone()
+        for group in groups:
+            self._record("all_gather", "ring", group, size)
+            reduced = self.wire.reduce(flat, group, op)
+            for row in self._rows_here(group):
+                result[row] = reduced
+        return result.view_as(decoded)
+
+    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
+        """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
+        check_choice("op", op, OPERATIONS)
+        result = x.clone()
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op)
+        self._record_tree("reduce", dst, _row_bytes(x))
+        for row in self._rows_here([self._member(dst)]):
+            result[row] = reduced.view_as(x[row])
+        return result
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `x` (rows, n, ...) and give the k-th present node slice k. Returns (rows, ...)."""
+        check_choice("op", op, OPERATIONS)
+        self._per_member(x, "reduce_scatter")
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op).view(x.shape[1:])
+        self._record("reduce_scatter", "ring", self.present, _row_bytes(x))
+        return torch.stack([reduced[self.present.index(rank)] for rank in self.ranks])
+
+    # Moving rows
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """Give every node the row of `src`. Returns (rows, ...), one row expanded."""
+        row = self.wire.rows(x, [self._member(src)])
+        self._record_tree("broadcast", src, _row_bytes(x))
+        return row.expand_as(x)
+
+    def gather(self, x: Tensor, dst: int = 0) -> Tensor:
+        """Collect all rows, in id order, for `dst`. Returns (n, ...), which belongs to `dst`."""
+        self._member(dst)
+        size, n = _row_bytes(x), len(self.present)
+        at_dst = np.array([member == dst for member in self.present])
+        self._add(
+            "gather", "direct", self.present, size, np.where(at_dst, 0.0, size), np.where(at_dst, size * (n - 1), 0.0)
+        )
+        return self.wire.rows(x, self.present)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Collect all rows, in id order, for everyone. Returns (rows, n, ...), one copy expanded."""
+        everyone = self.wire.rows(x, self.present)
+        self._record("all_gather", "ring", self.present, _row_bytes(x))
+        return everyone[None].expand(len(x), *everyone.shape)
+
+    def scatter(self, x: Tensor, src: int = 0) -> Tensor:
+        """Give the k-th present node slice k of the row of `src`; `x` is (rows, n, ...). Returns (rows, ...)."""
+        self._per_member(x, "scatter")
+        row = self.wire.rows(x, [self._member(src)])[0]
+        n, size = len(self.present), _row_bytes(x)
+        at_src = np.array([member == src for member in self.present])
+        sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
+        self._add("scatter", "direct", self.present, size, sent, got)
+        return torch.stack([row[self.present.index(rank)] for rank in self.ranks])
+
+    def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
+        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""
+        swapped = self.wire.rows(x, [partner[rank] for rank in self.ranks]).clone()
+        size = _row_bytes(x)
+        for rank, other in enumerate(partner):
+            if partner[other] != rank:
+                raise ArgumentError(
+                    f"exchange works in pairs: node {rank} names {other}, but {other} names {partner[other]}"
+                )
+            if rank < other:
+                self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
+        return swapped
+
+    def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""
+        if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
+            raise ArgumentError(
+                f"the mixing matrix is {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
+            )
+        flat, size = x.reshape(len(x), -1), _row_bytes(x)
+        links = (matrix != 0).cpu().numpy()
+        np.fill_diagonal(links, False)
+        self._add(
+            "mix", "neighbours", range(self.num_nodes), size, links.sum(0) * float(size), links.sum(1) * float(size)
+        )
+        out = torch.empty_like(flat)
+        for row, rank in enumerate(self.ranks):
+            neighbours = torch.nonzero(matrix[rank]).flatten().tolist()
+            out[row] = self.wire.reduce(flat, neighbours, "sum", matrix[rank][neighbours])
+        return out.view_as(x)
+
+    def barrier(self) -> None:
+        """Wait for all present nodes. No payload."""
+        self._record("barrier", "tree", self.present, 0)
+
+    # Bookkeeping
+
+    def _sorted(self, groups: Groups | None) -> list[list[int]]:
+        return [sorted(group) for group in groups] if groups is not None else [self.present]
+
+    def _rows_here(self, ids: Sequence[int]) -> list[int]:
+        return [self.wire.row_of[i] for i in ids if i in self.wire.row_of]
+
+    def _member(self, rank: int) -> int:
+        if rank not in self.present:
+            raise ArgumentError(f"node {rank} does not take part; present: {self.present}")
+        return rank
+
+    def _per_member(self, x: Tensor, name: str) -> None:
+        if x.dim() < 2 or x.shape[1] != len(self.present):
+            raise ArgumentError(
+                f"{name} needs one slice per node: (rows, {len(self.present)}, ...), not {tuple(x.shape)}"
+            )
+
+    def _record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
+        check_choice("algorithm", (kind, algorithm), FACTORS)
+        n = len(members)
+        moved = np.full(n, FACTORS[kind, algorithm](n) * size if n > 1 else 0.0)
+        self._add(kind, algorithm, members, size, moved, moved)
+
+    def _record_tree(self, kind: str, root: int, size: float) -> None:
+        members = self.present
+        n, at = len(members), members.index(root)
+        down = np.array([_children((k - at) % n, n) * float(size) for k in range(n)])
+        up = np.array([0.0 if k == at else float(size) for k in range(n)])
+        sent, got = (down, up) if kind == "broadcast" else (up, down)
+        self._add(kind, "tree", members, size, sent, got)
+
+    def _add(
+        self, kind: str, algorithm: str, members: Sequence[int], size: float, tx: np.ndarray, rx: np.ndarray
+    ) -> None:
+        payload = size if len(members) > 1 else 0.0
+        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag))
+
+
+FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
+    ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("all_reduce", "server"): lambda n: 1.0,
+    ("all_gather", "ring"): lambda n: n - 1.0,
+    ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("barrier", "tree"): lambda n: 0.0,
+}
+
+
+def _children(position: int, n: int) -> int:
+    """Children of `position` in a binomial broadcast tree over positions 0..n-1 rooted at 0."""
+    limit = n if position == 0 else position & -position
+    count, hop = 0, 1
+    while hop < limit and position + hop < n:
+        count, hop = count + 1, hop * 2
+    return count
+
+
+def _row_bytes(x: Tensor) -> int:
+    return x[0].numel() * x.element_size()
+
+
+def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
+    mine = weights.double()[list(group)]
+    total = mine.sum()
+    if not (total > 0 and bool((mine >= 0).all())):
+        raise ArgumentError(
+            f"weights of nodes {list(group)} are {mine.tolist()}: wanted none negative and a positive sum"
+        )
+    return mine / total

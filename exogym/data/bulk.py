@@ -1,0 +1,142 @@
+"""Data sets that are read many examples at a time, in one indexing operation."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from exogym.errors import DataError, check_count
+
+Take = Callable[[Tensor], Any]
+
+
+class BulkDataset(Dataset, ABC):  # type: ignore[type-arg]
+    """A data set whose batches are taken at once: implement `__len__` and `take`; `dataset[i]` follows."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, indices: Tensor) -> Any:
+        """Return the batch of the examples `indices` (k,), int64: a tensor, or a tuple, list or dict of tensors, (k, ...).
+
+        It must not be random, and example j of the batch must depend on `indices[j]` alone.
+        """
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return map_batch(lambda leaf: leaf[0], self.take(torch.tensor([index % len(self)])))
+
+
+class TokenWindows(BulkDataset):
+    """Windows of a token stream for language models: example i is (x, y), y being x one token on.
+
+    x = tokens[i*stride : i*stride + block_size], y = tokens[i*stride + 1 : i*stride + block_size + 1].
+    The windows are a strided view of `tokens`: nothing is copied until a batch is taken.
+
+    Args:
+        tokens: (T,) whole numbers; kept in their type (uint8 or int16 save memory), handed out as int64.
+        block_size: tokens in x.
+        stride: tokens from one window's start to the next; default `block_size`, so no overlap in x.
+
+    Raises:
+        DataError: `tokens` is not one-dimensional, or shorter than one window.
+
+    >>> windows = TokenWindows(torch.arange(10), block_size=4)
+    >>> len(windows), windows[1]
+    (2, (tensor([4, 5, 6, 7]), tensor([5, 6, 7, 8])))
+    """
+
+    def __init__(self, tokens: Tensor | np.ndarray, block_size: int, stride: int | None = None) -> None:
+        check_count("block_size", block_size)
+        stride = block_size if stride is None else stride
+        check_count("stride", stride)
+        tokens = torch.as_tensor(tokens)
+        if tokens.ndim != 1 or tokens.is_floating_point():
+            raise DataError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}; wanted whole numbers of shape (T,)")
+        if len(tokens) <= block_size:
+            raise DataError(f"{len(tokens)} tokens are too few for one window of block_size={block_size} + 1")
+        self.tokens, self.block_size, self.stride = tokens, block_size, stride
+
+    @property
+    def windows(self) -> Tensor:
+        """All windows, (len(self), block_size + 1): a view."""
+        return self.tokens.unfold(0, self.block_size + 1, self.stride)
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - self.block_size - 1) // self.stride + 1
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        picked = self.windows[indices].long()
+        return picked[:, :-1], picked[:, 1:]
+
+
+def bulk_take(dataset: Any) -> Take | None:
+    """Return the function that takes a batch of `dataset` in one operation, or None if there is no such thing.
+
+    There is for a `TensorDataset`, a `BulkDataset`, and a `Subset` of those; not for subclasses of torch's two,
+    which may do as they like in `__getitem__`. The batch is what a DataLoader would have collated.
+    """
+    if isinstance(dataset, BulkDataset):
+        return dataset.take
+    if type(dataset) is TensorDataset and all(t.device.type == "cpu" for t in dataset.tensors):
+        return functools.partial(_take_tensors, dataset.tensors)
+    if type(dataset) is Subset:
+        inner = bulk_take(dataset.dataset)
+        if inner is not None:
+            return functools.partial(_take_subset, inner, torch.from_numpy(np.array(dataset.indices, dtype=np.int64)))
+    return None
+
+
+def _take_tensors(tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
+    return [tensor.index_select(0, indices) for tensor in tensors]
+
+
+def _take_subset(inner: Take, positions: Tensor, indices: Tensor) -> Any:
+    return inner(positions.index_select(0, indices))
+
+
+def map_batch(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Return `batch` with `function` applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {name: map_batch(function, part) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        parts = [map_batch(function, part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    raise DataError(f"take() returned a {type(batch).__name__}; wanted a tensor, or a tuple, list or dict of tensors")
+
+
+def split_batch(batch: Any, size: int) -> Sequence[Any]:
+    """Cut a batch along its leading axis into batches of `size`, the last one perhaps shorter: views."""
+    if isinstance(batch, Tensor):
+        return batch.split(size)
+    if type(batch) is list:
+        return [list(row) for row in zip(*[split_batch(part, size) for part in batch], strict=True)]
+    if type(batch) is tuple:
+        return list(zip(*[split_batch(part, size) for part in batch], strict=True))
+    length = batch_length(batch)
+    return [map_batch(lambda leaf, a=a: leaf[a : a + size], batch) for a in range(0, length, size)]
+
+
+def batch_length(batch: Any) -> int:
+    """Return the number of examples in a batch: the length of the first tensor found in it."""
+    sizes: list[int] = []
+    map_batch(lambda leaf: sizes.append(len(leaf)), batch)
+    return sizes[0]
+
+
+def batch_bytes(batch: Any) -> int:
+    """Return the bytes of all the tensors of a batch."""
+    sizes: list[int] = []
+    map_batch(lambda leaf: sizes.append(leaf.nbytes), batch)
+    return sum(sizes)

@@ -1,0 +1,135 @@
+"""Batches of data sets that are read one example at a time: one torch DataLoader for all nodes of a process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+
+from exogym import rng
+from exogym.errors import ArgumentError, nearest
+
+Request = tuple[int, int, np.ndarray]  # (data set, epoch, example indices) of one batch
+
+_CPU = torch.device("cpu")
+_OURS = {
+    "dataset": "give the data set itself",
+    "batch_size": "use the argument batch_size of fit",
+    "shuffle": "use the argument shuffle of fit",
+    "sampler": "the order follows from seed; use partitioner for who gets what",
+    "batch_sampler": "the order follows from seed; use partitioner for who gets what",
+    "drop_last": "the last batch of an epoch is kept, short",
+    "generator": "random numbers follow from seed",
+}
+
+
+def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the DataLoader arguments if all of them are the user's to set; raise ArgumentError otherwise."""
+    known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+    for name in given or {}:
+        if name in _OURS:
+            raise ArgumentError(f"dataloader_kwargs may not hold {name!r}: {_OURS[name]}")
+        if name not in known:
+            raise ArgumentError(f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}")
+    return dict(given or {})
+
+
+class Loading:
+    """One DataLoader, kept with its workers between calls, that is told before each iteration what to load."""
+
+    def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
+        self._kwargs = {**kwargs, "collate_fn": _as_read}
+        self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
+        self._seed = seed
+        self._plan = _Plan()
+        self._loader: DataLoader[Any] | None = None
+        self._turn = 0
+
+    def batches(self, plan: list[Request]) -> Iterator[Any]:
+        """Yield the batch of each request. If another iteration takes the workers over meanwhile, this one asks again."""
+        turn, source, done = -1, iter(()), 0
+        shared = self._kwargs.get("num_workers", 0) > 0
+        while done < len(plan):
+            if turn < 0 or (shared and turn != self._turn):
+                self._turn += 1
+                turn = self._turn
+                self._plan.requests = plan[done:]
+                source = iter(self._made())
+            yield next(source)
+            done += 1
+
+    def _made(self) -> DataLoader[Any]:
+        if self._loader is None:
+            kwargs = dict(self._kwargs)
+            if kwargs.get("num_workers", 0) > 0:
+                kwargs.setdefault("persistent_workers", True)
+            # The DataLoader draws a seed at each iteration: not from the caller's generator.
+            draws = rng.generator(self._seed, "dataloader")
+            self._loader = DataLoader(self._read, batch_sampler=self._plan, generator=draws, **kwargs)
+        return self._loader
+
+    def close(self) -> None:
+        """End the workers; the next `batches` starts new ones."""
+        self._loader = None
+
+
+class _Plan(Sampler[Any]):
+    """A batch sampler that yields the requests it was given last."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+class _Batches(Dataset[Any]):
+    """Reads and collates a request; random numbers drawn meanwhile follow from what is read, not from where.
+
+    They are put at (seed, epoch, i) before `dataset[i]`, with the node where a factory made the data set, and at
+    (seed, epoch, first example) before a `collate_fn` of the user's (which may mask tokens at random).
+    """
+
+    def __init__(self, datasets: Sequence[Any], private: bool, seed: int, collate: Any) -> None:
+        self.datasets, self.private, self.seed, self.collate = datasets, private, seed, collate
+
+    def __getitem__(self, request: Any) -> Any:
+        return self.__getitems__(request)
+
+    def __getitems__(self, request: Any) -> Any:
+        home, epoch, indices = request
+        dataset = self.datasets[home]
+        if self.collate is None and isinstance(dataset, (list, tuple, range, Tensor, np.ndarray)):
+            return default_collate([dataset[i] for i in indices.tolist()])
+        if get_worker_info() is not None:
+            return self._read(dataset, home, epoch, indices.tolist())
+        with rng.preserved_state(_CPU):
+            return self._read(dataset, home, epoch, indices.tolist())
+
+    def _read(self, dataset: Any, home: int, epoch: int, indices: list[int]) -> Any:
+        node = (home,) if self.private else ()
+        examples = []
+        for i in indices:
+            self._seed_all("example", epoch, i, *node)
+            examples.append(dataset[i])
+        if self.collate is None:
+            return default_collate(examples)
+        self._seed_all("collate", epoch, indices[0], *node)
+        return self.collate(examples)
+
+    def _seed_all(self, purpose: str, *ids: int) -> None:
+        seed = rng.stream_seed(self.seed, purpose, *ids)
+        rng.seed_python(seed)
+        rng.seed_torch(seed, _CPU)
+
+
+def _as_read(batch: Any) -> Any:
+    return batch

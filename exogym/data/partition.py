@@ -1,0 +1,318 @@
+"""Partitioners: who owns which example.
+
+A partitioner cuts one data set of D examples into N shards, one a node. Real fleets are not fed
+alike: they differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or because the
+data grew somewhere (`ByKey`: a speaker, a hospital, a phone). Every cut here gives each example to
+exactly one node, gives every node at least one, and is a pure function of (data set, N, seed).
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from exogym import rng
+from exogym.errors import ArgumentError, DataError, check_count, checked, nearest
+
+REDRAWS = 100
+
+
+class Partitioner(ABC):
+    """Cuts a data set into one shard per node. To write your own, implement `split`."""
+
+    @abstractmethod
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        """Return N arrays of example indices, array i being the shard of node i."""
+
+
+def labels_of(dataset: Any) -> np.ndarray:
+    """Return the label of every example, shape (D,), without reading the examples where that can be avoided.
+
+    Looked for in this order: `.targets`, `.labels`, the last tensor of a `TensorDataset`, the same through
+    a `Subset` or `ConcatDataset`, and last by reading `dataset[i][1]` (`dataset[i]["label"]`) of every example.
+
+    Raises:
+        DataError: the labels are not one class per example.
+
+    >>> import torch
+    >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
+    >>> labels_of(Subset(data, [1, 2])).tolist()
+    [1, 0]
+    """
+    labels = _stored_labels(dataset)
+    if labels is None:
+        labels = np.asarray([_read_label(dataset, i) for i in range(len(dataset))])
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    whole = labels.dtype.kind != "f" or bool(np.all(labels == np.floor(labels)))
+    if labels.ndim != 1 or labels.dtype.kind not in "biufUS" or not whole:
+        raise DataError(
+            f"a partition by label needs one class per example; the labels of this {type(dataset).__name__} have "
+            f"shape {labels.shape} and type {labels.dtype}: use QuantitySkew, or ByKey with a key of your own"
+        )
+    if len(labels) != len(dataset):
+        raise DataError(f"the data set has {len(dataset)} examples but {len(labels)} labels")
+    return labels
+
+
+def _stored_labels(dataset: Any) -> np.ndarray | None:
+    for name in ("targets", "labels"):
+        found = getattr(dataset, name, None)
+        if found is not None and not callable(found):
+            return np.asarray(found)
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[-1].cpu().numpy()
+    if isinstance(dataset, Subset):
+        whole = _stored_labels(dataset.dataset)
+        return None if whole is None else whole[np.asarray(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_stored_labels(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
+    return None
+
+
+def _read_label(dataset: Any, i: int) -> Any:
+    example = dataset[i]
+    if isinstance(example, dict):
+        for name in ("label", "labels"):
+            if name in example:
+                return np.asarray(example[name])
+    elif isinstance(example, (tuple, list)) and len(example) > 1:
+        return np.asarray(example[1])
+    raise DataError(
+        f"no label in example {i}, a {type(example).__name__}: a partition by label wants examples (x, label), "
+        'dicts with "label", or a data set with .targets; otherwise use ByKey with a key of your own'
+    )
+
+
+@dataclass(frozen=True)
+class IID(Partitioner):
+    """Deal the examples at random, evenly: sizes differ by one at most.
+
+    Unlike the default of training (`partitioner=None`), which deals anew each epoch, the shards are fixed.
+
+    >>> [len(shard) for shard in IID().split(range(10), 4, seed=0)]
+    [3, 3, 2, 2]
+    """
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        order = rng.numpy_generator(seed, "partition").permutation(len(dataset))
+        return _shards(self, np.array_split(order, num_nodes))
+
+
+@dataclass(frozen=True)
+class LabelShards(Partitioner):
+    """Sort the examples by label, cut them into N * s equal shards, deal s shards to each node.
+
+    With s=2 a node sees about two labels: the "pathological" split of McMahan et al. 2017
+    (arXiv 1602.05629, section 3).
+
+    Args:
+        shards_per_node: s.
+
+    >>> shards = LabelShards(1).split([(0, label) for label in (1, 0, 1, 0)], 2, seed=0)
+    >>> sorted(shard.tolist() for shard in shards)
+    [[0, 2], [1, 3]]
+    """
+
+    shards_per_node: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("shards_per_node", self.shards_per_node)
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        count = num_nodes * self.shards_per_node
+        pieces = np.array_split(np.argsort(labels_of(dataset), kind="stable"), count)
+        dealt = rng.numpy_generator(seed, "partition").permutation(count).reshape(num_nodes, self.shards_per_node)
+        return _shards(self, [np.concatenate([pieces[p] for p in row]) for row in dealt])
+
+
+@dataclass(frozen=True)
+class Dirichlet(Partitioner):
+    """Share out each label over the nodes in proportions p_label ~ Dirichlet(alpha, ..., alpha), N of them.
+
+    alpha -> infinity is IID, alpha = 0.1 leaves most nodes with one or two labels, and the amounts differ too.
+    Drawn again, at most 100 times, until every node has `min_examples`. As in Li et al. 2022 (arXiv 2102.02079);
+    the idea is from Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+
+    Args:
+        alpha: concentration, above 0.
+        min_examples: the least a node may get.
+
+    Raises:
+        DataError: no draw gave every node that many.
+
+    >>> shards = Dirichlet(0.5).split([(0, i % 3) for i in range(90)], 4, seed=0)
+    >>> sum(len(shard) for shard in shards), min(len(shard) for shard in shards) >= 1
+    (90, True)
+    """
+
+    alpha: float
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+        check_count("min_examples", self.min_examples)
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        draws = rng.numpy_generator(seed, "partition")
+        labels = labels_of(dataset)
+        classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+        most = 0
+        for _ in range(REDRAWS):
+            owner = np.empty(len(labels), dtype=np.int64)
+            for examples in classes:
+                share = draws.dirichlet(np.full(num_nodes, float(self.alpha)))
+                cuts = np.rint(np.cumsum(share) * len(examples)).astype(np.int64)
+                owner[draws.permutation(examples)] = np.searchsorted(cuts[:-1], np.arange(len(examples)), side="right")
+            least = int(np.bincount(owner, minlength=num_nodes).min())
+            most = max(most, least)
+            if least >= self.min_examples:
+                return [np.flatnonzero(owner == node) for node in range(num_nodes)]
+        raise DataError(
+            f"Dirichlet(alpha={self.alpha}) over {num_nodes} nodes and {len(labels)} examples never gave every node "
+            f"{self.min_examples} in {REDRAWS} draws (best: {most}): raise alpha, or lower num_nodes or min_examples"
+        )
+
+
+@dataclass(frozen=True)
+class QuantitySkew(Partitioner):
+    """Give every node `min_examples`, and share the rest in proportions q ~ Dirichlet(alpha, ..., alpha).
+
+    The labels stay mixed; only the amounts differ (Li et al. 2022, arXiv 2102.02079, "quantity skew").
+
+    Args:
+        alpha: concentration, above 0; small is uneven.
+        min_examples: the least a node may get.
+
+    >>> sizes = [len(shard) for shard in QuantitySkew(0.5).split(range(1000), 4, seed=0)]
+    >>> sum(sizes), max(sizes) > 2 * min(sizes)
+    (1000, True)
+    """
+
+    alpha: float = 1.0
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+        check_count("min_examples", self.min_examples)
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        draws = rng.numpy_generator(seed, "partition")
+        spare = len(dataset) - num_nodes * self.min_examples
+        if spare < 0:
+            raise DataError(
+                f"{len(dataset)} examples are too few for {num_nodes} nodes with min_examples={self.min_examples}: "
+                "use fewer nodes or lower min_examples"
+            )
+        share = draws.dirichlet(np.full(num_nodes, float(self.alpha)))
+        cuts = np.rint(np.cumsum(share)[:-1] * spare).astype(np.int64)
+        cuts += self.min_examples * np.arange(1, num_nodes)
+        return _shards(self, np.split(draws.permutation(len(dataset)), cuts))
+
+
+@dataclass(frozen=True, eq=False)
+class ByKey(Partitioner):
+    """Keep examples with the same key together: the natural partition by speaker, author, hospital, ...
+
+    The groups, largest first, go each to the node that has the fewest examples so far.
+
+    Args:
+        key: the key of every example as an array or list of length D, or a function that gets an example
+            (`dataset[i]`) and returns its key.
+
+    Raises:
+        DataError: fewer groups than nodes, or a list of keys of the wrong length.
+
+    >>> shards = ByKey(["anna", "bert", "anna", "carl"]).split(range(4), 2, seed=0)
+    >>> sorted(shard.tolist() for shard in shards)
+    [[0, 2], [1, 3]]
+    """
+
+    key: Callable[[Any], Any] | Sequence[Any] | np.ndarray = field(repr=False)
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        keys = [self.key(dataset[i]) for i in range(len(dataset))] if callable(self.key) else self.key
+        if len(keys) != len(dataset):
+            raise DataError(f"ByKey has {len(keys)} keys for {len(dataset)} examples: give one key per example")
+        names, owner = np.unique(np.asarray(keys), return_inverse=True)
+        if len(names) < num_nodes:
+            raise DataError(
+                f"ByKey found {len(names)} distinct keys, too few for {num_nodes} nodes (a group stays on one node): "
+                f"use num_nodes={len(names)} or less, or a finer key"
+            )
+        sizes = np.bincount(owner)
+        mixed = rng.numpy_generator(seed, "partition").permutation(len(names))
+        home = np.empty(len(names), dtype=np.int64)
+        lightest = [(0, node) for node in range(num_nodes)]
+        for group in mixed[np.argsort(-sizes[mixed], kind="stable")]:
+            load, node = lightest[0]
+            home[group] = node
+            heapq.heapreplace(lightest, (load + int(sizes[group]), node))
+        return [np.flatnonzero(home[owner] == node) for node in range(num_nodes)]
+
+
+def _check_alpha(alpha: Any) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
+        raise ArgumentError(f"alpha={alpha!r} must be a number above 0, for example 0.3")
+
+
+def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the shards, each in ascending order, or raise DataError if a node got nothing."""
+    return check_shards(partitioner, [np.sort(shard) for shard in shards], None)
+
+
+def check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None) -> list[np.ndarray]:
+    """Return the shards as int64 arrays; raise DataError for a node without examples or an index out of range."""
+    arrays = [np.asarray(shard) for shard in shards]
+    for node, shard in enumerate(arrays):
+        if len(shard) == 0:
+            raise DataError(
+                f"{partitioner!r} leaves node {node} of {len(arrays)} without examples "
+                f"({sum(map(len, arrays))} in all): use fewer nodes, a milder split, or more data"
+            )
+        if shard.ndim != 1 or shard.dtype.kind not in "iu":
+            raise DataError(f"{partitioner!r} gave node {node} {shard.dtype} {shard.shape}; wanted a list of indices")
+        if num_examples is not None and not 0 <= shard.min() <= shard.max() < num_examples:
+            raise DataError(f"{partitioner!r} gave node {node} an index outside 0..{num_examples - 1}")
+    return [shard.astype(np.int64, copy=False) for shard in arrays]
+
+
+_NAMES: dict[str, tuple[Callable[..., Partitioner], Callable[[str], Any], str]] = {
+    "iid": (IID, str, "iid"),
+    "shards": (LabelShards, int, "shards:2"),
+    "dirichlet": (Dirichlet, float, "dirichlet:0.3"),
+    "quantity": (QuantitySkew, float, "quantity:1.0"),
+}
+
+
+@checked
+def parse_partitioner(text: str) -> Partitioner:
+    """Return the partitioner written as on the command line: `iid`, `shards:2`, `dirichlet:0.3`, `quantity:1.0`.
+
+    Raises:
+        ArgumentError: an unknown name, or a value that is missing, unwanted or out of range.
+
+    >>> parse_partitioner("dirichlet:0.3")
+    Dirichlet(alpha=0.3, min_examples=1)
+    """
+    name, colon, value = str(text).strip().lower().partition(":")
+    forms = ", ".join(form for _, _, form in _NAMES.values())
+    if name not in _NAMES:
+        raise ArgumentError(f"unknown partition {text!r}: {nearest(name, _NAMES)} (forms: {forms})")
+    kind, read, form = _NAMES[name]
+    if not colon and name != "dirichlet":
+        return kind()
+    if not value or name == "iid":
+        raise ArgumentError(f"partition {text!r} should look like {form!r}")
+    try:
+        number = read(value)
+    except ValueError:
+        raise ArgumentError(f"{value!r} in partition {text!r} is not a number; it should look like {form!r}") from None
+    return kind(number)

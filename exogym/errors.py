@@ -1,0 +1,111 @@
+"""Every error ExoGym raises on purpose, and the one way it refuses a misspelt argument.
+
+    ExoGymError
+    ├── ArgumentError    a wrong, unknown or misspelt argument       (also a ValueError and a TypeError)
+    ├── ModelError       a model that cannot be trained as a row of the fleet
+    ├── DataError        a data set, shard or batch that cannot be used
+    ├── StrategyError    a strategy that breaks the rules it was written under
+    ├── TrainingError    training itself went wrong (a loss that is not a number, ...)
+    └── CheckpointError  a checkpoint that is missing, torn, or of another run
+
+Each message says what was given, what was wanted, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+
+class ExoGymError(Exception):
+    """The root of the tree: catch this to catch everything ExoGym raises on purpose."""
+
+
+class ArgumentError(ExoGymError, ValueError, TypeError):
+    """An argument is unknown, misspelt, of the wrong kind or out of range."""
+
+
+class ModelError(ExoGymError):
+    """The model cannot be trained as a row of the fleet; the message says why."""
+
+
+class DataError(ExoGymError):
+    """A data set, shard or batch cannot be used."""
+
+
+class StrategyError(ExoGymError):
+    """A strategy breaks the rules it was written under."""
+
+
+class TrainingError(ExoGymError):
+    """Training itself went wrong, for example a loss that is not a number."""
+
+
+class CheckpointError(ExoGymError):
+    """A checkpoint is missing, torn, or belongs to another run."""
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """Return ", did you mean 'x'?" for the nearest known name, or a list of the known ones."""
+    names = sorted(known)
+    close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "known: " + ", ".join(names)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F) -> F:
+    """Refuse unknown keyword arguments of `function` with the nearest real name.
+
+    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described.
+
+    Raises:
+        ArgumentError: an argument that `function` does not take, or one it needs that is missing.
+
+    >>> @checked
+    ... def train(num_nodes=1): ...
+    >>> train(num_node=2)
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: train() has no argument 'num_node': did you mean 'num_nodes'?
+    """
+    signature = inspect.signature(function)
+    names = [n for n in signature.parameters if n != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in signature.parameters:
+                where = function.__qualname__.removesuffix(".__init__")
+                raise ArgumentError(f"{where}() has no argument {name!r}: {nearest(name, names)}")
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            where = function.__qualname__.removesuffix(".__init__")
+            raise ArgumentError(f"{where}(): {error}; arguments: {', '.join(names)}") from None
+        if function.__name__ == "__init__" and "given_arguments" not in vars(args[0]):
+            args[0].given_arguments = {k: v for k, v in bound.arguments.items() if k != "self"}
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
+    """Raise ArgumentError unless `given` is one of `choices`."""
+    choices = list(choices)
+    if given not in choices:
+        raise ArgumentError(
+            f"{name}={given!r} is not one of {', '.join(map(repr, choices))}: {nearest(str(given), choices)}"
+        )
+
+
+def check_count(name: str, given: Any, least: int = 1) -> None:
+    """Raise ArgumentError unless `given` is a whole number of at least `least`."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}")

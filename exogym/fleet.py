@@ -1,0 +1,125 @@
+"""The fleet: N nodes training P parameters are one matrix X with N rows and P columns.
+
+Row r belongs to the node with global id `ranks[r]`. Local training changes rows; communication
+mixes rows. A process holds a block of the matrix: some rows, all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from exogym.communicator import Communicator
+from exogym.layout import Layout, Slot, layouts_of
+
+ALIGNMENT_BYTES = 64
+
+
+def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialised (rows, width) matrix whose rows all start at a 64-byte boundary.
+
+    Kernels may round differently at different alignments; equal alignment keeps equal bits.
+    """
+    stride = -(-width * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+    return torch.empty(rows, stride, dtype=dtype, device=device)[:, :width]
+
+
+class Block:
+    """The columns of one dtype: `params` (rows, P), and `grads` (rows, P) where a strategy wants them.
+
+    Attributes:
+        layout: where each parameter lies in a row.
+        params: (rows, P), the X of the equations.
+        grads: (rows, P) or None; after an average one row expanded to all (stride 0).
+        has_grad: (rows, slots) bool: whether the step gave the parameter a gradient.
+    """
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device):
+        self.layout = layout
+        self.params = row_matrix(rows, layout.numel, layout.dtype, device)
+        self.grads: Tensor | None = None
+        self._own_grads: Tensor | None = None
+        self.has_grad = torch.ones(rows, len(layout.slots), dtype=torch.bool)
+
+    def own_grads(self) -> Tensor:
+        """Return the (rows, P) matrix that each step's gradients are copied into."""
+        if self._own_grads is None:
+            rows, width = self.params.shape
+            self._own_grads = row_matrix(rows, width, self.layout.dtype, self.params.device)
+        self.grads = self._own_grads
+        return self._own_grads
+
+    def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield (slot, view (rows, *shape)) of each parameter in any (rows, P) matrix."""
+        for slot in self.layout:
+            yield slot, slot.of(rows)
+
+    def zeros(self, rows: int | None = None) -> Tensor:
+        """Return a zero matrix like `params`, with as many rows or with `rows`."""
+        n = len(self.params) if rows is None else rows
+        return row_matrix(n, self.layout.numel, self.layout.dtype, self.params.device).zero_()
+
+
+class Fleet:
+    """The rows a process holds, the buffers of each, and the communicator between all nodes.
+
+    Attributes:
+        blocks: one `Block` per dtype of trainable parameters.
+        buffers: name to (rows, *shape), for the buffers that a training step changes.
+        ranks: global id of each row.
+        num_nodes: nodes in the whole fleet.
+        comm: the `Communicator`.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device):
+        self.ranks = list(ranks)
+        self.num_nodes = num_nodes
+        self.comm = Communicator(self.ranks, num_nodes)
+        self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
+        self.buffers: dict[str, Tensor] = {}
+        parameters = dict(module.named_parameters())
+        for block in self.blocks:
+            for slot, view in block.views(block.params):
+                view.copy_(parameters[slot.name].detach().expand_as(view))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of one row: P times the bytes per element, over all blocks."""
+        return sum(block.layout.numel * block.layout.dtype.itemsize for block in self.blocks)
+
+    def average(self) -> list[Tensor]:
+        """Return the mean over all nodes of each block, (P,) each, without recording traffic."""
+        wire, everyone = self.comm.wire, list(range(self.num_nodes))
+        return [wire.reduce(block.params, everyone, "mean") for block in self.blocks]
+
+    def average_buffers(self) -> dict[str, Tensor]:
+        """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
+        wire, everyone = self.comm.wire, list(range(self.num_nodes))
+        result = {}
+        for name, rows in self.buffers.items():
+            if rows.is_floating_point():
+                result[name] = wire.reduce(rows.reshape(len(rows), -1), everyone, "mean").view(rows.shape[1:])
+            else:
+                result[name] = wire.rows(rows, everyone[:1])[0]
+        return result
+
+    def synchronise_buffers(self, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Average floating-point row buffers in each group; give the others the lowest id's value.
+
+        Counted as buffer traffic, apart from the parameters'.
+        """
+        with self.comm.counted_as("buffers"):
+            for rows in self.buffers.values():
+                if rows.is_floating_point():
+                    self.comm.all_reduce(rows, "mean", groups=groups, out=rows)
+                    continue
+                for group in groups or [self.comm.present]:
+                    first = self.comm.wire.rows(rows, [min(group)])[0].clone()
+                    for row, rank in enumerate(self.ranks):
+                        if rank in group:
+                            rows[row] = first

@@ -1,0 +1,92 @@
+"""Gradients of several rows at once, with `torch.func.vmap`.
+
+Exact up to rounding, and refused where it could not be: a step that draws random numbers would draw
+others than one node at a time, and buffers that a step changes (BatchNorm) cannot be vmapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ModelError
+from exogym.outputs import batch_examples, map_tensors
+from exogym.worker import Worker
+
+CHUNK_ROWS = 10
+
+
+class VmapGradients:
+    """Computes losses and gradients of many rows together, `chunk_rows` at a time.
+
+    Raises:
+        ModelError: the model draws random numbers or changes buffers while training, or the run needs
+            micro-batches or fp16 scaling, or vmap has no rule for one of its operations.
+    """
+
+    def __init__(self, worker: Worker, chunk_rows: int = CHUNK_ROWS):
+        reasons = [
+            (worker.draws_torch or worker.draws_python, "its training step draws random numbers (dropout)"),
+            (bool(worker.changing), f"a training step changes its buffers ({', '.join(worker.changing[:3])})"),
+            (worker.micro_batch_size is not None, "the run uses micro-batches"),
+            (worker.scaled, "fp16 scales each node's loss by itself"),
+        ]
+        for refused, why in reasons:
+            if refused:
+                raise ModelError(f"compute='vmap' cannot train this model: {why}; use compute='loop'")
+        self.worker, self.chunk_rows = worker, chunk_rows
+
+        def loss_of(parameters: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return torch.func.functional_call(worker.model, parameters, args, kwargs)
+
+            loss = worker.loss.of(call, batch).loss
+            return loss, loss.detach()
+
+        self._gradient = torch.func.vmap(torch.func.grad(loss_of, has_aux=True))
+
+    def __call__(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
+        """Write the gradients of `rows` on their `batches` into the fleet's `own_grads`; return losses (len(rows),)."""
+        losses = torch.empty(len(rows), device=self.worker.device)
+        for block in self.worker.fleet.blocks:
+            block.own_grads()
+            block.has_grad[list(rows)] = True
+        sizes = [batch_examples(batch) for batch in batches]
+        for size in sorted(set(sizes)):
+            alike = [k for k, s in enumerate(sizes) if s == size]
+            for start in range(0, len(alike), self.chunk_rows):
+                part = alike[start : start + self.chunk_rows]
+                losses[part] = self._chunk([rows[k] for k in part], [batches[k] for k in part])
+        return losses
+
+    def _chunk(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
+        fleet = self.worker.fleet
+        parameters = {slot.name: slot.of(block.params[rows]) for block in fleet.blocks for slot in block.layout}
+        stacked = _stack([self.worker.to_device(batch) for batch in batches])
+        with self.worker.autocast():
+            try:
+                grads, losses = self._gradient(parameters, stacked)
+            except RuntimeError as error:
+                raise ModelError(f"compute='vmap' cannot train this model: {error}; use compute='loop'") from error
+        for block in fleet.blocks:
+            assert block.grads is not None
+            for slot in block.layout:
+                slot.of(block.grads)[rows] = grads[slot.name].to(block.grads.dtype)
+        return losses.to(torch.float32)
+
+
+def _stack(batches: Sequence[Any]) -> Any:
+    """Stack equal nested batches leaf by leaf along a new first axis."""
+    leaves: list[list[Tensor]] = []
+
+    def collect(batch: Any) -> list[Tensor]:
+        mine: list[Tensor] = []
+        map_tensors(batch, mine.append)
+        return mine
+
+    leaves = [collect(batch) for batch in batches]
+    columns = iter([torch.stack(column) for column in zip(*leaves, strict=True)])
+    return map_tensors(batches[0], lambda _: next(columns))

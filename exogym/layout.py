@@ -1,0 +1,101 @@
+"""Where each named parameter lies in a row of the fleet matrix.
+
+One layout per dtype: a row of P numbers holds the trainable parameters of one node one after the
+other, in `named_parameters()` order. Tied parameters are one column range. Frozen parameters have
+no columns: all nodes share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from exogym.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: columns `start` to `stop` of a row, seen as `shape`."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    def of(self, rows: Tensor) -> Tensor:
+        """View the slot in `rows` (..., P) as (..., *shape)."""
+        return rows[..., self.start : self.stop].unflatten(-1, self.shape) if self.shape else rows[..., self.start]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of one block: all trainable parameters of one dtype.
+
+    >>> layout, = layouts_of(nn.Linear(3, 2))
+    >>> layout.numel, [(s.name, s.start, tuple(s.shape)) for s in layout.slots]
+    (8, [('weight', 0, (2, 3)), ('bias', 6, (2,))])
+    """
+
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.slots[-1].stop
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+
+def layouts_of(module: nn.Module) -> list[Layout]:
+    """Return the layouts of the module's trainable parameters, one per dtype, in order of appearance.
+
+    Raises:
+        ModelError: nothing is trainable, or a parameter cannot be a range of columns (not dense,
+            not floating point, not initialised, or partly overlapping another one in memory).
+    """
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ModelError(
+            "the model has no trainable parameter (none with requires_grad=True), so there is nothing to train"
+        )
+    _refuse_unpointable(trainable)
+    slots: dict[torch.dtype, list[Slot]] = {}
+    for name, p in trainable.items():
+        mine = slots.setdefault(p.dtype, [])
+        start = mine[-1].stop if mine else 0
+        mine.append(Slot(name, p.shape, start, p.numel()))
+    return [Layout(dtype, tuple(s)) for dtype, s in slots.items()]
+
+
+def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
+    extents: list[tuple[int, int, str]] = []
+    for name, p in parameters.items():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name!r} is not initialised: run the lazy model on one batch first")
+        if p.is_meta:
+            raise ModelError(
+                f"parameter {name!r} is on the meta device and has no numbers: materialise the model first"
+            )
+        if p.layout != torch.strided or p.is_quantized or not p.is_floating_point():
+            raise ModelError(
+                f"parameter {name!r} ({p.dtype}, {p.layout}) is not a dense floating-point tensor and cannot be a row; "
+                "freeze it (requires_grad=False) or replace it"
+            )
+        if p.numel() == 0:
+            raise ModelError(f"parameter {name!r} has no elements: remove it or freeze it (requires_grad=False)")
+        extents.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
+    extents.sort()
+    for (_, end, first), (start, _, second) in zip(extents, extents[1:], strict=False):
+        if start < end:
+            raise ModelError(
+                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter; "
+                "re-pointing one would silently cut it from the other. Tie them as one nn.Parameter, or clone one"
+            )

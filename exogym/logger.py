@@ -1,0 +1,441 @@
+"""Loggers: where the records of a run go while it trains. CSV, JSON lines, Weights & Biases, TensorBoard, or your own.
+
+A record is a row of `exogym.history.History`: a dict with `step`, `node` (None: the averaged model), `train_loss`, ...;
+what is missing is None. Records come in the order of steps, the averaged model's first. Your own logger is a function
+of a record, or a class with `log`, and with `start` and `finish` if it needs them:
+
+>>> records = []
+>>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import inspect
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from exogym.errors import ArgumentError, ExoGymError, checked
+from exogym.history import OF_THE_STEP, plain, replacing
+
+Record = Mapping[str, Any]
+
+
+class Logger:
+    """What a logger may do; only `log` is needed.
+
+    >>> class Best(Logger):
+    ...     loss = float("inf")
+    ...     def log(self, record):
+    ...         self.loss = min(self.loss, record["val_loss"] or self.loss)
+    """
+
+    is_silent = False  # whether records need not be made at all
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Prepare, before training; `run` describes the run, and `run["resumed_step"]`, if there, is where it goes on.
+
+        Raises:
+            ArgumentError: what this logger writes to cannot be written.
+        """
+
+    def log(self, record: Record) -> None:
+        """Take one record."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method log(record)")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Finish, after training, also one that failed or was interrupted; `summary` is the last averaged record."""
+
+
+# ---------------------------------------------------------------- several
+
+
+class _Function(Logger):
+    """A callable, or an object with `log` that is no Logger."""
+
+    def __init__(self, target: Any) -> None:
+        self.log = getattr(target, "log", target)  # type: ignore[method-assign]
+        self.start = getattr(target, "start", self.start)  # type: ignore[method-assign]
+        self.finish = getattr(target, "finish", self.finish)  # type: ignore[method-assign]
+
+
+class _Several(Logger):
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = list(loggers)
+        self.is_silent = all(logger.is_silent for logger in loggers)
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        started: list[Logger] = []
+        try:
+            for logger in self.loggers:
+                logger.start(run)
+                started.append(logger)
+        except BaseException:
+            for logger in started:
+                logger.finish({})
+            raise
+
+    def log(self, record: Record) -> None:
+        for logger in self.loggers:
+            logger.log(record)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        with contextlib.ExitStack() as stack:  # each is called, whatever the others raise
+            for logger in reversed(self.loggers):
+                stack.callback(logger.finish, summary)
+
+
+def combine(loggers: Any) -> Logger:
+    """Return one logger for None, a logger, a function of a record, or several of these.
+
+    Raises:
+        ArgumentError: anything else.
+
+    >>> combine(None).is_silent, combine([print, None]).is_silent
+    (True, False)
+    """
+    if isinstance(loggers, Logger):
+        return loggers
+    if loggers is None:
+        return _Several([])
+    if isinstance(loggers, list | tuple):
+        return _Several([combine(logger) for logger in loggers if logger is not None])
+    if isinstance(loggers, type) and hasattr(loggers, "log"):
+        raise ArgumentError(f"logger={loggers.__name__} is a class: give an instance, {loggers.__name__}(...)")
+    log = getattr(loggers, "log", loggers)
+    if callable(log) and not isinstance(log, type) and _takes_a_record(log):
+        return _Function(loggers)
+    raise ArgumentError(
+        f"logger={loggers!r} is not a logger: give one of exogym.logger, an object with log(record), a function of a "
+        "record, or a list of these"
+    )
+
+
+def _takes_a_record(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind({})
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        pass
+    return True
+
+
+# ---------------------------------------------------------------- files
+
+
+def check_writable(folder: str | os.PathLike[str], name: str = "path") -> Path:
+    """Make `folder` and write a file into it, to see that it can be done; the file is removed again.
+
+    Raises:
+        ArgumentError: it cannot; folders made on the way are removed, and `name` is the argument in the message.
+    """
+    folder = Path(folder)
+    made: list[Path] = []
+    try:
+        for parent in reversed([folder, *folder.parents]):
+            if not parent.exists():
+                parent.mkdir()
+                made.append(parent)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"exogym")
+            file.flush()
+    except OSError as error:
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise ArgumentError(f"{name}={str(folder)!r} cannot be written ({error}): choose another folder") from error
+    return folder
+
+
+class _FileLogger(Logger):
+    """Lines in a text file. A new run takes the file's place; a resumed one drops what came after its step, and goes on.
+
+    The file is opened at the first record, and each record is in it, whole, when `log` returns.
+    """
+
+    suffix = ""
+
+    def __init__(self, path: str | os.PathLike[str] | None, experiment_name: str | None) -> None:
+        name = (experiment_name or "metrics") + self.suffix
+        self.path = Path(path if path is not None else name)
+        if self.path.is_dir() or str(path).endswith(("/", os.sep)):
+            self.path = self.path / name
+        self._file: IO[str] | None = None
+        self._begun = False  # whether what the file holds is of this run
+        self._columns: list[str] = []
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Check that the file can be written; drop the records after `run["resumed_step"]`, if this is a resumed run."""
+        self._close()
+        check_writable(self.path.parent)
+        if self.path.is_dir():
+            raise ArgumentError(f"path={str(self.path)!r} is a folder: name a file")
+        step = run.get("resumed_step")
+        self._columns, self._begun = [], step is not None and self.path.exists()
+        if not self._begun:
+            return
+        try:
+            self._keep(int(step))  # type: ignore[arg-type]
+        except (ValueError, AttributeError, csv.Error) as error:
+            raise ArgumentError(
+                f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot go on in it: name the "
+                "resumed run's log, or a new file"
+            ) from error
+
+    def _opened(self) -> IO[str]:
+        if self._file is None:
+            mode = "a" if self._begun else "w"
+            self._file = open(self.path, mode, buffering=1, encoding="utf-8", newline="")  # noqa: SIM115
+            self._begun = True
+        return self._file
+
+    def _whole_lines(self) -> Iterator[str]:
+        """Yield the lines of the file, without one that was torn when the run was killed."""
+        with open(self.path, encoding="utf-8", newline="") as file:
+            yield from (line for line in file if line.endswith("\n"))
+
+    def _keep(self, step: int) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close the file."""
+        self._close()
+
+
+class CSVLogger(_FileLogger):
+    """Writes records to a CSV file with a header; missing values are empty.
+
+    A metric that comes late makes a new column: the file is rewritten then, and only then, so its header is right at
+    every moment. A file that is there already is replaced by a new run, and gone on with by a resumed one.
+
+    Args:
+        path: the file, or a folder for `<experiment_name>.csv`; default: that file in the current folder.
+        experiment_name: names the file where `path` does not; default: "metrics".
+
+    >>> logger = CSVLogger(path="runs/diloco.csv")
+    >>> CSVLogger(experiment_name="sparta").path.name
+    'sparta.csv'
+    """
+
+    suffix = ".csv"
+
+    @checked
+    def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
+        super().__init__(path, experiment_name)
+
+    def log(self, record: Record) -> None:
+        """Write one row."""
+        if new := [name for name in record if name not in self._columns]:
+            self._columns += new
+            if self._begun:
+                self._close()
+                self._rewrite()
+            else:
+                csv.writer(self._opened(), lineterminator="\n").writerow(self._columns)
+        row = [plain(record.get(name)) for name in self._columns]
+        csv.writer(self._opened(), lineterminator="\n").writerow(row)
+
+    def _keep(self, step: int) -> None:
+        self._columns = next(csv.reader(self._whole_lines()), [])
+        if not self._columns:
+            self._begun = False
+            return
+        if "step" not in self._columns:
+            raise ValueError("it has no column 'step'")
+        self._rewrite(step)
+
+    def _rewrite(self, last: float = math.inf) -> None:
+        """Write the file anew with the columns of now and the rows up to step `last`."""
+        with replacing(self.path) as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            for row in csv.DictReader(self._whole_lines()):
+                if not row.get("step") or int(row["step"]) <= last:
+                    writer.writerow(row)
+
+
+class JSONLinesLogger(_FileLogger):
+    """Writes each record as one line of JSON; numbers that JSON lacks are the texts "NaN", "Infinity", "-Infinity".
+
+    A file that is there already is replaced by a new run, and gone on with by a resumed one.
+
+    >>> logger = JSONLinesLogger("runs/diloco.jsonl")
+    """
+
+    suffix = ".jsonl"
+
+    @checked
+    def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
+        super().__init__(path, experiment_name)
+
+    def log(self, record: Record) -> None:
+        """Write one line."""
+        clean = {name: _json_value(plain(value)) for name, value in record.items()}
+        self._opened().write(json.dumps(clean, allow_nan=False) + "\n")
+
+    def _keep(self, step: int) -> None:
+        with replacing(self.path) as file:
+            for line in self._whole_lines():
+                if (json.loads(line).get("step") or 0) <= step:
+                    file.write(line)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+# ---------------------------------------------------------------- services
+
+
+def _need(package: str, extra: str, name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ExoGymError(f"{name} needs {package}, which is not installed: pip install 'exogym[{extra}]'")
+
+
+class _ByStep(Logger):
+    """Gathers the records of a step, and hands them on as {name: number}, a node's as `node_3/train_loss`."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._values: dict[str, Any] = {}
+        self._shared: Record = {}
+
+    def log(self, record: Record) -> None:
+        """Take one record; a step is handed on when the next one begins."""
+        if record["step"] != self._step:
+            self._flush()
+            self._step = record["step"]
+        node = record.get("node")
+        if node is None:
+            self._shared = record
+        prefix = "" if node is None else f"node_{node}/"
+        for name, value in record.items():
+            repeated = node is not None and name in OF_THE_STEP and value == self._shared.get(name)
+            if name not in ("step", "node") and value is not None and not repeated:
+                self._values[prefix + name] = plain(value)
+
+    def _flush(self) -> None:
+        if self._values and self._step is not None:
+            self._write(self._step, self._values)
+        self._step, self._values, self._shared = None, {}, {}
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class WandbLogger(_ByStep):
+    """Logs to Weights & Biases: one `log` a step, over the axis `step`; a node's values are `node_3/train_loss`.
+
+    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new W&B run of the same
+    name, with `resumed_step` in its configuration.
+
+    Args:
+        project, experiment_name: W&B's project and the name of the run in it.
+        mode: "online", "offline" (nothing is sent; `wandb sync` does it later) or "disabled"; default: W&B's settings.
+        config: added to the run's description in W&B's configuration.
+        dir: folder in which W&B makes its own; default: the current one.
+
+    Raises:
+        ExoGymError: wandb is not installed.
+
+    >>> logger = WandbLogger(project="diloco", experiment_name="H=100", mode="offline")
+    """
+
+    @checked
+    def __init__(
+        self, project: str | None = None, experiment_name: str | None = None, mode: str | None = None,
+        config: Mapping[str, Any] | None = None, dir: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _need("wandb", "wandb", "WandbLogger")
+        self.project, self.experiment_name, self.mode = project, experiment_name, mode
+        self.config, self.dir = dict(config or {}), None if dir is None else str(dir)
+        self._run: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Begin a W&B run, beside any that is active."""
+        import wandb
+
+        self.finish({})
+        if self.dir is not None:
+            check_writable(self.dir, "dir")
+        given: dict[str, Any] = {"project": self.project, "name": self.experiment_name, "mode": self.mode}
+        if wandb.run is not None:
+            given["reinit"] = "create_new"
+        self._run = wandb.init(config={**run, **self.config}, dir=self.dir, **given)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Send what is left and end the W&B run."""
+        if self._run is not None:
+            self._flush()
+            self._run.summary.update({name: value for name, value in summary.items() if value is not None})
+            self._run.finish()
+            self._run = None
+
+
+class TensorBoardLogger(_ByStep):
+    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
+
+    Earlier events in the folder are hidden: all of them by a new run, those after its step by a resumed one.
+
+    Args:
+        log_dir: the folder that `tensorboard --logdir` is given.
+
+    Raises:
+        ExoGymError: tensorboard is not installed.
+
+    >>> logger = TensorBoardLogger("runs/diloco")
+    """
+
+    @checked
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        _need("tensorboard", "tensorboard", "TensorBoardLogger")
+        self.log_dir = Path(log_dir)
+        self._writer: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Open an event file and write the description of the run into it, as text."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.finish({})
+        check_writable(self.log_dir, "log_dir")
+        step = run.get("resumed_step")
+        self._writer = SummaryWriter(str(self.log_dir), purge_step=0 if step is None else step + 1)
+        text = json.dumps(dict(run), indent=2, default=str)
+        self._writer.add_text("run", "\n".join("    " + line for line in text.splitlines()), step or 0)
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(name, value, step)
+            else:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write what is left and close the file."""
+        if self._writer is not None:
+            self._flush()
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,250 @@
+"""The training loop: stretches of independent steps between events, for every layout.
+
+A stretch ends at the earliest of the strategy's next event, an evaluation, a checkpoint, a callback, the end
+of an epoch (where there is an evaluation) and the end of training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.callbacks import Every
+from exogym.checkpoint import Snapshot, save
+from exogym.fleet import Fleet
+from exogym.history import History
+from exogym.logger import Logger
+from exogym.metrics import Evaluator, spread, usage
+from exogym.progress import Progress
+from exogym.worker import Worker
+
+
+class Driver(Protocol):
+    """What the loop needs of a strategy in training."""
+
+    steps: Any
+
+    def next_event(self, step: int) -> int: ...
+    def lr(self, step: int) -> float: ...
+    def advance(self, first: int, last: int) -> Tensor: ...
+    def finish(self, step: int) -> None: ...
+    def consensus(self) -> list[Tensor]: ...
+    def close(self) -> None: ...
+    def row_state(self, row: int) -> dict[str, Tensor]: ...
+    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None: ...
+    def shared_state(self) -> dict[str, Tensor]: ...
+    def load_shared_state(self, state: dict[str, Tensor]) -> None: ...
+
+
+@dataclass
+class Plan:
+    """When the loop does what, in steps, and where checkpoints go."""
+
+    total_steps: int
+    steps_per_epoch: int
+    batch_size: int
+    val_interval: int | None = None
+    log_interval: int = 1
+    checkpoint_interval: int | None = None
+    save_dir: Any = None
+    keep_checkpoints: int = 2
+    final_sync: bool = True
+    max_stretch: int | None = None
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+class TrainingLoop:
+    """Trains a fleet to the end of a plan.
+
+    Attributes:
+        step: steps done; `epoch`: of the last one, from 0.
+        history, fleet: as they stand.
+        stopped: whether a callback ended the training.
+    """
+
+    def __init__(
+        self, plan: Plan, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None, history: History,
+        logger: Logger, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
+    ):  # fmt: skip
+        self.plan, self.driver, self.fleet, self.worker = plan, driver, fleet, worker
+        self.evaluator, self.history, self.logger, self.progress = evaluator, history, logger, progress
+        self.callbacks = list(callbacks)
+        self.step, self.stopped = 0, False
+        self._wall_before, self._examples_before = 0.0, 0
+        self._logged = -1
+
+    @property
+    def epoch(self) -> int:
+        return max(0, self.step - 1) // self.plan.steps_per_epoch
+
+    def run(self) -> None:
+        """Train to the end."""
+        plan = self.plan
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        if self.step == 0:
+            self._evaluate()
+            self._log()
+        while self.step < plan.total_steps and not self.stopped:
+            first, last = self.step, self._stretch_end()
+            before, bytes_before = self._wall_s(), self._bytes()
+            losses = self.driver.advance(first, last)
+            self.step = last
+            self._record(first, losses, before, bytes_before)
+            at_end = last == plan.total_steps
+            if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
+                self.save()
+            if not at_end and self._evaluation_due():
+                self._evaluate()
+            self._call_back()
+            if not (at_end or self.stopped):
+                self._log()
+        if plan.final_sync:
+            self.driver.finish(self.step)
+        self._evaluate()
+        self._call_back(final=True)
+        self._log()
+
+    def evaluate(self, node: int | None = None) -> dict[str, float]:
+        """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one."""
+        if self.evaluator is None:
+            return {}
+        if node is None:
+            return self.evaluator(self.driver.consensus(), self.fleet.average_buffers())
+        wire = self.fleet.comm.wire
+        vectors = [wire.rows(block.params, [node])[0] for block in self.fleet.blocks]
+        return self.evaluator(vectors, {name: wire.rows(x, [node])[0] for name, x in self.fleet.buffers.items()})
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment."""
+        fleet, rows = self.fleet, {}
+        for row, rank in enumerate(fleet.ranks):
+            state = {f"params.{b}": block.params[row] for b, block in enumerate(fleet.blocks)}
+            state |= {f"buffer.{name}": x[row] for name, x in fleet.buffers.items()}
+            state |= {f"driver.{name}": value for name, value in self.driver.row_state(row).items()}
+            scale = [float(self.worker.scales[row]), float(self.worker.good_steps[row])]
+            rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
+        shared = {f"driver.{name}": value for name, value in self.driver.shared_state().items()}
+        shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
+        history: dict[str, Any] = {}
+        for name, value in self.history.state().items():
+            if isinstance(value, np.ndarray):
+                shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
+            else:
+                history[name] = value
+        meta = {"step": self.step, "wall_s": self._wall_s(), "history": history, "description": self.plan.description}
+        save(self.plan.save_dir, Snapshot(rows, shared, meta), self.plan.keep_checkpoints)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Stand where `snapshot` was taken."""
+        fleet = self.fleet
+        for row, rank in enumerate(fleet.ranks):
+            state = snapshot.rows[rank]
+            for b, block in enumerate(fleet.blocks):
+                block.params[row] = state[f"params.{b}"]
+            for name, x in fleet.buffers.items():
+                x[row] = state[f"buffer.{name}"]
+            self.driver.load_row_state(row, _below("driver.", state))
+            self.worker.scales[row], self.worker.good_steps[row] = state["scale"].tolist()
+        self.driver.load_shared_state(_below("driver.", snapshot.shared))
+        fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
+        arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
+        self.history = History.from_state(snapshot.meta["history"] | arrays)
+        self.step = self._logged = snapshot.meta["step"]
+        self._wall_before = snapshot.meta["wall_s"]
+        self._examples_before = self.step * self.plan.batch_size * fleet.num_nodes
+
+    # Between stretches
+
+    def _stretch_end(self) -> int:
+        plan, step = self.plan, self.step
+        ends = [plan.total_steps, self.driver.next_event(step)]
+        intervals = [
+            plan.val_interval if self.evaluator is not None else None,
+            plan.checkpoint_interval if plan.save_dir else None,
+        ]
+        if self.evaluator is not None and plan.val_interval is None:
+            intervals.append(plan.steps_per_epoch)
+        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Every)]
+        ends += [(step // n + 1) * n for n in intervals if n]
+        if plan.max_stretch is not None:
+            ends.append(step + plan.max_stretch)
+        return min(ends)
+
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.step % interval == 0  # type: ignore[operator]
+
+    def _evaluation_due(self) -> bool:
+        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch)
+
+    def _evaluate(self) -> None:
+        values: dict[str, Any] = dict(self.evaluate())
+        values |= spread(self.fleet)
+        payload, tx, rx = self._bytes()
+        wall_s = self._wall_s()
+        done = self.step * self.plan.batch_size * self.fleet.num_nodes - self._examples_before
+        span = wall_s - self._wall_before
+        values |= {
+            "payload_bytes": payload,
+            "tx_bytes": tx,
+            "rx_bytes": rx,
+            "wall_s": wall_s,
+            "lr": self.driver.lr(max(0, self.step - 1)),
+        }
+        values |= usage(self.worker.device, time.process_time() - self._cpu_start, span)
+        if done:
+            values["examples_per_s"] = done / span
+        if self.fleet.buffers:
+            values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
+        self.history.add_evaluation(self.step, self.epoch, values)
+        self.progress.update(self.step, **{k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
+        self._evaluated_at = self.step
+
+    def _call_back(self, final: bool = False) -> None:
+        for callback in self.callbacks:
+            if isinstance(callback, Every):
+                due = not final and self._due(callback.steps)
+            else:
+                due = self._evaluated_at == self.step
+            if due and callback(self) is True:
+                self.stopped = True
+
+    def _record(self, first: int, losses: Tensor, wall_before: float, bytes_before: tuple[float, float, float]) -> None:
+        plan, last = self.plan, self.step
+        steps = np.arange(first + 1, last + 1)
+        logged = steps[(steps % plan.log_interval == 0) | (steps == plan.total_steps)]
+        values = losses.float().cpu().numpy()
+        mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
+        bytes_after = self._bytes()
+        self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
+        if len(logged) == 0:
+            return
+        self.history.add_stretch(
+            steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
+            lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=self.fleet.ranks,
+            payload_bytes=bytes_before[0], tx_bytes=bytes_before[1], rx_bytes=bytes_before[2],
+            final_bytes=bytes_after if logged[-1] == last else bytes_before, wall_s=(wall_before, self._wall_s()),
+        )  # fmt: skip
+
+    def _log(self) -> None:
+        if self.logger.is_silent:
+            return
+        for record in self.history.rows_after(self._logged):
+            self.logger.log(record)
+        self._logged = self.step
+
+    def _bytes(self) -> tuple[float, float, float]:
+        ledger = self.fleet.comm.ledger
+        return float(ledger.payload_bytes.mean()), float(ledger.tx_bytes.mean()), float(ledger.rx_bytes.mean())
+
+    def _wall_s(self) -> float:
+        return self._wall_before + time.perf_counter() - self._start
+
+
+def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}

@@ -1,0 +1,48 @@
+"""Finding the micro-batch that fits in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError
+from exogym.outputs import batch_examples, split_batch
+from exogym.worker import Worker
+
+
+def activation_bytes(worker: Worker, batch: Any) -> int:
+    """Return the bytes that autograd keeps between forward and backward on `batch`, parameters not counted."""
+    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
+        worker.loss(worker.to_device(batch))
+    return sum(seen.values())
+
+
+def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
+    """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
+
+    Raises:
+        ArgumentError: not even one example fits.
+    """
+    size = batch_examples(batch)
+    while True:
+        part, _ = next(iter(split_batch(batch, size)))
+        needed = resident_bytes + activation_bytes(worker, part)
+        if needed <= limit_bytes:
+            return size
+        if size == 1:
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB with the "
+                "fleet's rows: raise it, train fewer nodes, or use a smaller model"
+            )
+        size = -(-size // 2)

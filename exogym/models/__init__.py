@@ -1,0 +1,7 @@
+"""Small models for examples, tests and comparisons. Each takes a batch (x, y) and returns its own loss."""
+
+from exogym.models.cnn import SmallCNN
+from exogym.models.gpt import CharGPT
+from exogym.models.mlp import MLP
+
+__all__ = ["MLP", "CharGPT", "SmallCNN"]

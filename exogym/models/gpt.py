@@ -1,0 +1,125 @@
+"""A character-level GPT: a decoder-only transformer in the manner of GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exogym.errors import ArgumentError, check_count, checked
+
+
+class CharGPT(nn.Module):
+    """Token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
+
+    h_0 = E[x] + Q;  h <- h + Attn(LN(h));  h <- h + W_2 gelu(W_1 LN(h));  logits = LN(h_L) E^T.
+
+    E is also the head (Press & Wolf 2017), so it counts once: P = V d + T d + L (12 d^2 + 2 d) + d parameters for
+    vocabulary V, block T, L layers, width d (linear layers have no bias, LN only a gain). Weights start as N(0, 0.02),
+    those that write to the residual stream as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019), so the first loss is
+    about ln V.
+
+    Args:
+        vocab_size: V, number of tokens.
+        block_size: T, the most tokens in x.
+        n_layer, n_head, n_embd: L, heads, d; d is a multiple of the heads.
+        dropout: probability, after embedding, attention and MLP and on the attention weights.
+
+    >>> model = CharGPT(vocab_size=65, block_size=16, n_layer=1, n_head=2, n_embd=32)
+    >>> x = torch.zeros(2, 16, dtype=torch.long)
+    >>> model((x, x))["logits"].shape, sum(p.numel() for p in model.parameters())
+    (torch.Size([2, 16, 65]), 14976)
+    """
+
+    @checked
+    def __init__(
+        self, vocab_size: int, block_size: int = 64, n_layer: int = 2, n_head: int = 4, n_embd: int = 64, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "block_size": block_size, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+        for name, given in sizes.items():
+            check_count(name, given)
+        if n_embd % n_head:
+            raise ArgumentError(f"n_embd={n_embd} must be a multiple of n_head={n_head}")
+        if not 0 <= dropout < 1:
+            raise ArgumentError(f"dropout={dropout!r} must be a probability below 1")
+        self.vocab_size, self.block_size = vocab_size, block_size
+        self.tokens = nn.Embedding(vocab_size, n_embd)
+        self.positions = nn.Embedding(block_size, n_embd)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.norm = nn.LayerNorm(n_embd, bias=False)
+        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                into_stream = name.endswith(("attend.out.weight", "mlp.2.weight"))
+                nn.init.normal_(weight, std=0.02 / (2 * n_layer) ** 0.5 if into_stream else 0.02)
+
+    def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return {"loss", "logits"}: mean cross-entropy in nats a token, and (batch, T, V); x and y are (batch, T) int64."""
+        x, y = batch
+        logits = self.logits(x)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the scores of the next token after each token of x: (batch, T) -> (batch, T, V)."""
+        length = x.shape[1]
+        if length > self.block_size:
+            raise ArgumentError(f"x has {length} tokens; this model was made for block_size={self.block_size} at most")
+        h = self.drop(self.tokens(x) + self.positions.weight[:length])
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+    @torch.no_grad()
+    def generate(self, x: Tensor, count: int, temperature: float = 1.0) -> Tensor:
+        """Return x (batch, T) with `count` sampled tokens appended, drawn from torch's generator; in eval mode."""
+        training = self.training
+        self.eval()
+        for _ in range(count):
+            scores = self.logits(x[:, -self.block_size :])[:, -1] / temperature
+            x = torch.cat([x, torch.multinomial(scores.softmax(-1), 1)], dim=1)
+        self.train(training)
+        return x
+
+
+class Block(nn.Module):
+    """One layer: causal self-attention, then an MLP of width 4 d, each on the normed stream and added to it."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(n_embd, bias=False)
+        self.attend = Attention(n_embd, n_head, dropout)
+        self.norm2 = nn.LayerNorm(n_embd, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(n_embd, 4 * n_embd, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * n_embd, n_embd, bias=False),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(batch, T, d) -> (batch, T, d)."""
+        h = h + self.attend(self.norm1(h))
+        return h + self.mlp(self.norm2(h))
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention, softmax(q k^T / sqrt(d / heads)) v with the future masked (Vaswani et al. 2017)."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.dropout = n_head, dropout
+        self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=False)
+        self.out = nn.Linear(n_embd, n_embd, bias=False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(batch, T, d) -> (batch, T, d)."""
+        q, k, v = self.qkv(h).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)  # each (batch, heads, T, d / heads)
+        dropped = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped)
+        return self.drop(self.out(mixed.transpose(1, 2).flatten(2)))

@@ -1,0 +1,42 @@
+"""A multilayer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exogym.errors import ArgumentError, check_count, checked
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, for classes: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
+
+    Args:
+        sizes: features in, hidden widths, classes; two numbers or more. `MLP([784, 200, 200, 10])` is the "2NN" of
+            McMahan et al. 2017 (arXiv 1602.05629), 199,210 parameters.
+
+    >>> import torch
+    >>> out = MLP([4, 8, 3])((torch.zeros(5, 2, 2), torch.zeros(5, dtype=torch.long)))
+    >>> out["logits"].shape, out["loss"].shape
+    (torch.Size([5, 3]), torch.Size([]))
+    """
+
+    @checked
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        if len(sizes) < 2:
+            raise ArgumentError(f"sizes={list(sizes)} has {len(sizes)} numbers; wanted features, hidden widths, classes")
+        for size in sizes:
+            check_count("sizes", size)
+        layers: list[nn.Module] = []
+        for wide, narrow in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(wide, narrow), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return {"loss", "logits"}: mean cross-entropy, and (batch, classes); x is (batch, ...), y (batch,) int64."""
+        x, y = batch
+        logits = self.layers(x.flatten(1))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}

@@ -1,0 +1,238 @@
+"""Drives a user's strategy: one instance per node, each with an ordinary model and its real rank.
+
+With `stacked = True` one instance holds all rows, its parameters (rows, *shape); before the first training
+step it is compared with one row at a time on random gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.data.stream import Stream
+from exogym.errors import StrategyError
+from exogym.fleet import Fleet
+from exogym.gradients import VmapGradients
+from exogym.meeting import Meeting
+from exogym.object_state import load_object_state, object_state
+from exogym.rng import generator, seed_torch, stream_seed
+from exogym.strategy.strategy import Run, Strategy
+from exogym.train_node import TrainNode
+from exogym.worker import Worker
+
+TRIAL_STEPS = 3
+
+
+class RowModel(nn.Module):
+    """Stands for the model in a stacked strategy: its parameters are (rows, *shape) and have no forward pass."""
+
+    def __init__(self, named: dict[str, nn.Parameter]):
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(self._named.items())
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(self._named.values())
+
+
+class NodeDriver:
+    """Takes a user's `Strategy` through training, step by step.
+
+    Attributes:
+        strategies: one per node, or a single one for all rows where `stacked`.
+    """
+
+    def __init__(self, strategy: Strategy, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str):
+        self.fleet, self.worker, self.run = fleet, worker, run
+        self.steps = np.zeros(len(fleet), dtype=np.int64)
+        self.nodes = [TrainNode(rank, row, worker, stream, self) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
+        self.vmap = VmapGradients(worker) if compute == "vmap" else None
+        self.schedule = strategy.inner.schedule(run.total_steps) if hasattr(strategy, "inner") else None
+        if self.schedule is None:
+            raise StrategyError(f"{type(strategy).__name__}.__init__ must call super().__init__(...)")
+        self.blocks: list[list[int]] | None = [list(range(len(fleet)))] if strategy.stacked else None
+        if strategy.stacked:
+            self._compare_one_row_with_many(strategy)
+        self._set_up(strategy)
+
+    def _set_up(self, strategy: Strategy) -> None:
+        count = len(self.fleet) if self.blocks is None else len(self.blocks)
+        self.strategies = [copy.deepcopy(strategy) for _ in range(count)]
+        self.grads: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in range(count)]
+        self.models = [
+            self.worker.model if self.blocks is None else self._row_model(rows) for rows in self.blocks or [[]] * count
+        ]
+        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
+        self._step = 0
+        self._meet([self._starter(k) for k in range(count)])
+
+    def _row_model(self, rows: list[int]) -> RowModel:
+        named = {}
+        contiguous = slice(rows[0], rows[-1] + 1)
+        for block in self.fleet.blocks:
+            for slot, view in block.views(block.params[contiguous]):
+                named[slot.name] = nn.Parameter(view)
+        return RowModel(named)
+
+    def _starter(self, k: int) -> Callable[[], None]:
+        strategy, model = self.strategies[k], self.models[k]
+        rank: Any = (
+            self.fleet.ranks[k] if self.blocks is None else torch.tensor([self.fleet.ranks[r] for r in self.blocks[k]])
+        )
+
+        def start() -> None:
+            strategy.total_steps = self.run.total_steps
+            strategy._init_node(model, rank, self.fleet.num_nodes)
+            if getattr(strategy, "model", None) is not model:
+                raise StrategyError(
+                    f"{type(strategy).__name__}._init_node must call super()._init_node(model, rank, num_nodes)"
+                )
+
+        return start
+
+    # The loop's questions
+
+    def next_event(self, step: int) -> int:
+        return step + 1
+
+    def lr(self, step: int) -> float:
+        assert self.schedule is not None
+        return self.schedule.lr(step)
+
+    def advance(self, first: int, last: int) -> Tensor:
+        """Take one step of all nodes; returns their losses, (rows, 1)."""
+        self._step = last
+        losses = torch.full((len(self.fleet), 1), torch.nan, device=self.worker.device)
+        if self.vmap is not None:
+            batches = [next(iter(n.stream.batches(n.rank, first, 1))) for n in self.nodes]
+            losses[:, 0] = self.vmap([n.row for n in self.nodes], batches)
+            for node in self.nodes:
+                node.refuse_nan(losses[node.row], first)
+        per_row: list[list[Tensor | None]] = []
+        for node in self.nodes:
+            if self.vmap is None:
+                losses[node.row, 0] = node.compute_gradient()
+                if self.worker.overflowed:
+                    self.worker.clear_grads()
+                self.worker.update_scale(node.row)
+                per_row.append([p.grad for p in self.worker.parameters])
+            else:
+                per_row.append([s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout])
+        self._take_gradients(per_row)
+        self._meet([strategy.step for strategy in self.strategies])
+        self.steps += 1
+        return losses
+
+    def _take_gradients(self, per_row: list[list[Tensor | None]]) -> None:
+        if self.blocks is None:
+            self.grads = per_row
+            return
+        for model, rows in zip(self.models, self.blocks, strict=True):
+            for index, p in enumerate(model.parameters()):
+                mine = [per_row[row][index] for row in rows]
+                if all(g is None for g in mine):
+                    p.grad = None
+                    continue
+                p.grad = torch.stack([torch.zeros_like(p[0]) if g is None else g for g in mine])
+
+    def _meet(self, functions: Sequence[Callable[[], None]]) -> None:
+        self._resumed = [0] * len(functions)
+        self.meeting.run(functions)
+
+    def _enter(self, k: int) -> None:
+        seed_torch(stream_seed(self.run.seed, "strategy", k, self._step, self._resumed[k]), self.worker.device)
+        self._resumed[k] += 1
+        if self.blocks is not None:
+            return
+        self.worker.point(k)
+        for p, grad in zip(self.worker.parameters, self.grads[k], strict=True):
+            p.grad = grad
+
+    def _leave(self, k: int) -> None:
+        if self.blocks is not None:
+            return
+        self.grads[k] = [p.grad for p in self.worker.parameters]
+        with torch.no_grad():
+            for p, view in zip(self.worker.parameters, self.worker.views(k), strict=True):
+                if p.data_ptr() != view.data_ptr():
+                    view.copy_(p.data)
+                    p.data = view
+
+    def _compare_one_row_with_many(self, strategy: Strategy) -> None:
+        """Run a few steps on random gradients with one row per block and with all rows in one.
+
+        Raises:
+            StrategyError: the results differ.
+        """
+        start = [block.params.clone() for block in self.fleet.blocks]
+        n = len(self.fleet)
+        if n < 2:
+            return
+        results = []
+        counted = self.fleet.comm.ledger.state()
+        for blocks in ([[row] for row in range(n)], [list(range(n))]):
+            self.blocks = blocks
+            self._set_up(strategy)
+            for step in range(1, TRIAL_STEPS + 1):
+                self._step = step
+                g = generator(self.run.seed, "trial", step)
+                self._take_gradients(
+                    [[torch.randn(p.shape, generator=g).to(p) for p in self.worker.parameters] for _ in range(n)]
+                )
+                self._meet([s.step for s in self.strategies])
+            results.append([block.params.clone() for block in self.fleet.blocks])
+            self.meeting.close()
+            for block, before in zip(self.fleet.blocks, start, strict=True):
+                block.params.copy_(before)
+        self.fleet.comm.ledger.load_state(counted)
+        for alone, together in zip(*results, strict=True):
+            off = float((alone - together).abs().max())
+            if not off <= 1e-5 * float(alone.abs().max()):
+                raise StrategyError(
+                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters than one row at a "
+                    f"time (largest difference {off:.3g}): some operation crosses the row axis, for example a norm or a topk over "
+                    "all of p instead of p.flatten(1). Keep the first axis apart, or drop stacked = True"
+                )
+
+    def finish(self, step: int) -> None:
+        """A user's strategy decides for itself what it synchronises."""
+
+    def consensus(self) -> list[Tensor]:
+        return self.fleet.average()
+
+    def close(self) -> None:
+        self.meeting.close()
+
+    # State
+
+    def row_state(self, row: int) -> dict[str, Tensor]:
+        state = {"steps": torch.tensor(self.steps[row])}
+        if self.blocks is None:
+            state |= {f"strategy.{k}": v for k, v in object_state(self.strategies[row], self.worker.model).items()}
+        return state
+
+    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
+        self.steps[row] = int(state["steps"])
+        if self.blocks is None:
+            self._load(self.strategies[row], self.worker.model, state)
+
+    def shared_state(self) -> dict[str, Tensor]:
+        if self.blocks is None:
+            return {}
+        return {f"strategy.{k}": v for k, v in object_state(self.strategies[0], self.models[0]).items()}
+
+    def load_shared_state(self, state: dict[str, Tensor]) -> None:
+        if self.blocks is not None:
+            self._load(self.strategies[0], self.models[0], state)
+
+    @staticmethod
+    def _load(strategy: Strategy, model: nn.Module, state: dict[str, Tensor]) -> None:
+        prefix = "strategy."
+        load_object_state(strategy, model, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})

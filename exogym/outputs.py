@@ -1,0 +1,186 @@
+"""From a batch to a loss: the forms in which models take batches and give losses.
+
+A model returns its own loss from `model(batch)`: a scalar, a mapping with "loss", or an object with `.loss`
+(Hugging Face). With `loss_fn`, it returns predictions: for a batch (inputs..., targets) the loss is
+`loss_fn(model(*inputs), targets)`. A mapping whose keys are parameters of `forward` is passed as keywords.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.errors import DataError, ModelError
+
+TARGET_KEYS = ("labels", "targets", "target", "label", "y")
+
+
+@dataclass
+class Output:
+    """What one batch gave: the loss (scalar), predictions and targets where known, and the model's own metrics."""
+
+    loss: Tensor
+    predictions: Tensor | None = None
+    targets: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Loss:
+    """Calls the model on a batch and finds the loss in what it returns.
+
+    Args:
+        model: the user's module.
+        loss_fn: `loss_fn(predictions, targets)`, or None where the model returns its own loss.
+
+    Raises:
+        ModelError: the output holds no scalar loss; the message says what came back.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
+        self.model, self.loss_fn = model, loss_fn
+        parameters = inspect.signature(model.forward).parameters
+        self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._plain: type | None = None
+
+    def settle(self, batch: Any) -> None:
+        """Look once at `batch` and what it gives, so that the common forms need no looking afterwards."""
+        output = self.of(self.model, batch)
+        if self.loss_fn is not None and isinstance(batch, tuple | list) and output.predictions is not None:
+            if isinstance(self.model(*batch[:-1]), Tensor):
+                self._plain = type(batch)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss of `batch`, a scalar."""
+        if type(batch) is self._plain:
+            return self.loss_fn(self.model(*batch[:-1]), batch[-1])  # type: ignore[misc]
+        return self.of(self.model, batch).loss
+
+    def of(self, call: Callable[..., Any], batch: Any) -> Output:
+        """Return the `Output` of `call` (the model, or the model with other parameters) on `batch`."""
+        if self.loss_fn is not None:
+            return self._with_loss_fn(call, batch)
+        if isinstance(batch, Mapping) and self._names & set(batch):
+            out = call(**batch)
+        else:
+            out = call(batch)
+        if isinstance(out, Tensor) and out.dim() == 0:
+            return Output(out)
+        if isinstance(out, Mapping):
+            loss, fields = out.get("loss"), dict(out)
+        else:
+            loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ModelError(
+                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or an object "
+                "with .loss. If it returns predictions, give loss_fn= to the trainer, for example torch.nn.functional.cross_entropy"
+            )
+        logits = fields.get("logits")
+        metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
+        return Output(loss.reshape(()), logits if isinstance(logits, Tensor) else None, _targets(batch), metrics)
+
+    def _with_loss_fn(self, call: Callable[..., Any], batch: Any) -> Output:
+        assert self.loss_fn is not None
+        targets = _targets(batch)
+        if targets is None:
+            raise DataError(
+                f"loss_fn needs targets, but a batch is {_describe(batch)}: wanted (inputs, targets), or a mapping with one of "
+                + ", ".join(TARGET_KEYS)
+            )
+        if isinstance(batch, Mapping):
+            out = call(**{k: v for k, v in batch.items() if k not in TARGET_KEYS})
+        else:
+            out = call(*batch[:-1])
+        predictions = out if isinstance(out, Tensor) else getattr(out, "logits", out)
+        loss = self.loss_fn(predictions, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ModelError(f"loss_fn returned {_describe(loss)}, wanted a scalar tensor (reduction='mean')")
+        return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
+
+
+def accuracy(output: Output) -> tuple[int, int] | None:
+    """Return (right, counted) of class predictions, or None where the output has none.
+
+    Predictions (B, ..., C) or (B, C, ...) against whole-number targets (B, ...); negative targets are not
+    counted. Outputs of causal language models of Hugging Face, whose labels are shifted inside, have none.
+    """
+    p, y = output.predictions, output.targets
+    if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
+        return None
+    if p.shape[:-1] == y.shape:
+        guess = p.argmax(-1)
+    elif p.shape[:1] + p.shape[2:] == y.shape:
+        guess = p.argmax(1)
+    else:
+        return None
+    counted = y >= 0
+    return int(((guess == y) & counted).sum()), int(counted.sum())
+
+
+def _targets(batch: Any) -> Tensor | None:
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
+    else:
+        found = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {sorted(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__}"
+
+
+# Batches as nested containers
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply `function` to every tensor of a nested batch; mappings come back as dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    return batch
+
+
+def batch_examples(batch: Any) -> int:
+    """Return the number of examples: the first dimension of the batch's first tensor."""
+    for leaf in _leaves(batch):
+        if leaf.dim():
+            return len(leaf)
+    raise DataError(f"a batch is {_describe(batch)} and holds no tensor with a batch dimension")
+
+
+def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
+    """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
+    total = batch_examples(batch)
+    if total <= size:
+        yield batch, 1.0
+        return
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        part = map_tensors(batch, lambda x, a=start, b=stop: x[a:b] if x.dim() and len(x) == total else x)  # type: ignore[misc]
+        yield part, (stop - start) / total
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from _leaves(value)

@@ -1,0 +1,184 @@
+"""Drives strategies that act on rows: stretches of local steps, then the strategy on the whole fleet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.data.stream import Stream
+from exogym.fleet import Fleet
+from exogym.gradients import VmapGradients
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.strategy import Run
+from exogym.train_node import InnerOptimizer, TrainNode
+from exogym.worker import Worker
+
+
+class StackedDriver:
+    """Takes a `CommunicateOptimizeStrategy` through training.
+
+    Between two events nodes are independent, so each takes its whole stretch of steps before the next one does:
+    a row stays in the cache, and the module is pointed once per stretch.
+    """
+
+    def __init__(
+        self,
+        strategy: CommunicateOptimizeStrategy,
+        fleet: Fleet,
+        worker: Worker,
+        stream: Stream,
+        run: Run,
+        compute: str,
+    ):
+        self.strategy, self.fleet, self.worker = strategy, fleet, worker
+        self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
+        self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
+        self.vmap = VmapGradients(worker) if compute == "vmap" else None
+        strategy.start(fleet, run)
+
+    def next_event(self, step: int) -> int:
+        return self.strategy.next_event(step)
+
+    def lr(self, step: int) -> float:
+        return self.inner.schedule.lr(step)
+
+    def advance(self, first: int, last: int) -> Tensor:
+        """Train from step `first` to `last`, at most up to the next event, and communicate if it is one.
+
+        Returns:
+            (rows, last - first) losses, NaN where a node did not act.
+        """
+        losses = torch.full((len(self.fleet), last - first), torch.nan, device=self.worker.device)
+        work = self.strategy.local_steps(first, last)
+        counts = [last - first if work is None else int(work[rank]) for rank in self.fleet.ranks]
+        if self.strategy.needs_gradients:
+            self._step_with_gradients(last, losses)
+        elif self.vmap is not None:
+            self._vmap_steps(counts, losses)
+        else:
+            for node, count in zip(self.nodes, counts, strict=True):
+                if count:
+                    losses[node.row, :count] = node.train(count)
+        with torch.no_grad():
+            fresh = self.strategy.communicate(self.fleet, last)
+        if fresh:
+            for node in self.nodes:
+                self.inner.reset(node.row)
+        return losses
+
+    def _step_with_gradients(self, step: int, losses: Tensor) -> None:
+        blocks = self.fleet.blocks
+        overflowed = False
+        if self.vmap is not None:
+            losses[:, 0] = self.vmap([n.row for n in self.nodes], [self._batch(n) for n in self.nodes])
+            for node in self.nodes:
+                node.refuse_nan(losses[node.row], step - 1)
+        else:
+            for block in blocks:
+                block.own_grads()
+            for node in self.nodes:
+                losses[node.row, 0] = node.compute_gradient()
+                overflowed = overflowed or self.worker.overflowed
+                self._copy_gradients(node.row)
+        self.worker.overflowed = overflowed
+        if not overflowed:
+            with torch.no_grad():
+                self.strategy.transform_gradients(self.fleet, step, self.lr(step - 1))
+        for node in self.nodes:
+            self.worker.point(node.row)
+            self.inner.enter(node.row)
+            if not overflowed:
+                self._point_gradients(node.row)
+            self.inner.step(node.row, clip=False, skip=overflowed)
+            self.worker.update_scale(node.row)
+
+    def _vmap_steps(self, counts: list[int], losses: Tensor) -> None:
+        assert self.vmap is not None
+        for k in range(max(counts)):
+            nodes = [node for node, count in zip(self.nodes, counts, strict=True) if k < count]
+            rows = [node.row for node in nodes]
+            losses[rows, k] = self.vmap(rows, [self._batch(node) for node in nodes])
+            for node in nodes:
+                node.refuse_nan(losses[node.row, k : k + 1], int(self.inner.steps[node.row]))
+                self.worker.point(node.row)
+                self.inner.enter(node.row)
+                self._point_gradients(node.row)
+                self.inner.step(node.row)
+
+    def _batch(self, node: TrainNode) -> Any:
+        (batch,) = node.stream.batches(node.rank, int(self.inner.steps[node.row]), 1)
+        return batch
+
+    def _copy_gradients(self, row: int) -> None:
+        parameters = iter(self.worker.parameters)
+        for block in self.fleet.blocks:
+            assert block.grads is not None
+            targets, sources = [], []
+            for index, slot in enumerate(block.layout):
+                grad = next(parameters).grad
+                block.has_grad[row, index] = grad is not None
+                if grad is None:
+                    slot.of(block.grads[row]).zero_()
+                else:
+                    targets.append(slot.of(block.grads[row]))
+                    sources.append(grad)
+            torch._foreach_copy_(targets, sources)
+        self.worker.clear_grads()
+
+    def _point_gradients(self, row: int) -> None:
+        parameters = iter(self.worker.parameters)
+        for block in self.fleet.blocks:
+            assert block.grads is not None
+            mask = block.has_grad[row].tolist()
+            grads = block.grads[row]
+            for index, slot in enumerate(block.layout):
+                p = next(parameters)
+                p.grad = slot.of(grads) if mask[index] else None
+
+    def finish(self, step: int) -> None:
+        """Synchronise what is left at the end of training."""
+        with torch.no_grad():
+            self.strategy.finish(self.fleet, step)
+
+    def consensus(self) -> list[Tensor]:
+        """Return the model to evaluate: the outer parameters where there are some, else the mean; (P,) per block."""
+        outer = self.strategy.consensus(self.fleet)
+        return self.fleet.average() if outer is None else [x.clone() for x in outer]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # State
+
+    def row_state(self, row: int) -> dict[str, Tensor]:
+        state = {f"optimizer.{name}": value for name, value in self.inner.save_row(row).items()}
+        for m, module in enumerate(self.strategy.modules):
+            state |= {f"module.{m}.{name}": value[row] for name, value in module.row_state.items()}
+        return state | {"steps": torch.tensor(self.inner.steps[row])}
+
+    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
+        prefix = "optimizer."
+        self.inner.load_row(row, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+        self.inner.steps[row] = int(state["steps"])
+        for m, module in enumerate(self.strategy.modules):
+            for name, value in module.row_state.items():
+                value[row] = state[f"module.{m}.{name}"]
+
+    def shared_state(self) -> dict[str, Tensor]:
+        state = {"last_events": torch.tensor(self.strategy.last_events, dtype=torch.int64)}
+        for m, module in enumerate(self.strategy.modules):
+            state |= {f"module.{m}.{name}": value for name, value in module.save_state().items()}
+        return state
+
+    def load_shared_state(self, state: dict[str, Tensor]) -> None:
+        self.strategy.last_events = state["last_events"].tolist()
+        for m, module in enumerate(self.strategy.modules):
+            prefix = f"module.{m}."
+            module.load_state({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+
+    @property
+    def steps(self) -> np.ndarray:
+        return self.inner.steps

@@ -1,0 +1,235 @@
+"""Strategies by composition: gradient modules, the inner optimizer, communication modules.
+
+One step of every node, in order:
+
+    1. gradient modules rewrite the gradients, (rows, P), before the inner optimizer;
+    2. each row takes its inner optimizer's step;
+    3. the communication modules whose turn it is mix the rows, in the order given.
+
+A module acts on the fleet and its communicator and on nothing else. Every tensor is (rows, ...).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.fleet import Fleet
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
+
+NEVER = 2**62
+
+
+class Module(ABC):
+    """What gradient and communication modules share: a start, and state as tensors in plain dicts.
+
+    Attributes:
+        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
+        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
+        shared_state: name to tensor that is the same for all nodes.
+    """
+
+    acts_on = "elements"
+
+    def __init__(self) -> None:
+        self.row_state: dict[str, Tensor] = {}
+        self.shared_state: dict[str, Tensor] = {}
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        """Make the state for this fleet. Called once, before training."""
+        self.run = run
+
+    def save_state(self) -> dict[str, Tensor]:
+        """Return the shared state as named tensors."""
+        return self.shared_state
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put shared state back."""
+        for name, value in tensors.items():
+            self.shared_state[name].copy_(value)
+
+
+class GradientModule(Module):
+    """Rewrites the gradients of all rows before the inner optimizer, at every step.
+
+    Attributes:
+        clip_first: clip each node's own gradient before this module instead of its result.
+    """
+
+    clip_first = False
+
+    @abstractmethod
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        """Rewrite `block.grads` of each block; `step` counts from 1, `lr` is the step's learning rate."""
+
+
+class CommunicationModule(Module):
+    """Mixes rows after the inner step."""
+
+    fresh_inner_state = False
+
+    @abstractmethod
+    def next_event(self, step: int) -> int:
+        """Return the first step after `step` at which this module must act."""
+
+    @abstractmethod
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        """Mix rows after inner step number `step` (from 1)."""
+
+    def local_steps(self, first: int, last: int) -> np.ndarray | None:
+        """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
+        return None
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        """Synchronise what is left at the end; `since` steps passed after the last event."""
+        if since:
+            self.communicate(fleet, step)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
+        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        return None
+
+
+class PeriodicModule(CommunicationModule):
+    """A communication module that acts after every step divisible by `interval_steps`."""
+
+    interval_steps = 1
+
+    def next_event(self, step: int) -> int:
+        return (step // self.interval_steps + 1) * self.interval_steps
+
+    def is_turn(self, step: int) -> bool:
+        return step % self.interval_steps == 0
+
+
+class CommunicateOptimizeStrategy(Strategy):
+    """Any communication modules, any gradient modules, any inner optimizer.
+
+    Args:
+        communication_modules: act on the parameters after the inner step, in this order.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+        gradient_modules: act on the gradients before the inner step, in this order.
+
+    Bytes are the sum over the modules.
+
+    >>> from exogym.strategy import CommunicateOptimizeStrategy
+    >>> from exogym.strategy.sparta import SparseCommunicator
+    >>> from exogym.strategy.federated_averaging import AveragingCommunicator
+    >>> strategy = CommunicateOptimizeStrategy(
+    ...     communication_modules=[SparseCommunicator(sparsification_rate=0.01), AveragingCommunicator(island_size=4)],
+    ...     inner_optim='adamw')
+    """
+
+    stacked = True
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        communication_modules: Sequence[CommunicationModule] = (),
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        gradient_modules: Sequence[GradientModule] = (),
+    ):
+        self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+        self.communication_modules = list(communication_modules)
+        self.gradient_modules = list(gradient_modules)
+        for kind, modules in (
+            (CommunicationModule, self.communication_modules),
+            (GradientModule, self.gradient_modules),
+        ):
+            for module in modules:
+                if not isinstance(module, kind):
+                    raise ArgumentError(
+                        f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
+                    )
+
+    def __init_subclass__(cls) -> None:
+        for name in ("step", "_init_node", "communicate_gradients", "update_parameters"):
+            if name in cls.__dict__:
+                raise StrategyError(
+                    f"{cls.__name__} overrides {name}() of a strategy that acts on rows, where it is never called: "
+                    "subclass Strategy to write for one node, or pass your own CommunicationModule"
+                )
+
+    # What the training loop asks
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        self.last_events = [0] * len(self.communication_modules)
+        for module in self.modules:
+            module.start(fleet, run)
+
+    @property
+    def modules(self) -> list[Module]:
+        return [*self.gradient_modules, *self.communication_modules]
+
+    @property
+    def needs_gradients(self) -> bool:
+        return bool(self.gradient_modules)
+
+    def next_event(self, step: int) -> int:
+        if self.gradient_modules:
+            return step + 1
+        return min((module.next_event(step) for module in self.communication_modules), default=NEVER)
+
+    def local_steps(self, first: int, last: int) -> np.ndarray | None:
+        plans = [p for m in self.communication_modules if (p := m.local_steps(first, last)) is not None]
+        return np.minimum.reduce(plans) if plans else None
+
+    def transform_gradients(self, fleet: Fleet, step: int, lr: float) -> None:
+        clip_first = any(module.clip_first for module in self.gradient_modules)
+        if clip_first:
+            self._clip(fleet)
+        for module in self.gradient_modules:
+            module.transform(fleet, step, lr)
+        if not clip_first:
+            self._clip(fleet)
+
+    def communicate(self, fleet: Fleet, step: int) -> bool:
+        """Let the modules whose turn it is act. Returns whether inner states are to start afresh."""
+        fresh = False
+        for index, module in enumerate(self.communication_modules):
+            if module.next_event(step - 1) == step:
+                module.communicate(fleet, step)
+                self.last_events[index] = step
+                fresh = fresh or module.fresh_inner_state
+        return fresh
+
+    def finish(self, fleet: Fleet, step: int) -> None:
+        for index, module in enumerate(self.communication_modules):
+            module.finish(fleet, step, step - self.last_events[index])
+            self.last_events[index] = step
+
+    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
+        for module in reversed(self.communication_modules):
+            outer = module.consensus(fleet)
+            if outer is not None:
+                return outer
+        return None
+
+    def _clip(self, fleet: Fleet) -> None:
+        if self.inner.max_norm is None:
+            return
+        grads = []
+        for block in fleet.blocks:
+            assert block.grads is not None
+            grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
+        clip_rows(grads, self.inner.max_norm, stacked=True)
+
+
+def example_weights(run: Run, weighting: str) -> Tensor | None:
+    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
+    if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
+        return None
+    return torch.from_numpy(run.examples.astype(np.float64))

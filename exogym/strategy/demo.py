@@ -1,0 +1,142 @@
+"""DeMo: decoupled momentum optimisation.
+
+Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). With lr gamma, per node i:
+
+    theta <- theta (1 - gamma lambda)                        # decoupled weight decay
+    e_i   <- beta e_i + gamma g_i                            # residual momentum
+    (I_i, V_i) <- the k largest of each chunk of DCT(e_i)
+    e_i   <- e_i - IDCT(scatter(I_i, V_i))                   # remove what is sent
+    q     <- mean, over the nodes that sent a coefficient, of its values
+    theta <- theta - gamma sign(IDCT(q))
+
+Payload per node and step: chunks * k * (4-byte value + index of 1 byte up to 256 coefficients a chunk, 2 bytes up to
+32768, else 4), all-gather, tx = rx = (N-1) payload. (The published code sends 8-byte indices: 12 bytes each.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.compress import BlockDCT
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.fleet import Block, Fleet
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+
+class DCTMomentum(GradientModule):
+    """Replace the gradients by the sign of the decoded mean of everyone's largest momentum coefficients.
+
+    Args:
+        decay: beta.
+        topk: k, coefficients sent per chunk (all, where a chunk has fewer).
+        chunk: target side of a chunk: h x w blocks of at most chunk x chunk.
+
+    State: e, (rows, P). Each node's own gradient is clipped, before the momentum.
+    """
+
+    acts_on = "tensors"
+    clip_first = True
+
+    def __init__(self, decay: float, topk: int, chunk: int):
+        super().__init__()
+        if not 0 <= decay <= 1:
+            raise ArgumentError(f"compression_decay={decay!r} must be from 0 to 1")
+        check_count("compression_topk", topk)
+        check_count("compression_chunk", chunk)
+        self.decay, self.topk, self.chunk = decay, topk, chunk
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.row_state = {f"residual.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
+        self.transforms = [
+            [BlockDCT(slot.shape, self.chunk, block.layout.dtype, block.params.device) for slot in block.layout]
+            for block in fleet.blocks
+        ]
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        for b, block in enumerate(fleet.blocks):
+            self._transform_block(fleet, block, self.row_state[f"residual.{b}"], self.transforms[b], lr)
+
+    def _transform_block(self, fleet: Fleet, block: Block, e: Tensor, transforms: list[BlockDCT], lr: float) -> None:
+        assert block.grads is not None
+        e.mul_(self.decay).add_(block.grads, alpha=lr)
+        payload: list[Tensor] = []
+        for (_, residual), t in zip(block.views(e), transforms, strict=True):
+            coefficients = t.encode(residual)
+            indices = coefficients.abs().topk(min(self.topk, t.size), dim=-1).indices
+            values = coefficients.gather(-1, indices)
+            sent = torch.zeros_like(coefficients).scatter_(-1, indices, values)
+            residual -= t.decode(sent)
+            payload += [indices.to(_index_dtype(t.size)), values]
+
+        def decode(*parts: Tensor) -> Tensor:
+            """(rows, 2, P): each node's coefficients, and a one where it sent one."""
+            dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
+            return torch.cat(dense, dim=-1)
+
+        total = fleet.comm.sum_decoded(payload, decode, "sum")[0]
+        mean = total[0] / total[1].clamp(min=1)
+        update = torch.empty(1, block.layout.numel, dtype=e.dtype, device=e.device)
+        for (slot, view), t in zip(block.views(update), transforms, strict=True):
+            view.copy_(t.decode(mean[slot.start : slot.stop].view(1, t.blocks, t.size)).sign_().view(view.shape))
+        block.grads = update.expand_as(e)
+        used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
+        block.has_grad[:] = used > 0
+
+
+def _index_dtype(size: int) -> torch.dtype:
+    return torch.uint8 if size <= 256 else torch.int16 if size <= 32768 else torch.int32
+
+
+def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
+    """(rows, blocks, k) to (rows, 2, blocks * size): values and ones, in place, zero elsewhere."""
+    rows, blocks, _ = indices.shape
+    dense = values.new_zeros(2, rows, blocks, size)
+    dense[0].scatter_(-1, indices, values)
+    dense[1].scatter_(-1, indices, torch.ones_like(values))
+    return dense.transpose(0, 1).flatten(2)
+
+
+class DeMoStrategy(CommunicateOptimizeStrategy):
+    """DeMo, equal to the published rule; parameters stay identical on all nodes.
+
+    Args:
+        compression_decay: beta, what is kept of the residual momentum.
+        compression_topk: k, coefficients sent per chunk.
+        compression_chunk: target side of a chunk; up to chunk x chunk coefficients each.
+        weight_decay: lambda, decoupled.
+        lr, inner_lr: gamma (default 1e-3).
+        max_norm: clips each node's own gradient.
+        lr_scheduler, warmup_steps: as `Strategy`.
+
+    >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)
+    """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        compression_decay: float = 0.999,
+        compression_topk: int = 32,
+        compression_chunk: int = 64,
+        weight_decay: float = 0.0,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        if not weight_decay >= 0:
+            raise ArgumentError(f"weight_decay={weight_decay!r} must be at least 0")
+        rate: Any = inner_lr if lr is None else lr
+        super().__init__(
+            OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay),
+            lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+            gradient_modules=[DCTMomentum(compression_decay, compression_topk, compression_chunk)],
+        )  # fmt: skip

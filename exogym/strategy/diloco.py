@@ -1,0 +1,131 @@
+"""DiLoCo: Distributed Low-Communication training of language models.
+
+Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer parameters theta:
+
+    Delta_i = theta - theta_i                       # each node's outer gradient
+    Delta   = (1/N) sum_i Delta_i                   # all-reduce of P elements
+    theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta (Delta + mu v)
+    theta_i <- theta                                # for all i
+
+Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
+tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1) and no momentum this is FedAvg.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.errors import check_choice, check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_state
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+
+def outer_spec(outer_optim: Any, outer_lr: float | None) -> OptimSpec:
+    """Return the outer optimizer: 'sgd' by name is the paper's Nesterov, lr 0.7, momentum 0.9."""
+    if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
+        return OptimSpec(torch.optim.SGD, lr=0.7 if outer_lr is None else outer_lr, momentum=0.9, nesterov=True)
+    return OptimSpec.of(outer_optim, lr=outer_lr)
+
+
+class DiLoCoCommunicator(PeriodicModule):
+    """The outer step of DiLoCo, after every step divisible by H.
+
+    Args:
+        H: inner steps between outer steps.
+        outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
+        outer_lr: eta; 0.7 for 'sgd'.
+        weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
+
+    State: theta and the outer optimizer's, one copy for all nodes.
+    """
+
+    @checked
+    def __init__(
+        self, H: int = 100, outer_optim: Any = "sgd", *, outer_lr: float | None = None, weighting: str = "uniform"
+    ):
+        super().__init__()
+        check_count("H", H)
+        check_choice("weighting", weighting, ("uniform", "examples"))
+        self.interval_steps = H
+        self.outer = outer_spec(outer_optim, outer_lr)
+        self.weighting = weighting
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.weights = example_weights(run, self.weighting)
+        self.theta = [block.params[:1].clone() for block in fleet.blocks]
+        self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)}
+        self.outer_params = [
+            nn.Parameter(view[0], requires_grad=False)
+            for block, theta in zip(fleet.blocks, self.theta, strict=True)
+            for _, view in block.views(theta)
+        ]
+        self.optimizer = self.outer.build(self.outer_params)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        grads: list[Tensor] = []
+        for block, theta in zip(fleet.blocks, self.theta, strict=True):
+            torch.sub(theta, block.params, out=block.params)  # Delta_i, in the place of theta_i
+            delta = fleet.comm.all_reduce(block.params, "mean", weights=self.weights)
+            grads += [view[0] for _, view in block.views(delta[:1])]
+        for p, g in zip(self.outer_params, grads, strict=True):
+            p.grad = g
+        self.optimizer.step()
+        for p in self.outer_params:
+            p.grad = None
+        for block, theta in zip(fleet.blocks, self.theta, strict=True):
+            block.params.copy_(theta)
+        fleet.synchronise_buffers()
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        return [theta[0] for theta in self.theta]
+
+    def save_state(self) -> dict[str, Tensor]:
+        return self.shared_state | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        super().load_state({k: v for k, v in tensors.items() if not k.startswith("outer.")})
+        load_optimizer_state(self.optimizer, {k[6:]: v for k, v in tensors.items() if k.startswith("outer.")})
+
+
+class DiLoCoStrategy(CommunicateOptimizeStrategy):
+    """DiLoCo: H local steps with an inner optimizer, then one outer step on the average difference.
+
+    Args:
+        inner_optim: inner optimizer; the paper's is AdamW.
+        outer_optim: outer optimizer; 'sgd' is Nesterov with lr 0.7 and momentum 0.9.
+        H: inner steps between outer steps.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
+        outer_lr: eta, constant; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
+        weighting: "uniform" or "examples".
+
+    The evaluation model is theta. N=1 is a valid setting (an outer momentum over one node).
+
+    >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
+    """
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        outer_optim: Any = "sgd",
+        H: int = 100,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        outer_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        weighting: str = "uniform",
+    ):
+        super().__init__(
+            inner_optim, [DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, weighting=weighting)], lr=lr,
+            inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,183 @@
+"""FedAvg and local SGD: train locally, average the parameters.
+
+McMahan et al., arXiv:1602.05629; local SGD, Stich, arXiv:1805.09767. Round r, with sampled clients S_r:
+
+    theta_i <- H_i local steps from theta            for i in S_r
+    theta   <- sum_{i in S_r} (n_i / n_S) theta_i,   n_S = sum_{i in S_r} n_i
+
+Islands: the nodes of a round are shuffled into groups of s, and each group averages for itself.
+
+Payload P b bytes per sampled client every H steps. All clients: ring all-reduce, tx = rx = 2 (n-1)/n P b over
+the n members of an island (N without islands). Sampled clients: through the server, tx = rx = P b; others 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.fleet import Fleet
+from exogym.rng import numpy_generator
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+
+class AveragingCommunicator(PeriodicModule):
+    """Average the parameters after every step divisible by H.
+
+    Args:
+        H: local steps of a round (global steps; the slowest client's, where clients differ).
+        island_size: s; None averages over everyone. The last island is smaller where s does not divide.
+            Islands are drawn anew each round from (seed, round), so nobody has to send them.
+        client_fraction: C; each round samples max(ceil(C N), 1) clients without replacement. The others do
+            nothing and receive theta when they next take part.
+        weighting: "examples" (n_i, the paper's), or "uniform".
+        local_steps: H_i per node, each from 1 to H: clients with different amounts of work.
+        local_epochs: E; H_i = E ceil(n_i / B), and H is the largest of them.
+        keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
+
+    The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
+    theta, else the mean of the rows.
+    """
+
+    @checked
+    def __init__(
+        self,
+        H: int = 1,
+        *,
+        island_size: int | None = None,
+        client_fraction: float = 1.0,
+        weighting: str = "examples",
+        local_steps: Sequence[int] | None = None,
+        local_epochs: int | None = None,
+        keep_inner_state: bool = True,
+    ):
+        super().__init__()
+        check_count("H", H)
+        check_choice("weighting", weighting, ("examples", "uniform"))
+        if island_size is not None:
+            check_count("island_size", island_size)
+        if not 0 < client_fraction <= 1:
+            raise ArgumentError(f"client_fraction={client_fraction!r} must be over 0 and at most 1")
+        if local_steps is not None and local_epochs is not None:
+            raise ArgumentError("local_steps and local_epochs both say how much a client works: give one of them")
+        if local_epochs is not None:
+            check_count("local_epochs", local_epochs)
+        for steps in local_steps or ():
+            check_count("each of local_steps", steps)
+            if steps > H:
+                raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
+        self.interval_steps = H
+        self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
+        self.local_steps_given, self.local_epochs = local_steps, local_epochs
+        self.fresh_inner_state = not keep_inner_state
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.weights = example_weights(run, self.weighting)
+        self.work: np.ndarray | None = None
+        if self.local_epochs is not None:
+            self.work = self.local_epochs * -(-run.examples // run.batch_size)
+            self.interval_steps = int(self.work.max())
+        elif self.local_steps_given is not None:
+            if len(self.local_steps_given) != run.num_nodes:
+                raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
+            self.work = np.array(self.local_steps_given)
+        self.samples = self.client_fraction < 1
+        if self.samples:
+            self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
+
+    def clients(self, round_: int) -> list[int]:
+        """Return the sorted ids that take part in round `round_` (from 0)."""
+        n = self.run.num_nodes
+        if not self.samples:
+            return list(range(n))
+        size = max(math.ceil(self.client_fraction * n - 1e-9), 1)
+        drawn = numpy_generator(self.run.seed, "clients", round_).choice(n, size, replace=False)
+        return sorted(drawn.tolist())
+
+    def islands(self, round_: int) -> list[list[int]]:
+        """Return the groups that average at the end of round `round_`: disjoint, covering its clients."""
+        clients = self.clients(round_)
+        size = self.island_size or len(clients)
+        if size >= len(clients):
+            return [clients]
+        order = numpy_generator(self.run.seed, "islands", round_).permutation(clients).tolist()
+        return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
+
+    def local_steps(self, first: int, last: int) -> np.ndarray | None:
+        if self.work is None and not self.samples:
+            return None
+        begin = first // self.interval_steps * self.interval_steps
+        work = np.full(self.run.num_nodes, self.interval_steps) if self.work is None else self.work
+        steps = np.clip(work - (first - begin), 0, last - first)
+        absent = np.ones(self.run.num_nodes, dtype=bool)
+        absent[self.clients(first // self.interval_steps)] = False
+        steps[absent] = 0
+        return steps
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        round_ = (step - 1) // self.interval_steps
+        groups = [[i for i in island if i in fleet.comm.present] for island in self.islands(round_)]
+        groups = [island for island in groups if island]
+        algorithm = "server" if self.samples else "ring"
+        for b, block in enumerate(fleet.blocks):
+            x = block.params
+            fleet.comm.all_reduce(x, "mean", groups=groups, weights=self.weights, out=x, algorithm=algorithm)
+            if self.samples and len(groups) == 1:
+                theta = self.shared_state[f"theta.{b}"]
+                theta.copy_(fleet.comm.wire.rows(x, groups[0][:1]))
+                for row, rank in enumerate(fleet.ranks):
+                    if rank in self.clients(round_ + 1):
+                        x[row] = theta[0]
+        fleet.synchronise_buffers(groups)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
+        if not self.samples or self.island_size is not None:
+            return None
+        return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
+
+
+class FedAvgStrategy(CommunicateOptimizeStrategy):
+    """Federated averaging, with islands, client sampling, weights by data and unequal work.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as
+            `AveragingCommunicator`.
+
+    >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
+    """
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        island_size: int | None = None,
+        H: int = 10,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        client_fraction: float = 1.0,
+        weighting: str = "examples",
+        local_steps: Sequence[int] | None = None,
+        local_epochs: int | None = None,
+        keep_inner_state: bool = True,
+    ):
+        average = AveragingCommunicator(
+            H, island_size=island_size, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+        )  # fmt: skip
+        super().__init__(
+            inner_optim, [average], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Learning-rate schedules as functions of a node's own step: nothing to carry, nothing to resume."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from exogym.errors import ArgumentError, check_count, nearest
+
+Scheduler = str | type[LRScheduler] | Callable[..., Any] | None
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda x: 1.0,
+    "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
+    "linear": lambda x: 1.0 - x,
+}
+
+
+class Schedule:
+    """Values of an optimizer's hyper-parameters at each step.
+
+    With warm-up over W steps and T steps in all, the factor on the learning rate at step t = 0, 1, ... is
+    (t + 1) / W for t < W, and then shape((t - W) / (T - W)), where shape is constant 1, the cosine
+    (1 + cos(pi x)) / 2, or the line 1 - x.
+
+    Args:
+        scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class (or a
+            `functools.partial` of one, for its arguments; T_max, total_steps and total_iters are filled in);
+            or a callable from the step to a factor. None is constant.
+        warmup_steps: W.
+        total_steps: T.
+        spec_lr: the learning rate at factor 1.
+
+    >>> [round(Schedule("linear", 2, 4, 1.0).lr(t), 2) for t in range(4)]
+    [0.5, 1.0, 1.0, 0.5]
+    """
+
+    def __init__(self, scheduler: Scheduler, warmup_steps: int, total_steps: int, spec_lr: float):
+        self.warmup_steps, self.total_steps, self.base_lr = warmup_steps, total_steps, spec_lr
+        self._table: list[float] | None = None
+        if scheduler is None or isinstance(scheduler, str):
+            self._shape = _SHAPES[scheduler or "constant"]
+        elif is_torch_scheduler(scheduler):
+            self._table = []
+            self._scheduler = scheduler
+        else:
+            self._shape = None  # type: ignore[assignment]
+            self._factor = scheduler
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a node's step number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.base_lr * (step + 1) / self.warmup_steps
+        if self._table is not None:
+            while len(self._table) <= step - self.warmup_steps:
+                self._fill(2 * (step - self.warmup_steps) + 64)
+            return self._table[step - self.warmup_steps]
+        if self._shape is None:
+            return self.base_lr * float(self._factor(step))
+        span = max(1, self.total_steps - self.warmup_steps)
+        return self.base_lr * self._shape(min(1.0, (step - self.warmup_steps) / span))
+
+    def _fill(self, upto: int) -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self.base_lr, momentum=0.9)
+        scheduler = _build(self._scheduler, optimizer, max(1, self.total_steps - self.warmup_steps))
+        table = []
+        for _ in range(min(upto, max(self.total_steps - self.warmup_steps, 1) + 1)):
+            table.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            scheduler.step()
+        table += table[-1:] * (upto - len(table))
+        self._table = table
+
+
+def is_torch_scheduler(scheduler: Any) -> bool:
+    """Tell whether `scheduler` is a torch scheduler class or a partial of one."""
+    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
+    return inspect.isclass(cls) and issubclass(cls, LRScheduler)
+
+
+def check_schedule(scheduler: Scheduler, warmup_steps: int) -> None:
+    """Raise ArgumentError for a schedule that cannot be built.
+
+    `ReduceLROnPlateau` is refused: it follows a metric, and nodes train between metrics.
+    """
+    check_count("warmup_steps", warmup_steps, least=0)
+    if isinstance(scheduler, str) and scheduler not in _SHAPES:
+        raise ArgumentError(f"lr_scheduler={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
+    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ArgumentError(
+            "ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the step"
+        )
+    if scheduler is not None and not isinstance(scheduler, str) and not callable(scheduler):
+        raise ArgumentError(f"lr_scheduler={scheduler!r} is not a name, a torch scheduler class or a callable")
+    if is_torch_scheduler(scheduler):
+        _build(scheduler, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9), 100)
+
+
+def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    known = inspect.signature(scheduler).parameters
+    bound = scheduler.keywords if isinstance(scheduler, functools.partial) else {}
+    fill = {
+        name: total_steps for name in ("T_max", "total_steps", "total_iters") if name in known and name not in bound
+    }
+    if "max_lr" in known and "max_lr" not in bound:
+        fill["max_lr"] = optimizer.param_groups[0]["lr"]
+    try:
+        return scheduler(optimizer, **fill)
+    except TypeError as error:
+        raise ArgumentError(
+            f"lr_scheduler {scheduler!r} cannot be built: {error}; give its arguments with "
+            "functools.partial, for example functools.partial(StepLR, step_size=30)"
+        ) from error

@@ -1,0 +1,218 @@
+"""SPARTA: sparse parameter averaging.
+
+Beton et al., Improving the Efficiency of Distributed Training using Sparse Parameter Averaging, ICLR 2025
+workshop (openreview stFPf3gzq1). After the inner step, with an index set I_t that all nodes share:
+
+    theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
+
+The index set is a function of (seed, step), so no index is sent: payload p P b bytes per node and step, ring
+all-reduce. Quantised to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight).
+Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.compress import dequantize, quantize
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.fleet import Block, Fleet
+from exogym.rng import generator
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
+from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+METHODS = ("random", "sequential", "partitioned", "topk")
+
+
+def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
+    """Draw each of 0..total-1 independently with probability `p`; ascending, in O(p total) time.
+
+    The gaps between chosen indices are geometric: gap = 1 + floor(log u / log(1 - p)).
+    """
+    if p >= 1:
+        return torch.arange(total)
+    parts, last = [], -1
+    expected = total * p
+    count = int(expected + 4 * math.sqrt(expected) + 16)
+    while last < total:
+        u = 1.0 - torch.rand(count, generator=g, dtype=torch.float64)
+        gaps = (u.log() / math.log1p(-p)).floor_().clamp_(max=total).long() + 1
+        positions = gaps.cumsum(0) + last
+        parts.append(positions)
+        last = int(positions[-1])
+    indices = torch.cat(parts)
+    return indices[indices < total]
+
+
+class SparseCommunicator(PeriodicModule):
+    """Average a share p of the parameters after every `interval`-th step.
+
+    Args:
+        sparsification_rate: p, from 0 (nothing) to 1 (everything).
+        compression_method:
+            "random": each index with probability p, drawn anew each time.
+            "sequential": one fixed random permutation, cut into ceil(1/p) nearly equal chunks, taken in turn.
+            "partitioned": as sequential, with a new permutation after each full cycle.
+            "topk": node (t mod N) announces the k = max(1, round(p P)) indices at which its parameters moved
+                furthest from their last averaged values; then all average those.
+        quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values,
+            really packed. The average of the decoded values is within scale / 2 of the exact one.
+        interval: steps between averages.
+
+    At the end of training all parameters are averaged once (`final_sync`), P b bytes.
+    """
+
+    @checked
+    def __init__(
+        self,
+        sparsification_rate: float = 0.005,
+        compression_method: str = "random",
+        quantization_bits: int | None = None,
+        *,
+        interval: int = 1,
+    ):
+        super().__init__()
+        if not 0 <= sparsification_rate <= 1:
+            raise ArgumentError(f"the share of parameters to average is {sparsification_rate!r}: wanted 0 to 1")
+        check_choice("compression_method", compression_method, METHODS)
+        check_count("interval", interval)
+        if quantization_bits not in (None, 32):
+            quantize(torch.zeros(1, 1), quantization_bits)  # type: ignore[arg-type]
+        self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
+        self.bits = None if quantization_bits == 32 else quantization_bits
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self._orders: dict[tuple[int, int], Tensor] = {}
+        if self.method == "topk":
+            self.row_state = {f"reference.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        if self.p == 0:
+            return
+        for b, block in enumerate(fleet.blocks):
+            x = block.params
+            chosen = self._announced(fleet, b, step) if self.method == "topk" else self.indices(block, b, step)
+            if len(chosen) == 0:
+                continue
+            chosen = chosen.to(x.device)
+            mean = self._average(fleet, x[:, chosen] if len(chosen) < x.shape[1] else x)
+            x[:, chosen] = mean
+            if self.method == "topk":
+                self.row_state[f"reference.{b}"][:, chosen] = mean
+
+    def indices(self, block: Block, b: int, step: int) -> Tensor:
+        """Return the ascending index set I_t of block `b`: a function of (seed, block, step) only."""
+        total, turn = block.layout.numel, step // self.interval_steps - 1
+        if self.method == "random":
+            return random_indices(total, self.p, generator(self.run.seed, "sparta", b, step))
+        chunks = math.ceil(1 / self.p - 1e-9)
+        cycle = turn // chunks if self.method == "partitioned" else 0
+        if (b, cycle) not in self._orders:
+            self._orders = {key: order for key, order in self._orders.items() if key[0] != b}
+            order = torch.randperm(total, generator=generator(self.run.seed, "sparta order", b, cycle))
+            self._orders[b, cycle] = order
+        return self._orders[b, cycle].tensor_split(chunks)[turn % chunks].sort().values
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        for block in fleet.blocks:
+            fleet.comm.all_reduce(block.params, "mean", out=block.params)
+        fleet.synchronise_buffers()
+
+    def _announced(self, fleet: Fleet, b: int, step: int) -> Tensor:
+        x, reference = fleet.blocks[b].params, self.row_state[f"reference.{b}"]
+        k = max(1, round(self.p * x.shape[1]))
+        present = fleet.comm.present
+        announcer = present[(step // self.interval_steps - 1) % len(present)]
+        proposal = torch.zeros(len(x), k, dtype=torch.int32, device=x.device)
+        for row, rank in enumerate(fleet.ranks):
+            if rank == announcer:
+                proposal[row] = (x[row] - reference[row]).abs().topk(k).indices.sort().values.int()
+        return fleet.comm.broadcast(proposal, src=announcer)[0].long()
+
+    def _average(self, fleet: Fleet, values: Tensor) -> Tensor:
+        if self.bits is None:
+            return fleet.comm.all_reduce(values, "mean")
+        count, bits = values.shape[1], self.bits
+        codes, scale = quantize(values, bits)
+        mean = fleet.comm.sum_decoded((codes, scale), lambda c, s: dequantize(c, s, bits, count), "mean")
+        return mean.to(values.dtype)
+
+
+class SPARTAStrategy(CommunicateOptimizeStrategy):
+    """SPARTA at every step.
+
+    Args:
+        p_sparta: share of the parameters averaged at each step.
+        compression_method, quantization_bits, interval: as `SparseCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+
+    >>> strategy = SPARTAStrategy(p_sparta=0.001, inner_optim='adamw', lr=1e-4)
+    """
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        p_sparta: float = 0.005,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        compression_method: str = "random",
+        quantization_bits: int | None = None,
+        interval: int = 1,
+    ):
+        super().__init__(
+            inner_optim, [SparseCommunicator(p_sparta, compression_method, quantization_bits, interval=interval)],
+            lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+        )  # fmt: skip
+
+
+class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
+    """SPARTA between DiLoCo's outer steps: inner step, SPARTA, and every H steps the outer step.
+
+    Bytes per H steps and node: (H / interval) p P b + P b. Since SPARTA keeps the mean of the nodes, one SPARTA
+    average right before an outer step does not change it.
+
+    Args:
+        p_sparta, sparta_interval, compression_method, quantization_bits: of SPARTA.
+        outer_optim, H, outer_lr, weighting: of DiLoCo.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+
+    >>> strategy = SPARTADiLoCoStrategy(p_sparta=0.005, H=100, lr=3e-4)
+    """
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        outer_optim: Any = "sgd",
+        H: int = 100,
+        p_sparta: float = 0.005,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        outer_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        sparta_interval: int = 1,
+        compression_method: str = "random",
+        quantization_bits: int | None = None,
+        weighting: str = "uniform",
+    ):
+        sparta = SparseCommunicator(p_sparta, compression_method, quantization_bits, interval=sparta_interval)
+        diloco = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, weighting=weighting)
+        super().__init__(
+            inner_optim, [sparta, diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The base of every strategy, and the way to write one for a single node.
+
+A user's strategy is a subclass written as if for one node of many, as with torch.distributed: it has a
+model, a rank and a number of nodes, and calls collectives. ExoGym runs one instance per node; they meet
+at each collective. The strategies of this package act on rows instead (`CommunicateOptimizeStrategy`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from exogym.errors import ArgumentError, checked
+from exogym.strategy import communicate
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.schedule import Schedule, Scheduler, check_schedule
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a strategy may know of the run it is in.
+
+    Attributes:
+        num_nodes: N.
+        seed: of the run; choices that nodes share come from it.
+        total_steps: T, the steps each node takes.
+        examples: (N,) training examples of each node.
+        batch_size: examples per step of a node.
+    """
+
+    num_nodes: int
+    seed: int
+    total_steps: int
+    examples: np.ndarray
+    batch_size: int
+
+
+class Inner:
+    """The inner optimizer as a value: spec, clipping and schedule."""
+
+    def __init__(self, optim: Any, lr: Any, inner_lr: Any, max_norm: Any, lr_scheduler: Scheduler, warmup_steps: int):
+        if lr is not None and inner_lr is not None and lr != inner_lr:
+            raise ArgumentError(f"lr={lr} and inner_lr={inner_lr} are two names of one thing: give one of them")
+        rate = inner_lr if lr is None else lr
+        if rate is not None and not (isinstance(rate, int | float) and rate >= 0):
+            raise ArgumentError(f"lr={rate!r} must be a number of at least 0")
+        if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
+            raise ArgumentError(f"max_norm={max_norm!r} must be a positive number, or None for no clipping")
+        check_schedule(lr_scheduler, warmup_steps)
+        self.spec = OptimSpec.of(optim, lr=rate)
+        self.max_norm, self.lr_scheduler, self.warmup_steps = max_norm, lr_scheduler, warmup_steps
+        self.base_lr = float(self.spec.build([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]["lr"])
+
+    def schedule(self, total_steps: int) -> Schedule:
+        return Schedule(self.lr_scheduler, self.warmup_steps, total_steps, self.base_lr)
+
+
+class Strategy:
+    """A strategy written for one node. Subclass it and override `step`.
+
+    Args:
+        inner_optim: a name, a `torch.optim` class or an `OptimSpec`.
+        lr, inner_lr: learning rate of the inner optimizer (one thing, two names); its own default if None.
+        max_norm: clip the gradient's 2-norm to this before each step.
+        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable of the step.
+        warmup_steps: steps of linear warm-up.
+
+    Within a step a node has `self.model` (an ordinary model holding this node's parameters, gradients in
+    `.grad`), `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the collectives of
+    `exogym.strategy.communicate`.
+
+    With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape) and
+    `self.rank` is a (rows,) tensor. The first `fit` compares it with one row at a time.
+
+    >>> class MyStrategy(Strategy):
+    ...     def step(self):
+    ...         self.communicate_gradients()
+    ...         self.update_parameters()
+    ...         super().step()
+    """
+
+    stacked = False
+    inner: Inner
+    model: nn.Module
+    rank: Any
+    num_nodes: int
+    optim: Optimizer
+    schedule: Schedule
+    local_step: int
+    total_steps: int
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+
+    def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
+        """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
+        self.model, self.rank, self.num_nodes = model, rank, num_nodes
+        self.local_step = 0
+        self.schedule = self.inner.schedule(self.total_steps)
+        self.optim = self.inner.spec.build(p for p in model.parameters() if p.requires_grad)
+        self._set_lr()
+
+    def communicate_gradients(self) -> None:
+        """Average the gradients over all nodes: all-reduce of P elements, payload P b bytes."""
+        for p in self._parameters():
+            if p.grad is not None:
+                communicate.all_reduce(p.grad, op="mean")
+
+    def update_parameters(self) -> None:
+        """Clip the gradient to `max_norm` and step the inner optimizer."""
+        if self.inner.max_norm is not None:
+            clip_rows([p.grad for p in self._parameters() if p.grad is not None], self.inner.max_norm, self.stacked)
+        self.optim.step()
+
+    def step(self) -> None:
+        """End the step: advance the learning-rate schedule. Overrides call `super().step()` last."""
+        self.local_step += 1
+        self._set_lr()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _set_lr(self) -> None:
+        for group in self.optim.param_groups:
+            group["lr"] = self.schedule.lr(self.local_step)
+
+
+def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None:
+    """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
+
+    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own.
+    """
+    if not grads:
+        return
+    if not stacked:
+        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor)
+        return
+    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))

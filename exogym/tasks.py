@@ -1,0 +1,180 @@
+"""Ready-made problems: data, model and settings under which the strategies can be told apart in a short time."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from exogym import rng
+from exogym.data import Source, cifar10, digits, mnist, shakespeare
+from exogym.errors import ArgumentError, check_choice, checked
+from exogym.models import MLP, CharGPT, SmallCNN
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem to train on, and what to train it with unless the user says otherwise.
+
+    Attributes:
+        name, description: for reports; `origin` says where the data were found.
+        train, val: the data sets.
+        build: makes a model, drawing from torch's generator; see `make_model`.
+        nodes, batch_size, steps: of the fleet, per node and step, and per run.
+        inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
+        H: inner steps between communications of the strategies that have them.
+        partitioner: who gets what, as on the command line; None deals anew each epoch.
+    """
+
+    name: str
+    description: str
+    origin: str
+    train: Dataset[Any]
+    val: Dataset[Any]
+    build: Callable[[], nn.Module]
+    nodes: int
+    batch_size: int
+    steps: int
+    lr: float
+    H: int
+    inner_optim: str = "adamw"
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    max_norm: float | None = None
+    partitioner: str | None = None
+
+    def make_model(self, seed: int = 0) -> nn.Module:
+        """Return a new model; its weights follow from `seed`, and the caller's random state is left as it was."""
+        cpu = torch.device("cpu")
+        with rng.preserved_state(cpu):
+            rng.seed_torch(rng.stream_seed(seed, "init"), cpu)
+            return self.build()
+
+
+Data = str | os.PathLike[str] | None
+
+
+def load_task(name: str, data: Data = None, **options: Any) -> Task:
+    """Return the task `name`: "digits", "mnist", "shakespeare" or "cifar10".
+
+    Args:
+        data: file or folder of the data, if not where `exogym.data.sources` looks by itself.
+        options: of the task: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`, `n_embd`,
+            `dropout` (shakespeare).
+
+    Raises:
+        ArgumentError: an unknown task, or an option that it does not have.
+        DataError: its data were not found; the message says how to get them.
+
+    >>> task = load_task("digits")
+    >>> task.nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
+    (4, 'dirichlet:1.0', 2410)
+    """
+    check_choice("task", name, _TASKS)
+    return _TASKS[name](data, **options)
+
+
+@checked
+def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
+    """8x8 digits and a one-layer MLP: seconds a strategy, yet DDP, DiLoCo, FedAvg and one node alone come out apart."""
+    source = digits(data)
+    return _task(
+        "digits",
+        f"8x8 handwritten digits, MLP 64-{hidden}-10",
+        source,
+        functools.partial(MLP, [64, hidden, 10]),
+        nodes=4,
+        batch_size=4,
+        steps=800,
+        lr=3e-3,
+        H=10,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def mnist_task(data: Data = None, *, width: int = 8) -> Task:
+    """28x28 digits and a small convolutional network."""
+    return _task(
+        "mnist",
+        f"28x28 handwritten digits, CNN of width {width}",
+        mnist(data),
+        functools.partial(SmallCNN, channels=1, size=28, width=width),
+        nodes=4,
+        batch_size=8,
+        steps=300,
+        lr=1e-3,
+        H=10,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
+    """32x32 photographs and a small convolutional network; the user brings the data."""
+    return _task(
+        "cifar10",
+        f"32x32 photographs of ten kinds, CNN of width {width}",
+        cifar10(data),
+        functools.partial(SmallCNN, channels=3, size=32, width=width),
+        nodes=4,
+        batch_size=16,
+        steps=400,
+        lr=1e-3,
+        H=10,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def shakespeare_task(
+    data: Data = None,
+    *,
+    block_size: int = 64,
+    n_layer: int = 2,
+    n_head: int = 4,
+    n_embd: int = 64,
+    dropout: float = 0.0,
+) -> Task:
+    """Shakespeare by the character and a small GPT (0.1M parameters): a minute or so a strategy on one core.
+
+    Training windows overlap by half; validation is about 512 windows spread over the last tenth of the text.
+    """
+    if block_size < 2:
+        raise ArgumentError(f"block_size={block_size!r} must be at least 2")
+    source = shakespeare(data, block_size=block_size, stride=block_size // 2, val_windows=512)
+    model = functools.partial(
+        CharGPT, len(source.classes), block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=dropout
+    )
+    return _task(
+        "shakespeare",
+        f"Shakespeare by the character, GPT of {n_layer} layers, {n_head} heads, width {n_embd}",
+        source,
+        model,
+        nodes=4,
+        batch_size=8,
+        steps=1000,
+        lr=3e-3,
+        H=10,
+        lr_scheduler="cosine",
+        warmup_steps=50,
+        max_norm=1.0,
+    )
+
+
+def _task(name: str, description: str, source: Source, build: Callable[[], nn.Module], **settings: Any) -> Task:
+    return Task(name, description, source.origin, source.train, source.val, build, **settings)
+
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits_task,
+    "mnist": mnist_task,
+    "shakespeare": shakespeare_task,
+    "cifar10": cifar10_task,
+}

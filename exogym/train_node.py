@@ -1,0 +1,143 @@
+"""A node's own training: its batches, its gradients, its inner optimizer, on its row."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from exogym.data.stream import Stream
+from exogym.errors import TrainingError
+from exogym.strategy.strategy import Inner, clip_rows
+from exogym.worker import Worker
+
+
+class InnerOptimizer:
+    """One torch optimizer over the module's parameters, with a state per row.
+
+    The parameters are re-pointed from row to row; the optimizer's `state` is exchanged with them, so any
+    optimizer of torch works unchanged and any subset of rows can step.
+
+    Attributes:
+        states: per row, what torch keeps for each parameter.
+        steps: (rows,) steps each row has taken; schedules follow the row's own step.
+    """
+
+    def __init__(self, inner: Inner, worker: Worker, rows: int, total_steps: int):
+        self.parameters = worker.parameters
+        self.optimizer = inner.spec.build(self.parameters)
+        self._take_step = _without_hooks(self.optimizer)
+        self.max_norm = inner.max_norm
+        self.schedule = inner.schedule(total_steps)
+        self.states: list[defaultdict[Any, dict[str, Any]]] = [defaultdict(dict) for _ in range(rows)]
+        self.steps = np.zeros(rows, dtype=np.int64)
+        self._lr: float | None = None
+
+    def enter(self, row: int) -> None:
+        """Work on `row` from now on; the module must point at it."""
+        self.optimizer.state = self.states[row]
+
+    def step(self, row: int, clip: bool = True, skip: bool = False) -> None:
+        """Take the row's next step with the gradients in `.grad`, and drop them. `skip` counts without stepping."""
+        lr = self.schedule.lr(int(self.steps[row]))
+        if lr != self._lr:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self._lr = lr
+        if not skip:
+            if clip and self.max_norm is not None:
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
+            self._take_step()
+        for p in self.parameters:
+            p.grad = None
+        self.steps[row] += 1
+
+    def reset(self, row: int) -> None:
+        """Start the row's optimizer state afresh."""
+        self.states[row] = defaultdict(dict)
+
+    def save_row(self, row: int) -> dict[str, Tensor]:
+        """Return the row's state as tensors named "<parameter>.<entry>"."""
+        state = self.states[row]
+        return {
+            f"{index}.{name}": value if isinstance(value, Tensor) else torch.tensor(value)
+            for index, p in enumerate(self.parameters)
+            for name, value in state.get(p, {}).items()
+            if value is not None
+        }
+
+    def load_row(self, row: int, tensors: dict[str, Tensor]) -> None:
+        self.reset(row)
+        for key, value in tensors.items():
+            index, name = key.split(".", 1)
+            p = self.parameters[int(index)]
+            place = "cpu" if value.dim() == 0 and not self.optimizer.defaults.get("capturable") else p.device
+            self.states[row][p][name] = value.clone().to(
+                place if self.optimizer.defaults.get("fused") is None else p.device
+            )
+
+
+def _without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the optimizer's step without torch's profiling wrapper, which costs 11 us a call and serves nobody here."""
+    step = type(optimizer).step
+    return functools.partial(getattr(step, "__wrapped__", step), optimizer)
+
+
+class TrainNode:
+    """One node: its row of the fleet, its share of the data, its optimizer state.
+
+    Args:
+        rank: global id.
+        row: the row here.
+        worker, stream, inner: shared by the nodes of this process.
+    """
+
+    def __init__(self, rank: int, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer):
+        self.rank, self.row = rank, row
+        self.worker, self.stream, self.inner = worker, stream, inner
+
+    def train(self, count: int) -> Tensor:
+        """Take `count` local steps one after the other; return their losses, (count,).
+
+        Raises:
+            TrainingError: a loss is not a number; the message names node and step.
+        """
+        worker, inner, row = self.worker, self.inner, self.row
+        first = int(inner.steps[row])
+        losses = torch.empty(count, device=worker.device)
+        worker.point(row)
+        inner.enter(row)
+        for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
+            worker.reseed(self.rank, first + k)
+            losses[k] = worker.gradient(batch, row)
+            inner.step(row, skip=worker.overflowed)
+            worker.update_scale(row)
+        worker.check(row)
+        self.refuse_nan(losses, first)
+        return losses
+
+    def compute_gradient(self) -> Tensor:
+        """Compute loss and gradients of the node's next step, into `.grad`; return the loss."""
+        worker, first = self.worker, int(self.inner.steps[self.row])
+        worker.point(self.row)
+        (batch,) = self.stream.batches(self.rank, first, 1)
+        worker.reseed(self.rank, first)
+        loss = worker.gradient(batch, self.row)
+        worker.check(self.row)
+        self.refuse_nan(loss.reshape(1), first)
+        return loss
+
+    def refuse_nan(self, losses: Tensor, first: int) -> None:
+        finite = torch.isfinite(losses)
+        if not bool(finite.all()):
+            at = int(torch.nonzero(~finite)[0])
+            raise TrainingError(
+                f"the loss of node {self.rank} became {float(losses[at])} at its step {first + at + 1}: lower the learning rate, "
+                "clip gradients (max_norm=1.0), or look at the node's data"
+            )

@@ -1,0 +1,272 @@
+"""The worker: one copy of the user's module, pointed at one row after another.
+
+The module's parameters keep their identity (closures, hooks and optimizers that hold them stay right); only
+their data is set to views of a row. After a stretch the pointers are compared: a buffer the module
+re-assigned is copied back, a parameter that moved is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.errors import ArgumentError, DataError, ModelError
+from exogym.fleet import Fleet
+from exogym.outputs import Loss, map_tensors, split_batch
+from exogym.rng import seed_python, seed_torch, stream_seed
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
+MAX_CACHED_VIEWS = 50_000
+
+
+class Worker:
+    """Computes losses and gradients of one row at a time.
+
+    Args:
+        model: the user's module, on its device, trained in place.
+        loss: finds the loss in the model's output.
+        device, precision, seed: of the run; "bf16" and "fp16" are autocast, entered per step.
+        micro_batch_size: examples computed at once; a step's larger batch is split and the losses weighted by
+            the number of examples.
+
+    Attributes:
+        parameters: the trainable parameters in fleet order, block after block.
+        draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
+        changing: names of the buffers that a training step changes; these have rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        device: torch.device,
+        precision: str,
+        seed: int,
+        micro_batch_size: int | None,
+    ):
+        self.model, self.loss, self.device, self.seed = model, loss, device, seed
+        self.dtype, self.micro_batch_size = AUTOCAST[precision], micro_batch_size
+        self.scaled = precision == "fp16"
+        self.draws_torch = self.draws_python = True
+        self.changing: list[str] = []
+
+    # Looking at the model before training
+
+    def probe(self, batch: Any) -> None:
+        """Run one training step and undo it, to learn what the model does.
+
+        Raises:
+            ModelError: no loss comes back, or it depends on no trainable parameter.
+        """
+        self.model.train()
+        before = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        seed_torch(0, self.device)
+        seed_python(0)
+        states = self._random_states()
+        with self.autocast():
+            loss = self.loss(self.to_device(batch))
+        if not loss.requires_grad:
+            raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
+        loss.backward()
+        with torch.no_grad(), self.autocast():
+            self.loss.settle(self.to_device(batch))
+        self.draws_torch, self.draws_python = (a != b for a, b in zip(states, self._random_states(), strict=True))
+        self.clear_grads(list(self.model.parameters()))
+        for name, buffer in self.model.named_buffers():
+            if name in before and not _same(before[name], buffer):
+                self.changing.append(name)
+        for name, value in before.items():
+            owner, attribute = self._owner(name)
+            current = owner._buffers[attribute]
+            if current is None or current.shape != value.shape:
+                raise ModelError(f"buffer {name!r} changes its shape while training; it cannot be a row of the fleet")
+            current.copy_(value)
+
+    def _random_states(self) -> tuple[bytes, Any]:
+        states = [torch.default_generator.get_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        numpy_state: Any = np.random.get_state()
+        python = (random.getstate(), numpy_state[1].tobytes(), numpy_state[2])
+        return b"".join(s.numpy().tobytes() for s in states), python
+
+    # Binding to a fleet
+
+    def bind(self, fleet: Fleet) -> None:
+        """Take the fleet's rows as the places the module will be pointed at."""
+        named = dict(self.model.named_parameters())
+        self.fleet = fleet
+        self.names = [slot.name for block in fleet.blocks for slot in block.layout]
+        self.parameters = [named[name] for name in self.names]
+        self._homes = [p.data for p in self.parameters]
+        self._places = [(p, *self._owner(name)) for name, p in named.items()]
+        self._buffer_owners = {name: self._owner(name) for name in self.changing}
+        buffers = dict(self.model.named_buffers())
+        self._buffer_homes = {name: buffers[name] for name in self.changing}
+        for name in self.changing:
+            fleet.buffers[name] = buffers[name].detach()[None].repeat(len(fleet), *[1] * buffers[name].dim())
+        self._views: dict[int, list[Tensor]] = {}
+        self._at: Sequence[Tensor] = self._homes
+        self.scales = np.full(len(fleet), FIRST_SCALE if self.scaled else 1.0)
+        self.good_steps = np.zeros(len(fleet), dtype=np.int64)
+        self.overflowed = False
+
+    def views(self, row: int) -> list[Tensor]:
+        """Return the parameters of `row` as views, in fleet order."""
+        found = self._views.get(row)
+        if found is None:
+            found = [slot.of(block.params[row]) for block in self.fleet.blocks for slot in block.layout]
+            if len(self._views) * len(found) < MAX_CACHED_VIEWS:
+                self._views[row] = found
+        return found
+
+    def point(self, row: int) -> None:
+        """Point the module's parameters and changing buffers at `row`."""
+        self._set(self.views(row), {name: rows[row] for name, rows in self.fleet.buffers.items()})
+
+    def point_at(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
+        """Point the module at any parameter `vectors`, (P,) per block, and `buffers`."""
+        views = [slot.of(v) for block, v in zip(self.fleet.blocks, vectors, strict=True) for slot in block.layout]
+        self._set(views, buffers)
+
+    def check(self, row: int) -> None:
+        """Compare pointers after a stretch on `row`.
+
+        Raises:
+            ModelError: the module replaced or moved a parameter.
+        """
+        for p, owner, attribute in self._places:
+            if owner._parameters.get(attribute) is not p:
+                raise ModelError(
+                    f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change it in "
+                    "place (under torch.no_grad()) so that the row keeps it"
+                )
+        for name, p, view in zip(self.names, self.parameters, self._at, strict=True):
+            if p.data_ptr() != view.data_ptr():
+                raise ModelError(
+                    f"training moved parameter {name!r} to other memory (p.data = ...); change it in place"
+                )
+        for name, (owner, attribute) in self._buffer_owners.items():
+            current, home = owner._buffers[attribute], self.fleet.buffers[name][row]
+            if current is not None and current.data_ptr() != home.data_ptr():
+                home.copy_(current)
+
+    def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
+        """Give the module its own memory again, holding `vectors` and `buffers`."""
+        self.point_at(vectors, buffers)
+        with torch.no_grad():
+            for home, view in zip(self._homes, self._at, strict=True):
+                home.copy_(view)
+            for name, home in self._buffer_homes.items():
+                home.copy_(buffers[name])
+        self._set(self._homes, self._buffer_homes)
+
+    def _set(self, views: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
+        for p, view in zip(self.parameters, views, strict=True):
+            p.data = view
+            p.grad = None
+        for name, (owner, attribute) in self._buffer_owners.items():
+            owner._buffers[attribute] = buffers[name]
+        self._at = views
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, attribute = name.rpartition(".")
+        return self.model.get_submodule(path), attribute
+
+    # Computing
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def to_device(self, batch: Any) -> Any:
+        if self.device.type == "cpu":
+            return batch
+        return map_tensors(batch, lambda x: x.to(self.device, non_blocking=True))
+
+    def reseed(self, node: int, step: int) -> None:
+        """Put the generators that the model draws from at (seed, node, step)."""
+        if self.draws_torch or self.draws_python:
+            seed = stream_seed(self.seed, "step", node, step)
+            if self.draws_torch:
+                seed_torch(seed, self.device)
+            if self.draws_python:
+                seed_python(seed)
+
+    def gradient(self, batch: Any, row: int) -> Tensor:
+        """Compute loss and gradients (into `.grad`) of the row the module points at; return the detached loss.
+
+        In fp16 the loss is scaled by the row's own scale and the gradients are unscaled; `overflowed` tells
+        whether they were not finite.
+        """
+        batch = self.to_device(batch)
+        if self.micro_batch_size is None and self.dtype is None:
+            loss = self.loss(batch)
+            loss.backward()
+            return loss.detach()
+        total = None
+        scale = float(self.scales[row])
+        for part, share in split_batch(batch, self.micro_batch_size or 1 << 62):
+            with self.autocast():
+                loss = self.loss(part)
+            (loss * (share * scale)).backward()
+            total = loss.detach() * share if total is None else total + loss.detach() * share
+        if self.scaled:
+            self._unscale(row)
+        if total is None:
+            raise DataError("a batch held no examples")
+        return total
+
+    def _unscale(self, row: int) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(grads, 1.0 / float(self.scales[row]))
+        self.overflowed = not all(bool(torch.isfinite(g).all()) for g in grads)
+
+    def update_scale(self, row: int) -> None:
+        """Halve the row's scale after an overflow, double it after 2,000 good steps (torch's GradScaler rule)."""
+        if not self.scaled:
+            return
+        if self.overflowed:
+            self.scales[row] *= 0.5
+            self.good_steps[row] = 0
+            return
+        self.good_steps[row] += 1
+        if self.good_steps[row] == SCALE_GROWTH_STEPS:
+            self.scales[row] *= 2.0
+            self.good_steps[row] = 0
+
+    def clear_grads(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        for p in self.parameters if parameters is None else parameters:
+            p.grad = None
+
+    @contextlib.contextmanager
+    def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+        """Point the module at `vectors` and `buffers` in evaluation mode, without gradients."""
+        self.point_at(vectors, buffers)
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                yield
+        finally:
+            self.model.train()
+
+
+def check_precision(precision: str) -> str:
+    """Return `precision`, or raise ArgumentError for one that is unknown."""
+    if precision not in AUTOCAST:
+        raise ArgumentError(f"precision={precision!r} is unknown: wanted one of {', '.join(AUTOCAST)}")
+    return precision
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.nan_to_num() if a.is_floating_point() else a, b.nan_to_num() if b.is_floating_point() else b
+    )
