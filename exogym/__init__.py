@@ -1,6 +1,7 @@
-"""ExoGym: simulate distributed training of neural networks on one machine, and measure what each method costs and gives."""
+"""ExoGym: simulate distributed training on one machine, and measure what each method costs and gives."""
 
+from exogym.train_node import TrainNode
 from exogym.trainer import LocalTrainer, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["LocalTrainer", "Trainer", "__version__"]
+__all__ = ["LocalTrainer", "TrainNode", "Trainer", "__version__"]

@@ -92,7 +92,8 @@ def save(folder: str | Path, snapshot: Snapshot, keep: int) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {snapshot.meta['step']} could not be written to {folder}: {error}; earlier ones stand"
+            f"the checkpoint of step {snapshot.meta['step']} could not be written to {folder}: {error}; earlier ones "
+            "stand"
         ) from error
     for old in list_checkpoints(folder)[: -max(1, keep)]:
         shutil.rmtree(old)
@@ -129,7 +130,7 @@ def load(path: str | Path) -> Snapshot:
 
 def load_newest(folder: str | Path) -> tuple[Snapshot | None, list[str]]:
     """Return the newest good checkpoint of `folder` (None without any) and what is wrong with newer ones."""
-    complaints = []
+    complaints: list[str] = []
     for path in reversed(list_checkpoints(folder)):
         try:
             return load(path), complaints

@@ -381,7 +381,7 @@ class Communicator:
             )
 
     def _record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        check_choice("algorithm", (kind, algorithm), FACTORS)
+        check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
         moved = np.full(n, FACTORS[kind, algorithm](n) * size if n > 1 else 0.0)
         self._add(kind, algorithm, members, size, moved, moved)

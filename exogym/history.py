@@ -337,11 +337,7 @@ class History(Sequence[Row]):
             raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another one") from error
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return every row as a pandas DataFrame; `node` is an Int64 column, <NA> for the averaged model.
-
-        Raises:
-            ExoGymError: pandas is not installed.
-        """
+        """Return every row as a DataFrame, `node` <NA> for the averaged model; ExoGymError without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -358,11 +354,7 @@ class History(Sequence[Row]):
             "block_shapes": np.array([losses.shape for _, losses in blocks], np.int64).reshape(-1, 2),
             "block_nodes": np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)]),
             "block_losses": np.concatenate([np.empty(0, np.float32), *(losses.ravel() for _, losses in blocks)]),
-            "evaluations": [
-                [step, node, dict(values)]
-                for step, nodes in self._evaluations.items()
-                for node, values in nodes.items()
-            ],
+            "evaluations": [[s, n, dict(v)] for s, nodes in self._evaluations.items() for n, v in nodes.items()],
             "extra_columns": list(self._extra),
             "last_step": self._last,
             "totals": list(self._totals),
@@ -380,9 +372,8 @@ class History(Sequence[Row]):
         all_ids, all_losses = np.asarray(state["block_nodes"], np.int64), np.asarray(state["block_losses"], np.float32)
         ids_end, losses_end = np.cumsum(shapes[:, 0])[:-1], np.cumsum(shapes.prod(1))[:-1]
         last = np.empty(0, np.int64)
-        for shape, ids, losses in zip(
-            shapes.tolist(), np.split(all_ids, ids_end), np.split(all_losses, losses_end), strict=False
-        ):
+        each = zip(shapes, np.split(all_ids, ids_end), np.split(all_losses, losses_end), strict=False)
+        for shape, ids, losses in each:
             last = last if np.array_equal(last, ids) else ids.copy()
             history._blocks.append((last, losses.reshape(shape).copy()))
         for step, node, values in state["evaluations"]:

@@ -7,6 +7,7 @@ no columns: all nodes share them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
             raise ModelError(f"parameter {name!r} has no elements: remove it or freeze it (requires_grad=False)")
         extents.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name))
     extents.sort()
-    for (_, end, first), (start, _, second) in zip(extents, extents[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(extents):
         if start < end:
             raise ModelError(
                 f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter; "

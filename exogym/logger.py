@@ -18,7 +18,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ from exogym.errors import ArgumentError, ExoGymError, checked
 from exogym.history import OF_THE_STEP, plain, replacing
 
 Record = Mapping[str, Any]
+NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Logger:
@@ -52,9 +53,6 @@ class Logger:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Finish, after training, also one that failed or was interrupted; `summary` is the last averaged record."""
-
-
-# ---------------------------------------------------------------- several
 
 
 class _Function(Logger):
@@ -107,56 +105,40 @@ def combine(loggers: Any) -> Logger:
         return _Several([])
     if isinstance(loggers, list | tuple):
         return _Several([combine(logger) for logger in loggers if logger is not None])
-    if isinstance(loggers, type) and hasattr(loggers, "log"):
+    if isinstance(loggers, type):
         raise ArgumentError(f"logger={loggers.__name__} is a class: give an instance, {loggers.__name__}(...)")
-    log = getattr(loggers, "log", loggers)
-    if callable(log) and not isinstance(log, type) and _takes_a_record(log):
-        return _Function(loggers)
-    raise ArgumentError(
-        f"logger={loggers!r} is not a logger: give one of exogym.logger, an object with log(record), a function of a "
-        "record, or a list of these"
-    )
-
-
-def _takes_a_record(function: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(function).bind({})
+        inspect.signature(getattr(loggers, "log", loggers)).bind({})
     except TypeError:
-        return False
-    except ValueError:  # some builtins have no signature
-        pass
-    return True
+        raise ArgumentError(
+            f"logger={loggers!r} is not a logger: give one of exogym.logger, an object with log(record), a function of "
+            "a record, or a list of these"
+        ) from None
+    except ValueError:
+        pass  # a builtin that does not tell its arguments
+    return _Function(loggers)
 
 
-# ---------------------------------------------------------------- files
-
-
-def check_writable(folder: str | os.PathLike[str], name: str = "path") -> Path:
+def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
     """Make `folder` and write a file into it, to see that it can be done; the file is removed again.
 
     Raises:
         ArgumentError: it cannot; folders made on the way are removed, and `name` is the argument in the message.
     """
-    folder = Path(folder)
-    made: list[Path] = []
+    made = [parent for parent in (Path(folder), *Path(folder).parents) if not os.path.exists(parent)]
     try:
-        for parent in reversed([folder, *folder.parents]):
-            if not parent.exists():
-                parent.mkdir()
-                made.append(parent)
+        os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"exogym")
-            file.flush()
     except OSError as error:
-        for parent in reversed(made):
+        for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise ArgumentError(f"{name}={str(folder)!r} cannot be written ({error}): choose another folder") from error
-    return folder
 
 
 class _FileLogger(Logger):
-    """Lines in a text file. A new run takes the file's place; a resumed one drops what came after its step, and goes on.
+    """Lines in a text file: a new run takes the file's place; a resumed one drops what came after its step and goes on.
 
     The file is opened at the first record, and each record is in it, whole, when `log` returns.
     """
@@ -173,17 +155,19 @@ class _FileLogger(Logger):
         self._columns: list[str] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Check that the file can be written; drop the records after `run["resumed_step"]`, if this is a resumed run."""
-        self._close()
+        """Check that the file can be written; of a resumed run, drop the records after `run["resumed_step"]`."""
+        self.finish({})
+        self._columns, self._begun = [], False
         check_writable(self.path.parent)
-        if self.path.is_dir():
-            raise ArgumentError(f"path={str(self.path)!r} is a folder: name a file")
-        step = run.get("resumed_step")
-        self._columns, self._begun = [], step is not None and self.path.exists()
-        if not self._begun:
+        if not self.path.exists():
             return
         try:
-            self._keep(int(step))  # type: ignore[arg-type]
+            open(self.path, "a").close()
+            if (step := run.get("resumed_step")) is not None:
+                self._begun = True
+                self._keep(step)
+        except OSError as error:
+            raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
         except (ValueError, AttributeError, csv.Error) as error:
             raise ArgumentError(
                 f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot go on in it: name the "
@@ -202,17 +186,13 @@ class _FileLogger(Logger):
         with open(self.path, encoding="utf-8", newline="") as file:
             yield from (line for line in file if line.endswith("\n"))
 
-    def _keep(self, step: int) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    _keep: Any  # (step) -> None: drop the records after step
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
-        self._close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class CSVLogger(_FileLogger):
@@ -241,7 +221,7 @@ class CSVLogger(_FileLogger):
         if new := [name for name in record if name not in self._columns]:
             self._columns += new
             if self._begun:
-                self._close()
+                self.finish({})
                 self._rewrite()
             else:
                 csv.writer(self._opened(), lineterminator="\n").writerow(self._columns)
@@ -250,11 +230,9 @@ class CSVLogger(_FileLogger):
 
     def _keep(self, step: int) -> None:
         self._columns = next(csv.reader(self._whole_lines()), [])
-        if not self._columns:
-            self._begun = False
-            return
-        if "step" not in self._columns:
+        if self._columns and "step" not in self._columns:
             raise ValueError("it has no column 'step'")
+        self._begun = bool(self._columns)
         self._rewrite(step)
 
     def _rewrite(self, last: float = math.inf) -> None:
@@ -283,23 +261,15 @@ class JSONLinesLogger(_FileLogger):
 
     def log(self, record: Record) -> None:
         """Write one line."""
-        clean = {name: _json_value(plain(value)) for name, value in record.items()}
-        self._opened().write(json.dumps(clean, allow_nan=False) + "\n")
+        values = {name: plain(value) for name, value in record.items()}
+        texts = {name: NOT_IN_JSON.get(repr(value), value) for name, value in values.items()}
+        self._opened().write(json.dumps(texts, allow_nan=False) + "\n")
 
     def _keep(self, step: int) -> None:
         with replacing(self.path) as file:
             for line in self._whole_lines():
                 if (json.loads(line).get("step") or 0) <= step:
                     file.write(line)
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-# ---------------------------------------------------------------- services
 
 
 def _need(package: str, extra: str, name: str) -> None:
@@ -334,8 +304,7 @@ class _ByStep(Logger):
             self._write(self._step, self._values)
         self._step, self._values, self._shared = None, {}, {}
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        raise NotImplementedError
+    _write: Any  # (step, values) -> None
 
 
 class WandbLogger(_ByStep):
@@ -350,8 +319,7 @@ class WandbLogger(_ByStep):
         config: added to the run's description in W&B's configuration.
         dir: folder in which W&B makes its own; default: the current one.
 
-    Raises:
-        ExoGymError: wandb is not installed.
+    Raises ExoGymError where wandb is not installed.
 
     >>> logger = WandbLogger(project="diloco", experiment_name="H=100", mode="offline")
     """
@@ -394,15 +362,10 @@ class WandbLogger(_ByStep):
 
 
 class TensorBoardLogger(_ByStep):
-    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
+    """Writes TensorBoard event files into the folder `log_dir`; a node's values are `node_3/train_loss`.
 
     Earlier events in the folder are hidden: all of them by a new run, those after its step by a resumed one.
-
-    Args:
-        log_dir: the folder that `tensorboard --logdir` is given.
-
-    Raises:
-        ExoGymError: tensorboard is not installed.
+    Raises ExoGymError where tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
@@ -422,15 +385,12 @@ class TensorBoardLogger(_ByStep):
         check_writable(self.log_dir, "log_dir")
         step = run.get("resumed_step")
         self._writer = SummaryWriter(str(self.log_dir), purge_step=0 if step is None else step + 1)
-        text = json.dumps(dict(run), indent=2, default=str)
-        self._writer.add_text("run", "\n".join("    " + line for line in text.splitlines()), step or 0)
+        self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if isinstance(value, str):
-                self._writer.add_text(name, value, step)
-            else:
-                self._writer.add_scalar(name, value, step)
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(name, value, step)
         self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -28,8 +28,6 @@ from exogym.worker import Worker
 class Driver(Protocol):
     """What the loop needs of a strategy in training."""
 
-    steps: Any
-
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
     def advance(self, first: int, last: int) -> Tensor: ...
@@ -75,6 +73,7 @@ class TrainingLoop:
         self.plan, self.driver, self.fleet, self.worker = plan, driver, fleet, worker
         self.evaluator, self.history, self.logger, self.progress = evaluator, history, logger, progress
         self.callbacks = list(callbacks)
+        self.endings: list[Callable[[], None]] = [driver.close]
         self.step, self.stopped = 0, False
         self._wall_before, self._examples_before = 0.0, 0
         self._logged = -1
@@ -85,6 +84,20 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train to the end."""
+        with self.progress:
+            self._run()
+        self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
+
+    def end(self) -> None:
+        """Give the model its own memory back, holding the consensus, and end what the run had started."""
+        try:
+            with torch.no_grad():
+                self.worker.set_home(self.driver.consensus(), self.fleet.average_buffers())
+        finally:
+            for ending in self.endings:
+                ending()
+
+    def _run(self) -> None:
         plan = self.plan
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         if self.step == 0:

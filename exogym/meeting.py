@@ -85,7 +85,8 @@ class Meeting:
         if len(waiting) < len(self.places):
             missing = next(p for p in self.places if p.done)
             raise StrategyError(
-                f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: every node must "
+                f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: "
+                "every node must "
                 "make the same collective calls"
             )
         for name, request in calls.items():
@@ -103,7 +104,7 @@ class Meeting:
             comm.barrier()
             return [None] * len(waiting)
         tensors = [place.request.tensor for place in waiting]
-        x = torch.stack(tensors) if self.rows is None else torch.cat(tensors)  # type: ignore[arg-type]
+        x = torch.stack(tensors) if self.rows is None else torch.cat(tensors)
         result: Tensor = getattr(comm, call.kind)(x, **options)
         if call.kind == "gather":
             return [result if rank == options["dst"] else None for rank in comm.ranks]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from exogym.communicator import CHUNK_ELEMENTS
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
 from exogym.fleet import Fleet
-from exogym.outputs import accuracy, batch_examples
+from exogym.outputs import accuracy, batch_examples, split_batch
 from exogym.worker import Worker
 
 Metric = Callable[[Tensor, Tensor], Any]
@@ -27,10 +26,11 @@ class Evaluator:
     Args:
         worker: computes; `stream`: the validation set in order.
         metrics: name to function of (predictions, targets) giving a mean over the batch.
+        limit: evaluate on at most so many examples, the first ones.
     """
 
-    def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric]):
-        self.worker, self.stream, self.metrics = worker, stream, metrics
+    def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):
+        self.worker, self.stream, self.metrics, self.limit = worker, stream, metrics, limit
 
     def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Return val_loss, val_accuracy where predictions are known, and val_<name> of each metric.
@@ -46,26 +46,39 @@ class Evaluator:
 
         worker = self.worker
         with worker.evaluating(vectors, buffers):
-            for node in range(self.stream.num_nodes):
-                count = -(-int(self.stream.examples[node]) // self.stream.batch_size)
-                for batch in self.stream.batches(node, 0, count):
-                    worker.reseed(-1, 0)
-                    output = worker.loss.of(worker.model, worker.to_device(batch))
-                    size = batch_examples(batch)
-                    add("val_loss", output.loss, size)
-                    right = accuracy(output)
-                    if right is not None and right[1]:
-                        add("val_accuracy", right[0] / right[1], right[1])
-                    for name, value in output.metrics.items():
-                        add(f"val_{name}", value, size)
-                    for name, function in self.metrics.items():
-                        if output.predictions is None or output.targets is None:
-                            raise TrainingError(
-                                f"metric {name!r} needs predictions and targets, but the model's output has none: return a "
-                                "mapping with 'logits' beside 'loss', or use loss_fn="
-                            )
-                        add(f"val_{name}", function(output.predictions, output.targets), size)
+            for batch in self._batches():
+                worker.reseed(-1, 0)
+                output = worker.loss.of(worker.model, worker.to_device(batch))
+                size = batch_examples(batch)
+                add("val_loss", output.loss, size)
+                right = accuracy(output)
+                if right is not None and right[1]:
+                    add("val_accuracy", right[0] / right[1], right[1])
+                for name, value in output.metrics.items():
+                    add(f"val_{name}", value, size)
+                for name, function in self.metrics.items():
+                    if output.predictions is None or output.targets is None:
+                        raise TrainingError(
+                            f"metric {name!r} needs predictions and targets, but the model's output has none: "
+                            "return a "
+                            "mapping with 'logits' beside 'loss', or use loss_fn="
+                        )
+                    add(f"val_{name}", function(output.predictions, output.targets), size)
         return {name: total / weights[name] for name, total in sums.items()}
+
+    def _batches(self) -> Iterator[Any]:
+        left = self.limit
+        for node in range(self.stream.num_nodes):
+            count = -(-int(self.stream.examples[node]) // self.stream.batch_size)
+            for batch in self.stream.batches(node, 0, count):
+                if left is None:
+                    yield batch
+                    continue
+                if left <= 0:
+                    return
+                part, _ = next(split_batch(batch, left))
+                left -= batch_examples(part)
+                yield part
 
 
 def spread(fleet: Fleet) -> dict[str, float]:
@@ -104,17 +117,10 @@ def _column_chunks(fleet: Fleet) -> Any:
 
 
 def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
-    """Return memory_bytes (peak: of the device on a GPU, else of this process) and device_use (CPU seconds per second)."""
+    """Return memory_bytes (the peak, of the GPU or of this process) and device_use (CPU seconds per second)."""
     if device.type == "cuda":
         memory = float(torch.cuda.max_memory_allocated(device))
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory = float(peak if sys.platform == "darwin" else peak * 1024)
     return {"memory_bytes": memory, "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
-
-
-def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device, or of the machine where the device is the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

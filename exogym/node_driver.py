@@ -196,8 +196,10 @@ class NodeDriver:
             off = float((alone - together).abs().max())
             if not off <= 1e-5 * float(alone.abs().max()):
                 raise StrategyError(
-                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters than one row at a "
-                    f"time (largest difference {off:.3g}): some operation crosses the row axis, for example a norm or a topk over "
+                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters than "
+                    "one row at a "
+                    f"time (largest difference {off:.3g}): some operation crosses the row axis, for example a norm or "
+                    "a topk over "
                     "all of p instead of p.flatten(1). Keep the first axis apart, or drop stacked = True"
                 )
 

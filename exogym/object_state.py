@@ -90,7 +90,8 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: set[int]) -> A
         tensors[path] = value.get_state()
         return {"generator": path}
     raise StrategyError(
-        f"strategy attribute {path!r} is a {type(value).__name__}, which cannot be saved in a checkpoint: keep tensors and "
+        f"strategy attribute {path!r} is a {type(value).__name__}, which cannot be saved in a checkpoint: keep "
+        "tensors and "
         "numbers in attributes, or define state_dict() and load_state_dict(state)"
     )
 

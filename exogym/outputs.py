@@ -50,14 +50,15 @@ class Loss:
     def settle(self, batch: Any) -> None:
         """Look once at `batch` and what it gives, so that the common forms need no looking afterwards."""
         output = self.of(self.model, batch)
-        if self.loss_fn is not None and isinstance(batch, tuple | list) and output.predictions is not None:
-            if isinstance(self.model(*batch[:-1]), Tensor):
-                self._plain = type(batch)
+        if not isinstance(batch, tuple | list) or self.loss_fn is None or output.predictions is None:
+            return
+        if isinstance(self.model(*batch[:-1]), Tensor):
+            self._plain = type(batch)
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss of `batch`, a scalar."""
-        if type(batch) is self._plain:
-            return self.loss_fn(self.model(*batch[:-1]), batch[-1])  # type: ignore[misc]
+        if self.loss_fn is not None and type(batch) is self._plain:
+            return self.loss_fn(self.model(*batch[:-1]), batch[-1])
         return self.of(self.model, batch).loss
 
     def of(self, call: Callable[..., Any], batch: Any) -> Output:
@@ -76,8 +77,10 @@ class Loss:
             loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ModelError(
-                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or an object "
-                "with .loss. If it returns predictions, give loss_fn= to the trainer, for example torch.nn.functional.cross_entropy"
+                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or an "
+                "object "
+                "with .loss. If it returns predictions, give loss_fn= to the trainer, for example "
+                "torch.nn.functional.cross_entropy"
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
@@ -88,8 +91,8 @@ class Loss:
         targets = _targets(batch)
         if targets is None:
             raise DataError(
-                f"loss_fn needs targets, but a batch is {_describe(batch)}: wanted (inputs, targets), or a mapping with one of "
-                + ", ".join(TARGET_KEYS)
+                f"loss_fn needs targets, but a batch is {_describe(batch)}: wanted (inputs, targets), or a mapping "
+                "with one of " + ", ".join(TARGET_KEYS)
             )
         if isinstance(batch, Mapping):
             out = call(**{k: v for k, v in batch.items() if k not in TARGET_KEYS})

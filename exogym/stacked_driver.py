@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,7 +177,3 @@ class StackedDriver:
         for m, module in enumerate(self.strategy.modules):
             prefix = f"module.{m}."
             module.load_state({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-
-    @property
-    def steps(self) -> np.ndarray:
-        return self.inner.steps

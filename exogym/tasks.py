@@ -109,7 +109,7 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
         nodes=4,
         batch_size=8,
         steps=300,
-        lr=1e-3,
+        lr=2e-3,
         H=10,
         partitioner="dirichlet:1.0",
     )

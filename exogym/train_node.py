@@ -84,7 +84,7 @@ class InnerOptimizer:
 
 
 def _without_hooks(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's step without torch's profiling wrapper, which costs 11 us a call and serves nobody here."""
+    """Return the optimizer's step without torch's profiling wrapper (11 us a call)."""
     step = type(optimizer).step
     return functools.partial(getattr(step, "__wrapped__", step), optimizer)
 
@@ -138,6 +138,7 @@ class TrainNode:
         if not bool(finite.all()):
             at = int(torch.nonzero(~finite)[0])
             raise TrainingError(
-                f"the loss of node {self.rank} became {float(losses[at])} at its step {first + at + 1}: lower the learning rate, "
+                f"the loss of node {self.rank} became {float(losses[at])} at its step {first + at + 1}: lower the "
+                "learning rate, "
                 "clip gradients (max_norm=1.0), or look at the node's data"
             )

@@ -145,7 +145,8 @@ class Worker:
         for p, owner, attribute in self._places:
             if owner._parameters.get(attribute) is not p:
                 raise ModelError(
-                    f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change it in "
+                    f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change "
+                    "it in "
                     "place (under torch.no_grad()) so that the row keeps it"
                 )
         for name, p, view in zip(self.names, self.parameters, self._at, strict=True):

@@ -14,7 +14,7 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "rng", "layout"},
+    {"errors", "rng", "layout", "devices"},
     {"fleet", "communicator", "network"},
     {"strategy", "compress", "data", "models", "engine"},
     {
@@ -27,8 +27,17 @@ FLOORS: list[set[str]] = [
         "checkpoint",
         "progress",
         "outputs",
+        "worker",
+        "meeting",
+        "stacked_driver",
+        "node_driver",
+        "object_state",
+        "memory",
+        "callbacks",
+        "options",
+        "assembly",
     },
-    {"trainer", "tasks", "compare", "sweep", "testing"},
+    {"trainer", "tasks", "compare", "plots", "sweep", "testing"},
     {"cli", "wizard", "dashboard", "__main__"},
     {"__init__"},  # of exogym itself
 ]

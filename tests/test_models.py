@@ -12,7 +12,7 @@ from exogym.models import MLP, CharGPT, SmallCNN
 
 def gpt(**changes: int | float) -> CharGPT:
     torch.manual_seed(0)
-    return CharGPT(**{"vocab_size": 65, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, **changes})  # type: ignore[arg-type]
+    return CharGPT(**{"vocab_size": 65, "block_size": 16, "n_layer": 2, "n_head": 4, "n_embd": 32, **changes})
 
 
 def count(model: nn.Module) -> int:
@@ -89,7 +89,7 @@ def test_gpt_dropout_only_in_training() -> None:
         (lambda: SmallCNN(3, 32, width=16), (3, 32, 32), 16 * 28 + 32 * 145 + 64 * (32 * 64 + 1) + 650),
     ],
 )
-def test_classifiers_return_the_mean_cross_entropy(model, shape, parameters) -> None:  # type: ignore[no-untyped-def]
+def test_classifiers_return_the_mean_cross_entropy(model, shape, parameters) -> None:
     made, x, y = model(), torch.randn(6, *shape), torch.randint(0, 10, (6,))
     assert count(made) == parameters
     out = made((x, y))
@@ -121,6 +121,6 @@ def test_torchs_generator_decides_the_weights() -> None:
         (lambda: gpt().logits(torch.zeros(1, 17, dtype=torch.long)), "17 tokens.*block_size=16"),
     ],
 )
-def test_wrong_use_is_explained(make, message) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_use_is_explained(make, message) -> None:
     with pytest.raises(ArgumentError, match=message):
         make()

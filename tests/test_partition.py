@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from exogym.data import IID, ByKey, Dirichlet, LabelShards, Partitioner, QuantitySkew, Stream, labels_of, parse_partitioner
+from exogym.data import (
+    IID,
+    ByKey,
+    Dirichlet,
+    LabelShards,
+    Partitioner,
+    QuantitySkew,
+    Stream,
+    labels_of,
+    parse_partitioner,
+)
 from exogym.errors import ArgumentError, DataError
 
 D, N = 600, 6
@@ -73,7 +83,7 @@ def test_by_key_keeps_groups_whole_and_balanced() -> None:
 
 
 def test_by_key_errors() -> None:
-    with pytest.raises(DataError, match="2 distinct keys, too few for 3 nodes.*num_nodes=2"):
+    with pytest.raises(DataError, match=r"2 distinct keys, too few for 3 nodes.*num_nodes=2"):
         ByKey(["a", "b"] * 300).split(DATA, 3, 0)
     with pytest.raises(DataError, match="5 keys for 600 examples"):
         ByKey([1, 2, 3, 4, 5]).split(DATA, 3, 0)
@@ -103,7 +113,7 @@ def test_labels_are_found_without_reading_where_possible() -> None:
     assert np.array_equal(labels_of(DATA), LABELS)
     assert np.array_equal(labels_of(pairs), LABELS) and pairs.read == D
     assert np.array_equal(labels_of(stored), LABELS) and stored.read == 0
-    assert np.array_equal(labels_of(Subset(Subset(DATA, range(600)), some)), LABELS[some])  # type: ignore[arg-type]
+    assert np.array_equal(labels_of(Subset(Subset(DATA, range(600)), some)), LABELS[some])
     assert np.array_equal(labels_of(ConcatDataset([DATA, Subset(DATA, some)])), np.append(LABELS, LABELS[some]))
     assert labels_of([{"text": "a", "label": 4}, {"text": "b", "label": 2}]).tolist() == [4, 2]
 
@@ -144,7 +154,7 @@ def test_text_that_is_wrong(text: str, message: str) -> None:
 
 
 def test_a_node_without_examples_is_an_error_before_training() -> None:
-    with pytest.raises(DataError, match="leaves node 3 of 4 without examples.*fewer nodes"):
+    with pytest.raises(DataError, match=r"leaves node 3 of 4 without examples.*fewer nodes"):
         Stream([1, 2, 3], 4, batch_size=1, partitioner=IID())
     with pytest.raises(DataError, match="3 examples are too few for 4 nodes"):
         Stream([1, 2, 3], 4, batch_size=1, partitioner=QuantitySkew())

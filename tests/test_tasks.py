@@ -1,4 +1,4 @@
-"""Ready-made tasks: reproducible models, data that fit them, options that are checked, and a task that tells methods apart."""
+"""Ready-made tasks: reproducible models, data that fit them, options that are checked, methods told apart."""
 
 import copy
 import pickle
@@ -14,20 +14,20 @@ from exogym.tasks import Task, load_task
 
 
 @pytest.fixture(autouse=True)
-def packages_only(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def packages_only(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.delenv("EXOGYM_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def cifar_file(folder) -> None:  # type: ignore[no-untyped-def]
+def cifar_file(folder) -> None:
     draw = np.random.default_rng(0)
-    parts = {f"x_{p}": draw.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8) for p, n in (("train", 40), ("test", 10))}
-    labels = {f"y_{p}": draw.integers(0, 10, n, dtype=np.uint8) for p, n in (("train", 40), ("test", 10))}
+    parts = {f"x_{p}": draw.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8) for p, n in (("train", 400), ("test", 10))}
+    labels = {f"y_{p}": draw.integers(0, 10, n, dtype=np.uint8) for p, n in (("train", 400), ("test", 10))}
     np.savez(folder / "cifar10.npz", **parts, **labels)
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist", "shakespeare", "cifar10"])
-def test_a_task_trains_from_a_seeded_model(name: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_trains_from_a_seeded_model(name: str, tmp_path) -> None:
     cifar_file(tmp_path)
     task = load_task(name, tmp_path if name == "cifar10" else None)
     assert task.name == name and task.steps >= 30 * task.H
@@ -58,20 +58,20 @@ def test_tasks_can_be_sent_to_other_processes() -> None:
 
 
 def test_options_reach_the_model() -> None:
-    assert load_task("digits", hidden=7).make_model().layers[0].out_features == 7  # type: ignore[union-attr,index]
+    assert load_task("digits", hidden=7).make_model().layers[0].out_features == 7
     task = load_task("shakespeare", block_size=16, n_layer=1, n_embd=32)
-    assert task.train[0][0].shape == (16,) and len(task.make_model().blocks) == 1  # type: ignore[arg-type]
-    assert len(task.val) <= 512  # type: ignore[arg-type]
+    assert task.train[0][0].shape == (16,) and len(task.make_model().blocks) == 1
+    assert len(task.val) <= 512
 
 
-def test_wrong_names_and_options_are_explained(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_names_and_options_are_explained(tmp_path) -> None:
     with pytest.raises(ArgumentError, match="did you mean 'digits'"):
         load_task("digit")
     with pytest.raises(ArgumentError, match="no argument 'hiden': did you mean 'hidden'"):
         load_task("digits", hiden=3)
     with pytest.raises(DataError, match="no package ships it"):
         load_task("cifar10")
-    with pytest.raises(DataError, match="has no digits.npz"):
+    with pytest.raises(DataError, match=r"has no digits.npz"):
         load_task("digits", tmp_path)
 
 
@@ -97,7 +97,7 @@ def final_loss(task: Task, method: str, seed: int, steps: int) -> float:
             average(models)
     final = average(copy.deepcopy(models))
     with torch.no_grad():
-        return float(final(task.val.tensors)["loss"])  # type: ignore[attr-defined]
+        return float(final(task.val.tensors)["loss"])
 
 
 @torch.no_grad()

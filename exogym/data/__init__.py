@@ -1,7 +1,16 @@
 """Data: who owns which example, what each node sees at each step, and small real data sets."""
 
 from exogym.data.bulk import BulkDataset, TokenWindows
-from exogym.data.partition import IID, ByKey, Dirichlet, LabelShards, Partitioner, QuantitySkew, labels_of, parse_partitioner
+from exogym.data.partition import (
+    IID,
+    ByKey,
+    Dirichlet,
+    LabelShards,
+    Partitioner,
+    QuantitySkew,
+    labels_of,
+    parse_partitioner,
+)
 from exogym.data.sources import Source, cifar10, digits, mnist, shakespeare, speakers
 from exogym.data.stream import Stream
 

@@ -17,7 +17,7 @@ from exogym.errors import DataError, check_count
 Take = Callable[[Tensor], Any]
 
 
-class BulkDataset(Dataset, ABC):  # type: ignore[type-arg]
+class BulkDataset(Dataset, ABC):
     """A data set whose batches are taken at once: implement `__len__` and `take`; `dataset[i]` follows."""
 
     @abstractmethod
@@ -25,9 +25,10 @@ class BulkDataset(Dataset, ABC):  # type: ignore[type-arg]
 
     @abstractmethod
     def take(self, indices: Tensor) -> Any:
-        """Return the batch of the examples `indices` (k,), int64: a tensor, or a tuple, list or dict of tensors, (k, ...).
+        """Return the batch of the examples `indices`, (k,) int64.
 
-        It must not be random, and example j of the batch must depend on `indices[j]` alone.
+        It is a tensor (k, ...), or a tuple, list or dict of such. It must
+        not be random, and example j of the batch must depend on `indices[j]` alone.
         """
 
     def __getitem__(self, index: int) -> Any:
@@ -125,7 +126,12 @@ def split_batch(batch: Any, size: int) -> Sequence[Any]:
     if type(batch) is tuple:
         return list(zip(*[split_batch(part, size) for part in batch], strict=True))
     length = batch_length(batch)
-    return [map_batch(lambda leaf, a=a: leaf[a : a + size], batch) for a in range(0, length, size)]
+    parts = [slice(first, first + size) for first in range(0, length, size)]
+    return [map_batch(functools.partial(_cut, part), batch) for part in parts]
+
+
+def _cut(part: slice, leaf: Tensor) -> Tensor:
+    return leaf[part]
 
 
 def batch_length(batch: Any) -> int:

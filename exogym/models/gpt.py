@@ -35,10 +35,22 @@ class CharGPT(nn.Module):
 
     @checked
     def __init__(
-        self, vocab_size: int, block_size: int = 64, n_layer: int = 2, n_head: int = 4, n_embd: int = 64, dropout: float = 0.0
+        self,
+        vocab_size: int,
+        block_size: int = 64,
+        n_layer: int = 2,
+        n_head: int = 4,
+        n_embd: int = 64,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        sizes = {"vocab_size": vocab_size, "block_size": block_size, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd}
+        sizes = {
+            "vocab_size": vocab_size,
+            "block_size": block_size,
+            "n_layer": n_layer,
+            "n_head": n_head,
+            "n_embd": n_embd,
+        }
         for name, given in sizes.items():
             check_count(name, given)
         if n_embd % n_head:
@@ -59,7 +71,7 @@ class CharGPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * n_layer) ** 0.5 if into_stream else 0.02)
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return {"loss", "logits"}: mean cross-entropy in nats a token, and (batch, T, V); x and y are (batch, T) int64."""
+        """Return {"loss", "logits"}: mean cross-entropy in nats a token, and (batch, T, V); x, y (batch, T) int64."""
         x, y = batch
         logits = self.logits(x)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
@@ -119,7 +131,9 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """(batch, T, d) -> (batch, T, d)."""
-        q, k, v = self.qkv(h).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)  # each (batch, heads, T, d / heads)
+        q, k, v = (
+            self.qkv(h).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)
+        )  # each (batch, heads, T, d / heads)
         dropped = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped)
         return self.drop(self.out(mixed.transpose(1, 2).flatten(2)))

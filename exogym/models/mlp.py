@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -27,11 +28,13 @@ class MLP(nn.Module):
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
         if len(sizes) < 2:
-            raise ArgumentError(f"sizes={list(sizes)} has {len(sizes)} numbers; wanted features, hidden widths, classes")
+            raise ArgumentError(
+                f"sizes={list(sizes)} has {len(sizes)} numbers; wanted features, hidden widths, classes"
+            )
         for size in sizes:
             check_count("sizes", size)
         layers: list[nn.Module] = []
-        for wide, narrow in zip(sizes, sizes[1:], strict=False):
+        for wide, narrow in itertools.pairwise(sizes):
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
 

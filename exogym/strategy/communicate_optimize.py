@@ -27,7 +27,7 @@ from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 NEVER = 2**62
 
 
-class Module(ABC):
+class Module(ABC):  # noqa: B024
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:

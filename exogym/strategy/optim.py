@@ -86,7 +86,7 @@ class OptimSpec:
         if self.cls in _FUSED and not chosen and dense:
             kwargs["fused"] = True
         try:
-            return self.cls(parameters, **kwargs)  # type: ignore[arg-type]
+            return self.cls(parameters, **kwargs)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"{self!r} cannot be built: {error}") from error
 

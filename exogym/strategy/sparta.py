@@ -83,7 +83,7 @@ class SparseCommunicator(PeriodicModule):
         check_choice("compression_method", compression_method, METHODS)
         check_count("interval", interval)
         if quantization_bits not in (None, 32):
-            quantize(torch.zeros(1, 1), quantization_bits)  # type: ignore[arg-type]
+            quantize(torch.zeros(1, 1), quantization_bits)
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits = None if quantization_bits == 32 else quantization_bits
 

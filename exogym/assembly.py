@@ -1,0 +1,230 @@
+"""Puts a run together: data, worker, fleet, strategy in training, evaluation, and the loop around them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.checkpoint import Snapshot, check_folder, differences, list_checkpoints, load_newest
+from exogym.data.stream import Stream, is_factory
+from exogym.devices import total_memory_bytes
+from exogym.errors import ArgumentError, CheckpointError, ModelError
+from exogym.fleet import Fleet
+from exogym.gradients import VmapGradients
+from exogym.history import History
+from exogym.logger import combine
+from exogym.loop import Driver, Plan, TrainingLoop
+from exogym.memory import fitting_micro_batch
+from exogym.metrics import Evaluator, Metric
+from exogym.node_driver import NodeDriver
+from exogym.options import FitOptions
+from exogym.outputs import Loss
+from exogym.progress import Progress, notice
+from exogym.stacked_driver import StackedDriver
+from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
+from exogym.strategy.strategy import Run
+from exogym.worker import Worker
+
+EVALUATION_BATCH = 256
+
+
+@dataclass
+class Subject:
+    """What is trained: the model, the data sets, and how losses and metrics are found."""
+
+    model: nn.Module
+    train_dataset: Any
+    val_dataset: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+    metrics: dict[str, Metric] | None = None
+
+
+def assemble(subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None) -> TrainingLoop:
+    """Return the loop of a run, at its start or where its checkpoint stands; nothing is trained yet.
+
+    The model's parameters point at the fleet from here on; `dismantle` gives it its own memory back.
+
+    Raises:
+        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
+    """
+    sinks, bar = combine(options.logger), Progress(None, options.progress)
+    folder = _folder(options)
+    stream = Stream(
+        subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
+        shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
+    )  # fmt: skip
+    total_steps = options.total_steps(stream.steps_per_epoch)
+    bar.total_steps = total_steps
+    run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
+    if options.val_size is not None and subject.val_dataset is None:
+        raise ArgumentError("val_size needs a val_dataset: give the trainer one")
+
+    model = subject.model.to(device)
+    loss = Loss(model, subject.loss_fn)
+    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    first_batch = next(iter(stream.batches(0, 0, 1)))
+    _initialise_lazy(worker, first_batch)
+    worker.probe(first_batch)
+    fleet = Fleet(model, range(options.num_nodes), options.num_nodes, device)
+    worker.bind(fleet)
+    driver: Driver | None = None
+    try:
+        snapshot = None
+        description = _description(options, fleet, stream, total_steps, device)
+        if folder is not None and options.resume:
+            snapshot = _matching_snapshot(folder, description)
+        if snapshot is None:
+            description["chosen"] = _choose(options, worker, stream, first_batch)
+        worker.micro_batch_size = description["chosen"]["micro_batch_size"]
+        driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"])
+        _warn_if_never(driver, total_steps, options)
+        plan = Plan(
+            total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
+            options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
+        )  # fmt: skip
+        evaluator = _evaluator(subject, options, worker)
+        loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks)
+        if snapshot is not None:
+            loop.load(snapshot)
+        loop.endings.append(stream.close)
+        sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.step}))
+    except BaseException:
+        worker.set_home(fleet.average(), fleet.average_buffers())
+        if driver is not None:
+            driver.close()
+        stream.close()
+        raise
+    return loop
+
+
+def make_driver(
+    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str
+) -> Driver:  # fmt: skip
+    """Return what takes the strategy, copied so that it starts fresh, through training."""
+    if isinstance(options.strategy, CommunicateOptimizeStrategy):
+        return StackedDriver(copy.deepcopy(options.strategy), fleet, worker, stream, run, compute)
+    return NodeDriver(options.strategy, fleet, worker, stream, run, compute)
+
+
+def _folder(options: FitOptions) -> Path | None:
+    if options.save_dir is None:
+        return None
+    folder = check_folder(options.save_dir)
+    if not options.resume and list_checkpoints(folder):
+        raise ArgumentError(
+            f"save_dir={str(options.save_dir)!r} already holds checkpoints: pass resume=True to go on from them, or "
+            "choose another folder"
+        )
+    return folder
+
+
+def _description(
+    options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
+) -> dict[str, Any]:
+    model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
+    shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16]
+    limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
+    return options.description() | {
+        "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
+    }  # fmt: skip
+
+
+def _matching_snapshot(folder: Path, description: dict[str, Any]) -> Snapshot | None:
+    """Return the newest good checkpoint of this very run; what it had chosen for itself is taken over."""
+    snapshot, complaints = load_newest(folder)
+    for complaint in complaints:
+        notice(f"{complaint}; using the one before")
+    if snapshot is None:
+        return None
+    saved = snapshot.meta["description"]
+    description["chosen"] = saved["chosen"]
+    free = ("limits",)
+    unlike = differences(
+        {k: v for k, v in saved.items() if k not in free}, {k: v for k, v in description.items() if k not in free}
+    )
+    if unlike:
+        lines = "\n  ".join(unlike)
+        raise CheckpointError(
+            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
+        )
+    if snapshot.meta["step"] > description["limits"]["total_steps"]:
+        raise CheckpointError(
+            f"the checkpoint in {folder} stands at step {snapshot.meta['step']}, past the "
+            f"{description['limits']['total_steps']} steps asked for: raise max_steps or num_epochs"
+        )
+    return snapshot
+
+
+def _initialise_lazy(worker: Worker, batch: Any) -> None:
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in worker.model.parameters()):
+        with torch.no_grad():
+            worker.loss(worker.to_device(batch))
+
+
+def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
+    """Make the choices that are left to the library: recorded, and taken over on resume."""
+    micro = options.micro_batch_size
+    if options.max_memory_usage is not None and options.minibatch_size is None:
+        row = sum(p.numel() * p.element_size() for p in worker.parameters)
+        limit = options.max_memory_usage * total_memory_bytes(worker.device)
+        micro = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * options.num_nodes * row)
+        notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
+    compute = _time_compute(worker, stream, options.num_nodes) if options.compute == "auto" else options.compute
+    return {"compute": compute, "micro_batch_size": micro}
+
+
+def _time_compute(worker: Worker, stream: Stream, num_nodes: int) -> str:
+    """Time one gradient of up to ten rows each way; return "loop" or "vmap" and say which."""
+    try:
+        vmap = VmapGradients(worker)
+        rows = list(range(min(num_nodes, vmap.chunk_rows)))
+        batches = [next(iter(stream.batches(node, 0, 1))) for node in rows]
+        times = {"loop": np.inf, "vmap": np.inf}
+        for _ in range(4):
+            start = time.perf_counter()
+            for row, batch in zip(rows, batches, strict=True):
+                worker.point(row)
+                worker.gradient(batch, row)
+            middle = time.perf_counter()
+            vmap(rows, batches)
+            times["loop"] = min(times["loop"], middle - start)
+            times["vmap"] = min(times["vmap"], time.perf_counter() - middle)
+        worker.clear_grads()
+    except ModelError as error:
+        notice(f"compute='auto' chose 'loop': {error}")
+        return "loop"
+    chosen = min(times, key=lambda name: times[name])
+    per_row = {name: 1e3 * seconds / len(rows) for name, seconds in times.items()}
+    notice(
+        f"compute='auto' chose {chosen!r} (loop {per_row['loop']:.2f} ms, vmap {per_row['vmap']:.2f} ms per node-step)"
+    )
+    return chosen
+
+
+def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluator | None:
+    if subject.val_dataset is None:
+        return None
+    size = worker.micro_batch_size or max(EVALUATION_BATCH, options.step_examples)
+    nodes = options.num_nodes if is_factory(subject.val_dataset) else 1
+    stream = Stream(subject.val_dataset, nodes, batch_size=size, shuffle=False, is_train=False)
+    return Evaluator(worker, stream, subject.metrics or {}, options.val_size)
+
+
+def _warn_if_never(driver: Driver, total_steps: int, options: FitOptions) -> None:
+    first = driver.next_event(0)
+    if total_steps < first < NEVER:
+        warnings.warn(
+            f"{type(options.strategy).__name__} first communicates after step {first}, but the run has {total_steps} "
+            "steps: nodes meet only in the final synchronisation; lower H or train longer",
+            stacklevel=5,
+        )

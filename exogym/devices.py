@@ -1,0 +1,56 @@
+"""Where a run computes."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from exogym.errors import ArgumentError
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device named, or for "auto" the best there is: CUDA, then Apple's MPS, then the CPU.
+
+    Raises:
+        ArgumentError: an unknown device, or one that is not there.
+    """
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ArgumentError(f"device={device!r} is unknown: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from None
+    if place.type not in ("cpu", "cuda", "mps"):
+        raise ArgumentError(f"device={device!r} is not supported: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError(f"device={device!r}: torch sees no CUDA GPU here; use device='cpu' or 'auto'")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"device={device!r}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
+    if place.type == "mps" and not torch.backends.mps.is_available():
+        raise ArgumentError(f"device={device!r}: no Apple GPU here; use device='cpu' or 'auto'")
+    return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
+
+
+class OneThread:
+    """One intra-op thread on the CPU inside, the caller's number after: equal bits, and no collapse under load."""
+
+    def __init__(self, device: torch.device):
+        self.wanted = 1 if device.type == "cpu" else None
+
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        if self.wanted is not None:
+            torch.set_num_threads(self.wanted)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_num_threads(self.before)
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Return the memory of the GPU, or of the machine where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,145 @@
+"""The arguments of a run as one value: checked once, described as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exogym.data.partition import Partitioner
+from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.strategy.strategy import Strategy
+from exogym.worker import check_precision
+
+COMPUTE = ("loop", "vmap", "auto")
+COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints", "processes")
+OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
+DECISIVE = (
+    *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
+    *("seed", "compute", "reduction", "val_size"),
+)  # options that a resumed run must share with its checkpoint
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `fit` was asked; the fields are its arguments, explained there."""
+
+    strategy: Strategy
+    num_nodes: int = 1
+    num_epochs: int | None = None
+    max_steps: int | None = None
+    batch_size: int = 32
+    gradient_accumulation: int = 1
+    minibatch_size: int | None = None
+    max_memory_usage: float | None = None
+    shuffle: bool = True
+    partitioner: Partitioner | str | None = None
+    val_size: int | None = None
+    val_interval: int | None = None
+    precision: str = "fp32"
+    autocast: bool = False
+    seed: int = 0
+    device: str | torch.device = "auto"
+    devices: Sequence[int] | None = None
+    compute: str = "loop"
+    processes: int = 1
+    reduction: str = "tree"
+    final_sync: bool = True
+    logger: Any = None
+    log_interval: int = 1
+    progress: bool | None = None
+    callbacks: Sequence[Callable[..., Any]] = ()
+    save_dir: str | Path | None = None
+    checkpoint_interval: int | None = None
+    keep_checkpoints: int = 2
+    resume: bool = False
+    dataloader_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be known to work.
+
+        Raises:
+            ArgumentError: a value is of the wrong kind, out of range, or contradicts another.
+        """
+        if not isinstance(self.strategy, Strategy):
+            raise ArgumentError(
+                f"strategy={self.strategy!r} is not a Strategy: give an instance such as "
+                "exogym.strategy.DiLoCoStrategy(H=100)"
+            )
+        for name in COUNTS:
+            check_count(name, getattr(self, name))
+        for name in OPTIONAL_COUNTS:
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_choice("compute", self.compute, COMPUTE)
+        check_choice("reduction", self.reduction, ("tree",))
+        check_precision(self.precision)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ArgumentError(f"seed={self.seed!r} must be a whole number")
+        if self.processes != 1 or self.devices is not None:
+            raise ArgumentError(
+                f"processes={self.processes!r}, devices={self.devices!r}: this version trains in one process on one "
+                "device; leave them out"
+            )
+        if self.autocast and self.precision not in ("fp32", "bf16"):
+            raise ArgumentError(f"autocast=True means precision='bf16', but precision={self.precision!r} is given too")
+        usage = self.max_memory_usage
+        if usage is not None and not 0 < usage <= 1:
+            raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
+        for name in ("checkpoint_interval", "resume"):
+            if getattr(self, name) and self.save_dir is None:
+                raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to")
+        for callback in self.callbacks:
+            if not callable(callback):
+                raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+
+    @property
+    def step_examples(self) -> int:
+        """Examples a node consumes per step."""
+        return self.batch_size * self.gradient_accumulation
+
+    @property
+    def chosen_precision(self) -> str:
+        return "bf16" if self.autocast else self.precision
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Examples computed at once, or None for a whole step's."""
+        if self.minibatch_size is None and self.gradient_accumulation > 1:
+            return self.batch_size
+        return self.minibatch_size
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Steps each node takes."""
+        if self.num_epochs is None:
+            return self.max_steps or steps_per_epoch
+        steps = self.num_epochs * steps_per_epoch
+        return min(steps, self.max_steps or steps)
+
+    def description(self) -> dict[str, Any]:
+        """Return what decides the result of a run, as JSON."""
+        given = {name: getattr(self, name) for name in DECISIVE} | {"precision": self.chosen_precision}
+        return given | {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
+
+
+def option_names() -> list[str]:
+    return [field.name for field in fields(FitOptions)]
+
+
+def describe(value: Any) -> Any:
+    """Return an object as JSON: plain values as they are, others by class name and constructor arguments."""
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): describe(item) for key, item in value.items()}
+    given = getattr(value, "given_arguments", None)
+    if given is not None:
+        return {"name": type(value).__name__} | {key: describe(item) for key, item in given.items()}
+    if isinstance(value, type) or callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return repr(value)
