@@ -138,11 +138,8 @@ class History(Sequence[Row]):
             )
         if np.any(epochs != np.floor(epochs)):
             raise ArgumentError(f"epochs={epochs.tolist()[:5]}... must be whole numbers")
-        if np.any(np.diff(ids) <= 0):
-            order = np.argsort(ids)
-            ids, losses = ids[order], losses[order]
-            if np.any(np.diff(ids) == 0):
-                raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each its one row of losses")
+        if len(set(nodes)) < len(ids):
+            raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each its one row of losses")
 
         new = self._blank(len(steps))
         new["step"], new["epoch"], new["lr"] = steps, epochs, lr
@@ -218,7 +215,7 @@ class History(Sequence[Row]):
         return bisect_left(self._buffer["step"], step, 0, self._size)
 
     def _losses(self, line: int) -> dict[int, float]:
-        """Return {node: loss} of the nodes that acted, ascending."""
+        """Return {node: loss} of the nodes that acted."""
         block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
         if block < 0:
             return {}

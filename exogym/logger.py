@@ -110,10 +110,8 @@ def combine(loggers: Any) -> Logger:
     try:
         inspect.signature(getattr(loggers, "log", loggers)).bind({})
     except TypeError:
-        raise ArgumentError(
-            f"logger={loggers!r} is not a logger: give one of exogym.logger, an object with log(record), a function of "
-            "a record, or a list of these"
-        ) from None
+        wanted = "one of exogym.logger, an object with log(record), a function of a record, or a list of these"
+        raise ArgumentError(f"logger={loggers!r} is not a logger: give {wanted}") from None
     except ValueError:
         pass  # a builtin that does not tell its arguments
     return _Function(loggers)
@@ -310,8 +308,7 @@ class _ByStep(Logger):
 class WandbLogger(_ByStep):
     """Logs to Weights & Biases: one `log` a step, over the axis `step`; a node's values are `node_3/train_loss`.
 
-    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new W&B run of the same
-    name, with `resumed_step` in its configuration.
+    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new W&B run of that name.
 
     Args:
         project, experiment_name: W&B's project and the name of the run in it.

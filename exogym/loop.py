@@ -84,9 +84,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train to the end."""
-        with self.progress:
-            self._run()
-        self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
+        try:
+            with self.progress:
+                self._run()
+        finally:
+            self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
     def end(self) -> None:
         """Give the model its own memory back, holding the consensus, and end what the run had started."""
@@ -110,13 +112,13 @@ class TrainingLoop:
             self.step = last
             self._record(first, losses, before, bytes_before)
             at_end = last == plan.total_steps
-            if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
-                self.save()
             if not at_end and self._evaluation_due():
                 self._evaluate()
             self._call_back()
             if not (at_end or self.stopped):
                 self._log()
+            if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
+                self.save()
         if plan.final_sync:
             self.driver.finish(self.step)
         self._evaluate()
@@ -235,13 +237,11 @@ class TrainingLoop:
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
         bytes_after = self._bytes()
         self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
-        if len(logged) == 0:
-            return
         self.history.add_stretch(
             steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
             lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=self.fleet.ranks,
             payload_bytes=bytes_before[0], tx_bytes=bytes_before[1], rx_bytes=bytes_before[2],
-            final_bytes=bytes_after if logged[-1] == last else bytes_before, wall_s=(wall_before, self._wall_s()),
+            final_bytes=bytes_after, wall_s=(wall_before, self._wall_s()), span=(first + 1, last),
         )  # fmt: skip
 
     def _log(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,41 +87,49 @@ def spread(fleet: Fleet) -> dict[str, float]:
 
     consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
     Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.
+    Chunks of columns stay in the cache; sums over chunks are in float64.
     """
     n = fleet.num_nodes
     if n == 1:
         return {"consensus_distance": 0.0}
-    squares = 0.0
-    sums, norms, width = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64), 0
-    everyone = list(range(n))
-    for block in fleet.blocks:
-        width += block.layout.numel
-        sums += fleet.comm.wire.rows(block.params, everyone).sum(1, dtype=torch.float64).cpu()
-    means = (sums / width).to(fleet.blocks[0].params.device)
+    width = sum(block.layout.numel for block in fleet.blocks)
+    distance = 0.0
+    sums, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for x in _column_chunks(fleet):
-        centred = x.double() - x.double().mean(0)
-        squares += float(centred.square().sum())
-        norms += (x.double() - means[:, None]).square().sum(1).cpu()
-    total = 0.0
-    scale = (1 / norms.sqrt().clamp(min=1e-300)).to(means.device)
+        apart = x - x.mean(0)
+        distance += float(torch.dot(apart.flatten(), apart.flatten()))
+        sums += x.sum(1).cpu()
+        squares += torch.linalg.vector_norm(x, dim=1).double().square().cpu()
+    means = sums / width
+    lengths = (squares - width * means.square()).clamp(min=1e-300).sqrt()
+    total, shift = 0.0, float((means / lengths).sum())
     for x in _column_chunks(fleet):
-        total += float(((x.double() - means[:, None]) * scale[:, None]).sum(0).square().sum())
-    return {"consensus_distance": (squares / n) ** 0.5, "correlation": (total - n) / (n * (n - 1))}
+        z = (1 / lengths).to(x) @ x - shift
+        total += float(torch.dot(z, z))
+    return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
 
 
-def _column_chunks(fleet: Fleet) -> Any:
+def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
+    """Yield (N, columns) pieces of all rows."""
     everyone = list(range(fleet.num_nodes))
     step = max(1, CHUNK_ELEMENTS // fleet.num_nodes)
     for block in fleet.blocks:
         for start in range(0, block.layout.numel, step):
-            yield fleet.comm.wire.rows(block.params[:, start : start + step], everyone)
+            piece = fleet.comm.wire.rows(block.params[:, start : start + step], everyone)
+            yield piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
 
 
 def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
     """Return memory_bytes (the peak, of the GPU or of this process) and device_use (CPU seconds per second)."""
-    if device.type == "cuda":
-        memory = float(torch.cuda.max_memory_allocated(device))
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory = float(peak if sys.platform == "darwin" else peak * 1024)
-    return {"memory_bytes": memory, "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
+    return {"memory_bytes": float(memory), "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident memory of this process (on Linux VmHWM, since `ru_maxrss` survives an exec)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -74,7 +74,6 @@ class Progress:
         if self._on and terminal:
             self._bar = _rich_bar()
             self._task = self._bar.add_task("", total=self.total_steps, text="")
-            self._started = False
             self._bar.start()
         return self
 
@@ -97,9 +96,6 @@ class Progress:
             notice(f"step {self._step}{end}  {_text(self._fields)}".rstrip())
             self._due = start + LINE_PAUSE_S
             return
-        if not self._started:  # a resumed run: the time left is reckoned from here, not from step 0
-            self._started = True
-            self._bar.reset(self._task, completed=self._step, total=self.total_steps)
         self._bar.update(self._task, completed=self._step, text=_text(self._fields), refresh=True)
         end_s = time.perf_counter()
         self._due = end_s + max(LEAST_PAUSE_S, (end_s - start) / LONGEST_SHARE)

@@ -96,8 +96,8 @@ class _Plan(Sampler[Any]):
 class _Batches(Dataset[Any]):
     """Reads and collates a request; random numbers drawn meanwhile follow from what is read, not from where.
 
-    They are put at (seed, epoch, i) before `dataset[i]`, with the node where a factory made the data set, and at
-    (seed, epoch, first example) before a `collate_fn` of the user's (which may mask tokens at random).
+    They are put at (seed, epoch, i) before `dataset[i]`, with the node where a factory made the data set. A
+    `collate_fn` of the user's, which may mask tokens at random, goes on from those of the last example.
     """
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, collate: Any) -> None:
@@ -120,17 +120,11 @@ class _Batches(Dataset[Any]):
         node = (home,) if self.private else ()
         examples = []
         for i in indices:
-            self._seed_all("example", epoch, i, *node)
+            seed = rng.stream_seed(self.seed, "example", epoch, i, *node)
+            rng.seed_python(seed)
+            rng.seed_torch(seed, _CPU)
             examples.append(dataset[i])
-        if self.collate is None:
-            return default_collate(examples)
-        self._seed_all("collate", epoch, indices[0], *node)
-        return self.collate(examples)
-
-    def _seed_all(self, purpose: str, *ids: int) -> None:
-        seed = rng.stream_seed(self.seed, purpose, *ids)
-        rng.seed_python(seed)
-        rng.seed_torch(seed, _CPU)
+        return default_collate(examples) if self.collate is None else self.collate(examples)
 
 
 def _as_read(batch: Any) -> Any:

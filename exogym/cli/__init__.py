@@ -1,0 +1,79 @@
+"""The command line: `exogym COMMAND`. One file per command; a command says what is wrong in one line.
+
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version as installed_version
+from typing import Annotated, Any
+
+import typer
+
+from exogym.cli.compare import compare
+from exogym.errors import ArgumentError, DataError
+from exogym.progress import notice
+
+# Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
+_UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="exogym",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Simulate distributed training on one machine, and measure what each method costs and gives.",
+)
+app.command(no_args_is_help=False)(compare)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"exogym {installed_version('exogym')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments` (those of the process if None) and return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
+        try:
+            return app(given, prog_name="exogym", standalone_mode=False) or 0
+        except (Exception, KeyboardInterrupt) as error:
+            if "--debug" in given:
+                traceback.print_exc()
+            return _report(error)
+
+
+def _report(error: BaseException) -> int:
+    """Say in one line on stderr what went wrong; return the exit status."""
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        print("exogym: interrupted", file=sys.stderr)
+        return 130
+    if isinstance(error, _UsageError):
+        text, status = error.format_message(), 2
+    elif isinstance(error, ArgumentError | DataError):
+        text, status = str(error), 2
+    else:
+        known = type(error).__module__ == "exogym.errors"
+        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        status = 1
+    print("exogym: error: " + " ".join(text.split()), file=sys.stderr)
+    return status

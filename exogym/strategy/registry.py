@@ -1,0 +1,89 @@
+"""Strategies written as text, as on the command line: `diloco:H=20:outer_lr=0.5`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from exogym.errors import ArgumentError, nearest
+from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.diloco import DiLoCoStrategy
+from exogym.strategy.federated_averaging import FedAvgStrategy
+from exogym.strategy.simple_reduce import SimpleReduceStrategy
+from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from exogym.strategy.strategy import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "ddp": SimpleReduceStrategy,
+    "diloco": DiLoCoStrategy,
+    "sparta": SPARTAStrategy,
+    "sparta_diloco": SPARTADiLoCoStrategy,
+    "fedavg": FedAvgStrategy,
+    "demo": DeMoStrategy,
+}
+TITLES = {
+    "ddp": "DDP",
+    "diloco": "DiLoCo",
+    "sparta": "SPARTA",
+    "sparta_diloco": "SPARTA+DiLoCo",
+    "fedavg": "FedAvg",
+    "demo": "DeMo",
+}
+DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H")
+OWN_LR = {"demo"}  # steps by signs, whatever the inner optimizer of the others: a common learning rate means nothing
+_WORDS = {"none": None, "true": True, "false": False}
+
+
+def parse_strategy(text: str, **defaults: Any) -> Strategy:
+    """Return the strategy written as `name`, or `name:option=value:option=value`.
+
+    Args:
+        text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
+            `false`, `none`, or else text.
+        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise. A
+            default `lr` is not for DeMo, which has a rule of its own.
+
+    Raises:
+        ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
+
+    >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
+    {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
+    """
+    for name in defaults:
+        if name not in DEFAULTS:
+            raise ArgumentError(f"parse_strategy() has no default {name!r}: {nearest(name, DEFAULTS)}")
+    name, *parts = (part.strip() for part in text.split(":"))
+    name = name.lower()
+    if name not in STRATEGIES:
+        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
+    kind = STRATEGIES[name]
+    known = inspect.signature(kind).parameters
+    given: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ArgumentError(f"strategy {text!r}: {part!r} should look like option=value, as in 'diloco:H=20'")
+        if option not in known:
+            raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {nearest(option, known)}")
+        if option in given:
+            raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
+        given[option] = _value(value)
+    for option, default in defaults.items():
+        said = {"lr", "inner_lr"} & given.keys() if option == "lr" else option in given
+        if option in known and not said and not (option == "lr" and name in OWN_LR):
+            given[option] = default
+    try:
+        return kind(**given)
+    except (TypeError, ValueError) as error:  # an ArgumentError is both
+        raise ArgumentError(f"strategy {text!r}: {error}") from error
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

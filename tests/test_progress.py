@@ -1,0 +1,161 @@
+"""The progress bar: drawn on a terminal (a real pty here), quiet elsewhere, cheap to call."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from exogym import progress
+from exogym.progress import Progress, notice
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(code: str) -> tuple[str, str]:
+    """Run Python code with stderr on a pty; return what it drew there, and its stdout (a pipe)."""
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    head = "import time\nfrom exogym.progress import Progress, notice\n"
+    command = [sys.executable, "-W", "error", "-c", head + code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, env=environment)
+    os.close(slave)
+    drawn = b""
+    try:
+        while part := os.read(master, 65536):
+            drawn += part
+    except OSError:  # the end of a pty on Linux
+        pass
+    os.close(master)
+    out = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 0, drawn.decode()
+    return drawn.decode(), out
+
+
+def plain(drawn: str) -> str:
+    """Return what was drawn without colours; where a line was cleared, a new one begins."""
+    drawn = drawn.replace("\r\x1b[2K", "\n")
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn)
+
+
+def test_a_terminal_shows_a_bar_and_notices_above_it() -> None:
+    drawn, out = on_a_terminal("""
+with Progress(50) as bar:
+    bar.update(20, loss=2.25, val_loss=1.5)
+    notice("micro-batches of [bold]8[/bold] fit")
+    print("the user's own line")
+    time.sleep(0.3)
+    bar.update(30, loss=2.125, tx_bytes=3_200_000)
+    bar.update(49, loss=2.0625)
+""")
+    text = plain(drawn)
+    assert "\x1b[2K" in drawn  # a line was cleared to draw it again
+    for part in ("20/50", "loss 2.25", "val 1.5", "30/50", "49/50", "loss 2.062", "sent 3.2 MB/node"):
+        assert part in text
+    assert re.search(r"^exogym: micro-batches of \[bold\]8\[/bold\] fit\r?$", text, re.MULTILINE)
+    assert out == "the user's own line\n"
+    assert text.rindex("val 1.5") > text.index("30/50")  # what is not given keeps its value
+
+
+@pytest.mark.parametrize("arguments", ["50, progress=False", "50, False"])
+def test_it_can_be_turned_off_on_a_terminal(arguments: str) -> None:
+    drawn, _ = on_a_terminal(f"with Progress({arguments}) as bar:\n    bar.update(20, loss=2.25)\n    notice('hello')")
+    assert drawn == "exogym: hello\r\n"
+
+
+def test_an_update_costs_less_than_two_microseconds_while_the_bar_is_drawn() -> None:
+    drawn, out = on_a_terminal("""
+with Progress(100000) as bar:
+    bar.update(0, loss=0.0)
+    start = time.process_time()
+    for step in range(1, 100001):
+        bar.update(step, loss=2.5, tx_bytes=1e6)
+        if step % 10000 == 0:
+            time.sleep(0.03)
+    print((time.process_time() - start) / 100000)
+""")
+    assert float(out) < 2e-6
+    assert drawn.count("\x1b[2K") >= 3  # it was drawn meanwhile
+    assert "100000/100000" in drawn
+
+
+def test_the_time_left_of_a_resumed_run_is_reckoned_from_where_it_goes_on() -> None:
+    drawn, _ = on_a_terminal("""
+with Progress(1_000_000) as bar:
+    for step in range(900_000, 900_008):
+        bar.update(step, loss=1.0)
+        time.sleep(0.15)
+""")
+    hours = [int(found) for found in re.findall(r"(\d+):\d\d:\d\d", plain(drawn))]
+    assert hours
+    assert hours[-1] >= 3  # 100,000 steps at about 7 a second
+
+
+def test_it_is_quiet_where_stderr_is_not_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with Progress(50) as bar:
+        bar.update(20, loss=2.25)
+        bar.notice("hello")
+    assert capfd.readouterr() == ("", "exogym: hello\n")
+
+
+def test_true_without_a_terminal_prints_plain_lines(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Progress(50, progress=True) as bar:
+        bar.update(1, loss=2.5)
+        bar.update(2, loss=2.25)  # too soon for a line
+        monkeypatch.setattr(progress, "LINE_PAUSE_S", 0.0)
+        bar._due = 0.0
+        bar.update(3, loss=2.0, tx_bytes=1500)
+        monkeypatch.setattr(progress, "LINE_PAUSE_S", 10.0)
+        bar.update(4)
+        bar.update(5)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        "exogym: step 1/50  loss 2.5",
+        "exogym: step 3/50  loss 2  sent 1.5 kB/node",
+        "exogym: step 4/50  loss 2  sent 1.5 kB/node",
+        "exogym: step 5/50  loss 2  sent 1.5 kB/node",
+    ]
+
+
+def test_nothing_is_said_of_a_run_without_a_step(capfd: pytest.CaptureFixture[str]) -> None:
+    with Progress(progress=True):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_inside_a_bar_stays_quiet_and_the_outer_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(KeyboardInterrupt), Progress(50) as outer:
+        with Progress(70) as inner:
+            inner.update(3)
+            notice("between")
+        outer.update(49)
+        raise KeyboardInterrupt
+    text = plain(terminal.getvalue())
+    assert "/70" not in text
+    assert "49/50" in text
+    assert "exogym: between" in text
+    assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
+    assert sys.stderr is terminal
+    assert progress._entered == []
+
+
+def test_drawing_takes_a_hundredth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(50) as bar:
+        monkeypatch.setattr(bar._bar, "update", lambda *args, **kwargs: time.sleep(0.02))
+        bar.update(1)
+        assert bar._due - time.perf_counter() > 1.9
