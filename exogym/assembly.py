@@ -31,6 +31,7 @@ from exogym.options import FitOptions
 from exogym.outputs import Loss
 from exogym.progress import Progress, notice
 from exogym.stacked_driver import StackedDriver
+from exogym.rng import seed_torch, stream_seed
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
 from exogym.worker import Worker
@@ -166,7 +167,11 @@ def _matching_snapshot(folder: Path, description: dict[str, Any]) -> Snapshot | 
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in worker.model.parameters()):
+    """Give lazy modules their shapes and first numbers, which follow from the seed; statistics stay as they start."""
+    tensors = [*worker.model.parameters(), *worker.model.buffers()]
+    if any(isinstance(x, nn.parameter.UninitializedTensorMixin) for x in tensors):
+        seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
+        worker.model.eval()
         with torch.no_grad():
             worker.loss(worker.to_device(batch))
 

@@ -256,13 +256,14 @@ class Communicator:
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 
         For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
-        tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns the reduction, expanded to rows.
+        tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns (rows, ...): the reduction,
+        expanded; a row outside all groups has its own decoded value.
         """
         groups = self._sorted(groups)
         decoded = decode(*payload)
         size = sum(_row_bytes(part) for part in payload)
         flat = decoded.reshape(len(decoded), -1)
-        if len(groups) == 1:
+        if len(groups) == 1 and len(groups[0]) == self.num_nodes:
             self._record("all_gather", "ring", groups[0], size)
             result = self.wire.reduce(flat, groups[0], op)
             return result.view(1, *decoded.shape[1:]).expand_as(decoded)
@@ -277,28 +278,33 @@ class Communicator:
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
         check_choice("op", op, OPERATIONS)
+        self._member(dst)
         result = x.clone()
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op)
         self._record_tree("reduce", dst, _row_bytes(x))
-        for row in self._rows_here([self._member(dst)]):
+        for row in self._rows_here([dst]):
             result[row] = reduced.view_as(x[row])
         return result
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `x` (rows, n, ...) and give the k-th present node slice k. Returns (rows, ...)."""
+        """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
         check_choice("op", op, OPERATIONS)
         self._per_member(x, "reduce_scatter")
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op).view(x.shape[1:])
         self._record("reduce_scatter", "ring", self.present, _row_bytes(x))
-        return torch.stack([reduced[self.present.index(rank)] for rank in self.ranks])
+        return self._dealt(reduced)
 
     # Moving rows
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Give every node the row of `src`. Returns (rows, ...), one row expanded."""
+        """Give every present node the row of `src`. Returns (rows, ...), one row expanded if all are present."""
         row = self.wire.rows(x, [self._member(src)])
         self._record_tree("broadcast", src, _row_bytes(x))
-        return row.expand_as(x)
+        if len(self.present) == self.num_nodes:
+            return row.expand_as(x)
+        result = x.clone()
+        result[self._rows_here(self.present)] = row
+        return result
 
     def gather(self, x: Tensor, dst: int = 0) -> Tensor:
         """Collect all rows, in id order, for `dst`. Returns (n, ...), which belongs to `dst`."""
@@ -317,17 +323,19 @@ class Communicator:
         return everyone[None].expand(len(x), *everyone.shape)
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
-        """Give the k-th present node slice k of the row of `src`; `x` is (rows, n, ...). Returns (rows, ...)."""
+        """Give the k-th present node slice k of the row of `src`, others zeros; `x` is (rows, n, ...)."""
         self._per_member(x, "scatter")
         row = self.wire.rows(x, [self._member(src)])[0]
         n, size = len(self.present), _row_bytes(x)
         at_src = np.array([member == src for member in self.present])
         sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
         self._add("scatter", "direct", self.present, size, sent, got)
-        return torch.stack([row[self.present.index(rank)] for rank in self.ranks])
+        return self._dealt(row)
 
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
         """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""
+        if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
+            raise ArgumentError(f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node")
         swapped = self.wire.rows(x, [partner[rank] for rank in self.ranks]).clone()
         size = _row_bytes(x)
         for rank, other in enumerate(partner):
@@ -351,10 +359,11 @@ class Communicator:
         self._add(
             "mix", "neighbours", range(self.num_nodes), size, links.sum(0) * float(size), links.sum(1) * float(size)
         )
-        out = torch.empty_like(flat)
+        out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
             neighbours = torch.nonzero(matrix[rank]).flatten().tolist()
-            out[row] = self.wire.reduce(flat, neighbours, "sum", matrix[rank][neighbours])
+            if neighbours:
+                out[row] = self.wire.reduce(flat, neighbours, "sum", matrix[rank][neighbours])
         return out.view_as(x)
 
     def barrier(self) -> None:
@@ -364,7 +373,24 @@ class Communicator:
     # Bookkeeping
 
     def _sorted(self, groups: Groups | None) -> list[list[int]]:
-        return [sorted(group) for group in groups] if groups is not None else [self.present]
+        if groups is None:
+            return [self.present]
+        ordered = [sorted(group) for group in groups]
+        members = [rank for group in ordered for rank in group]
+        known = len(set(members)) == len(members) and all(0 <= rank < self.num_nodes for rank in members)
+        if not (known and all(ordered)):
+            raise ArgumentError(
+                f"groups={ordered} must be disjoint, none empty, of nodes from 0 to {self.num_nodes - 1}"
+            )
+        return ordered
+
+    def _dealt(self, slices: Tensor) -> Tensor:
+        """Give the k-th present node slice k of (n, ...), others zeros; (rows, ...)."""
+        result = slices.new_zeros(len(self.ranks), *slices.shape[1:])
+        for k, rank in enumerate(self.present):
+            for row in self._rows_here([rank]):
+                result[row] = slices[k]
+        return result
 
     def _rows_here(self, ids: Sequence[int]) -> list[int]:
         return [self.wire.row_of[i] for i in ids if i in self.wire.row_of]

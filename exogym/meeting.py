@@ -46,7 +46,7 @@ class Meeting:
         self.comm, self.enter, self.leave = comm, enter, leave
         self.rows = rows
         members = range(len(comm.ranks)) if rows is None else range(len(rows))
-        self.places = [_Place(index) for index in members]
+        self.places = [_Place(index, rows is not None) for index in members]
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
         """Run `functions[k]` as block k's program, to the end of all of them."""
@@ -119,18 +119,19 @@ class Meeting:
 
 
 class _Request:
-    def __init__(self, kind: str, tensor: Tensor | None, options: dict[str, Any]):
+    def __init__(self, kind: str, tensor: Tensor | None, options: dict[str, Any], has_rows: bool):
         self.kind, self.tensor, self.options = kind, tensor, options
         shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        self.signature = (kind, shape, tuple(sorted(options.items())))
+        alike = None if tensor is None else (tuple(tensor.shape[1:] if has_rows else tensor.shape), tensor.dtype)
+        self.signature = (kind, alike, tuple(sorted(options.items())))
         self.text = f"{kind}({'' if shape is None else f'{shape[1]} {shape[0]}'})"
 
 
 class _Place:
     """One thread and the baton that lets it move."""
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, has_rows: bool):
+        self.index, self.has_rows = index, has_rows
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.function: Callable[[], None] | None = None
         self.request: Any = None
@@ -162,7 +163,7 @@ class _Place:
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
         """Called in the thread: hand over `tensor` and wait for all others."""
-        self.request = _Request(kind, tensor, options)
+        self.request = _Request(kind, tensor, options, self.has_rows)
         self.stopped.release()
         self.go.acquire()
         self.request = None

@@ -142,4 +142,8 @@ def describe(value: Any) -> Any:
         return {"name": type(value).__name__} | {key: describe(item) for key, item in given.items()}
     if isinstance(value, type) or callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
-    return repr(value)
+    if " at 0x" not in repr(value):
+        return repr(value)
+    attributes = getattr(value, "__dict__", {})
+    plain = {key: item for key, item in attributes.items() if isinstance(item, bool | int | float | str)}
+    return {"name": type(value).__name__} | plain

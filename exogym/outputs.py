@@ -43,17 +43,11 @@ class Loss:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
         self.model, self.loss_fn = model, loss_fn
-        parameters = inspect.signature(model.forward).parameters
+        forward = getattr(model, "_orig_mod", model).forward  # of torch.compile's wrapper, the module inside
+        parameters = inspect.signature(forward).parameters
         self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self._plain: type | None = None
-
-    def settle(self, batch: Any) -> None:
-        """Look once at `batch` and what it gives, so that the common forms need no looking afterwards."""
-        output = self.of(self.model, batch)
-        if not isinstance(batch, tuple | list) or self.loss_fn is None or output.predictions is None:
-            return
-        if isinstance(self.model(*batch[:-1]), Tensor):
-            self._plain = type(batch)
+        self._takes_any_name = not self._names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._plain: type | None = None  # the batches that need no looking: (inputs..., targets), tensor predictions
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss of `batch`, a scalar."""
@@ -65,7 +59,7 @@ class Loss:
         """Return the `Output` of `call` (the model, or the model with other parameters) on `batch`."""
         if self.loss_fn is not None:
             return self._with_loss_fn(call, batch)
-        if isinstance(batch, Mapping) and self._names & set(batch):
+        if isinstance(batch, Mapping) and (self._takes_any_name or self._names & set(batch)):
             out = call(**batch)
         else:
             out = call(batch)
@@ -84,7 +78,9 @@ class Loss:
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
-        return Output(loss.reshape(()), logits if isinstance(logits, Tensor) else None, _targets(batch), metrics)
+        # Causal language models of Hugging Face shift the labels inside: logits and labels do not face each other.
+        targets = None if "CausalLM" in type(out).__name__ else _targets(batch)
+        return Output(loss.reshape(()), logits if isinstance(logits, Tensor) else None, targets, metrics)
 
     def _with_loss_fn(self, call: Callable[..., Any], batch: Any) -> Output:
         assert self.loss_fn is not None
@@ -102,6 +98,8 @@ class Loss:
         loss = self.loss_fn(predictions, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ModelError(f"loss_fn returned {_describe(loss)}, wanted a scalar tensor (reduction='mean')")
+        if call is self.model and isinstance(out, Tensor) and isinstance(batch, tuple | list) and loss.dim() == 0:
+            self._plain = type(batch)
         return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
 
 
@@ -114,12 +112,16 @@ def accuracy(output: Output) -> tuple[int, int] | None:
     p, y = output.predictions, output.targets
     if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
         return None
-    if p.shape[:-1] == y.shape:
-        guess = p.argmax(-1)
-    elif p.shape[:1] + p.shape[2:] == y.shape:
-        guess = p.argmax(1)
+    last, second = p.shape[:-1] == y.shape, p.shape[:1] + p.shape[2:] == y.shape
+    if second and (p.dim() > 3 or not last):  # images: the classes come second, also where all sides are equal
+        classes = 1
+    elif last:
+        classes = -1
     else:
         return None
+    if p.shape[classes] < 2:  # one number per example is not a choice among classes
+        return None
+    guess = p.argmax(classes)
     counted = y >= 0
     return int(((guess == y) & counted).sum()), int(counted.sum())
 

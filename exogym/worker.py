@@ -60,34 +60,64 @@ class Worker:
     # Looking at the model before training
 
     def probe(self, batch: Any) -> None:
-        """Run one training step and undo it, to learn what the model does.
+        """Run a training step and undo it, to learn what the model does.
+
+        Buffers that the model makes, or brings to their size, in its first step are kept, and looked at in a second.
 
         Raises:
-            ModelError: no loss comes back, or it depends on no trainable parameter.
+            ModelError: no loss comes back, it depends on no trainable parameter, gradients are sparse, or the step
+                changes what cannot be a row.
         """
         self.model.train()
-        before = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        shapes = self._buffer_shapes()
+        self._trial_step(batch)
+        if self._buffer_shapes() != shapes:
+            shapes = self._buffer_shapes()
+            self._trial_step(batch)
+        if self._buffer_shapes() != shapes:
+            raise ModelError(
+                "the model's buffers change their shapes from step to step, so they cannot be rows of the fleet: make "
+                "them of one size in __init__"
+            )
+
+    def _trial_step(self, batch: Any) -> None:
         seed_torch(0, self.device)
         seed_python(0)
         states = self._random_states()
+        frozen = {name: (p, _mark(p)) for name, p in self.model.named_parameters() if not p.requires_grad}
+        before = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
         with self.autocast():
             loss = self.loss(self.to_device(batch))
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
         loss.backward()
-        with torch.no_grad(), self.autocast():
-            self.loss.settle(self.to_device(batch))
         self.draws_torch, self.draws_python = (a != b for a, b in zip(states, self._random_states(), strict=True))
+        for name, p in self.model.named_parameters():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ModelError(
+                    f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
+                )
         self.clear_grads(list(self.model.parameters()))
-        for name, buffer in self.model.named_buffers():
-            if name in before and not _same(before[name], buffer):
-                self.changing.append(name)
-        for name, value in before.items():
-            owner, attribute = self._owner(name)
-            current = owner._buffers[attribute]
-            if current is None or current.shape != value.shape:
-                raise ModelError(f"buffer {name!r} changes its shape while training; it cannot be a row of the fleet")
-            current.copy_(value)
+        for name, (p, mark) in frozen.items():
+            if _mark(p) != mark:
+                raise ModelError(
+                    f"a training step changes {name!r}, a parameter without requires_grad, which all nodes share: "
+                    "make it a buffer (register_buffer), of which every node has its own"
+                )
+        self.changing = []
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name not in before or before[name][2].shape != buffer.shape:
+                    continue  # new: the next trial tells
+                was, version, value = before[name]
+                if not _same(value, buffer) or (buffer is was and buffer._version != version):
+                    self.changing.append(name)
+                    owner, attribute = self._owner(name)
+                    owner._buffers[attribute] = was
+                    was.copy_(value)
+
+    def _buffer_shapes(self) -> dict[str, torch.Size]:
+        return {name: buffer.shape for name, buffer in self.model.named_buffers()}
 
     def _random_states(self) -> tuple[bytes, Any]:
         states = [torch.default_generator.get_state()]
@@ -157,7 +187,7 @@ class Worker:
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = owner._buffers[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():
-                home.copy_(current)
+                home.copy_(current.detach())
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
         """Give the module its own memory again, holding `vectors` and `buffers`."""
@@ -197,8 +227,7 @@ class Worker:
         """Put the generators that the model draws from at (seed, node, step)."""
         if self.draws_torch or self.draws_python:
             seed = stream_seed(self.seed, "step", node, step)
-            if self.draws_torch:
-                seed_torch(seed, self.device)
+            seed_torch(seed, self.device)
             if self.draws_python:
                 seed_python(seed)
 
@@ -265,6 +294,11 @@ def check_precision(precision: str) -> str:
     if precision not in AUTOCAST:
         raise ArgumentError(f"precision={precision!r} is unknown: wanted one of {', '.join(AUTOCAST)}")
     return precision
+
+
+def _mark(x: Tensor) -> tuple[int, int, float]:
+    """Return what tells whether a tensor was changed, without a copy of it."""
+    return x._version, x.data_ptr(), float(x.detach().sum()) if x.numel() else 0.0
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

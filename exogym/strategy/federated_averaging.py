@@ -127,19 +127,23 @@ class AveragingCommunicator(PeriodicModule):
         groups = [[i for i in island if i in fleet.comm.present] for island in self.islands(round_)]
         groups = [island for island in groups if island]
         algorithm = "server" if self.samples else "ring"
+        server = self.samples and len(groups) == 1
         for b, block in enumerate(fleet.blocks):
             x = block.params
             fleet.comm.all_reduce(x, "mean", groups=groups, weights=self.weights, out=x, algorithm=algorithm)
-            if self.samples and len(groups) == 1:
+            if server:
                 theta = self.shared_state[f"theta.{b}"]
                 theta.copy_(fleet.comm.wire.rows(x, groups[0][:1]))
                 for row, rank in enumerate(fleet.ranks):
                     if rank in self.clients(round_ + 1):
                         x[row] = theta[0]
         fleet.synchronise_buffers(groups)
+        if server:  # theta's buffers; nodes that sit out have no use for their own until they get these
+            for rows in fleet.buffers.values():
+                rows.copy_(fleet.comm.wire.rows(rows, groups[0][:1]).clone())
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        if not self.samples or self.island_size is not None:
+        if not self.samples or len(self.islands(0)) > 1:
             return None
         return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
 

@@ -24,6 +24,19 @@ _REFUSED = {
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
+class _FusedSGD(torch.optim.SGD):
+    """torch's fused SGD for parameters that need not all have a gradient at the first step.
+
+    The kernel fails where only some of them have a momentum yet; such a step goes tensor by tensor.
+    """
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
+        sparse = super()._init_group(group, params, grads, momentum_buffer_list)
+        started = sum(buffer is not None for buffer in momentum_buffer_list)
+        group["fused"] = started in (0, len(momentum_buffer_list))
+        return sparse
+
+
 class OptimSpec:
     """An optimizer class and its arguments, to be built later for each node.
 
@@ -85,8 +98,9 @@ class OptimSpec:
         dense = all(p.device.type in ("cpu", "cuda", "mps") and p.is_contiguous() for p in parameters)
         if self.cls in _FUSED and not chosen and dense:
             kwargs["fused"] = True
+        cls = _FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
         try:
-            return self.cls(parameters, **kwargs)
+            return cls(parameters, **kwargs)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"{self!r} cannot be built: {error}") from error
 

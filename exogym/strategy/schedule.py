@@ -32,7 +32,8 @@ class Schedule:
 
     Args:
         scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class (or a
-            `functools.partial` of one, for its arguments; T_max, total_steps and total_iters are filled in);
+            `functools.partial` of one, for its arguments; T_max, total_steps and total_iters are filled in,
+            T - W each, and cycle_momentum is off: only the learning rate follows a schedule);
             or a callable from the step to a factor. None is constant.
         warmup_steps: W.
         total_steps: T.
@@ -71,10 +72,11 @@ class Schedule:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self.base_lr, momentum=0.9)
         scheduler = _build(self._scheduler, optimizer, max(1, self.total_steps - self.warmup_steps))
         table = []
-        for _ in range(min(upto, max(self.total_steps - self.warmup_steps, 1) + 1)):
+        for k in range(min(upto, max(1, self.total_steps - self.warmup_steps))):
+            if k > 0:
+                optimizer.step()
+                scheduler.step()
             table.append(float(optimizer.param_groups[0]["lr"]))
-            optimizer.step()
-            scheduler.step()
         table += table[-1:] * (upto - len(table))
         self._table = table
 
@@ -112,9 +114,16 @@ def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRSchedule
     }
     if "max_lr" in known and "max_lr" not in bound:
         fill["max_lr"] = optimizer.param_groups[0]["lr"]
+    if bound.get("cycle_momentum"):
+        raise ArgumentError(
+            f"lr_scheduler {scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
+            "leave it out"
+        )
+    if "cycle_momentum" in known:
+        fill["cycle_momentum"] = False
     try:
         return scheduler(optimizer, **fill)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"lr_scheduler {scheduler!r} cannot be built: {error}; give its arguments with "
             "functools.partial, for example functools.partial(StepLR, step_size=30)"

@@ -64,8 +64,9 @@ class SparseCommunicator(PeriodicModule):
         quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values,
             really packed. The average of the decoded values is within scale / 2 of the exact one.
         interval: steps between averages.
+        final_average: average all parameters once at the end of training (`final_sync`), P b bytes.
 
-    At the end of training all parameters are averaged once (`final_sync`), P b bytes.
+    A node alone has nobody to average with: N=1 changes nothing.
     """
 
     @checked
@@ -76,6 +77,7 @@ class SparseCommunicator(PeriodicModule):
         quantization_bits: int | None = None,
         *,
         interval: int = 1,
+        final_average: bool = True,
     ):
         super().__init__()
         if not 0 <= sparsification_rate <= 1:
@@ -86,6 +88,7 @@ class SparseCommunicator(PeriodicModule):
             quantize(torch.zeros(1, 1), quantization_bits)
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits = None if quantization_bits == 32 else quantization_bits
+        self.final_average = final_average
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -94,7 +97,7 @@ class SparseCommunicator(PeriodicModule):
             self.row_state = {f"reference.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if self.p == 0:
+        if self.p == 0 or fleet.num_nodes == 1:
             return
         for b, block in enumerate(fleet.blocks):
             x = block.params
@@ -121,6 +124,8 @@ class SparseCommunicator(PeriodicModule):
         return self._orders[b, cycle].tensor_split(chunks)[turn % chunks].sort().values
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        if not self.final_average:
+            return
         for block in fleet.blocks:
             fleet.comm.all_reduce(block.params, "mean", out=block.params)
         fleet.synchronise_buffers()
@@ -181,7 +186,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     """SPARTA between DiLoCo's outer steps: inner step, SPARTA, and every H steps the outer step.
 
     Bytes per H steps and node: (H / interval) p P b + P b. Since SPARTA keeps the mean of the nodes, one SPARTA
-    average right before an outer step does not change it.
+    average right before an outer step does not change it. The last synchronisation is an outer step.
 
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits: of SPARTA.
@@ -210,7 +215,9 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         quantization_bits: int | None = None,
         weighting: str = "uniform",
     ):
-        sparta = SparseCommunicator(p_sparta, compression_method, quantization_bits, interval=sparta_interval)
+        sparta = SparseCommunicator(
+            p_sparta, compression_method, quantization_bits, interval=sparta_interval, final_average=False
+        )
         diloco = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, weighting=weighting)
         super().__init__(
             inner_optim, [sparta, diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,

@@ -1,0 +1,284 @@
+"""The laws as a battery that any strategy can be held against, and fingerprints of models.
+
+    from exogym.testing import check_strategy
+    check_strategy(lambda: MyStrategy(lr=0.01))
+
+A law that does not hold raises `StrategyError` with the law, what was seen, and the usual cause.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from exogym.communicator import Communicator, Wire
+from exogym.errors import StrategyError, checked
+from exogym.fleet import Fleet
+from exogym.history import History
+from exogym.meeting import Meeting
+from exogym.rng import generator
+from exogym.strategy import communicate
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.strategy import Run, Strategy
+from exogym.trainer import LocalTrainer
+
+LAWS = ("repeatable", "stretches", "stopping", "placement", "single node", "bytes", "learns")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 over the model's state dict, in order: names, dtypes, shapes and bytes.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> fingerprint(a) == fingerprint(copy.deepcopy(a)) != fingerprint(b)
+    True
+    """
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def small_problem(seed: int = 0) -> tuple[nn.Module, TensorDataset]:
+    """Return a small network with dropout and batch normalisation, and 256 examples it can learn."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, 6, generator=g)
+    y = torch.tanh(x @ torch.randn(6, 2, generator=g))
+    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.05), nn.Linear(16, 2)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, generator=g) / math.sqrt(p.shape[1]))
+            elif p is not layers[1].weight:
+                p.zero_()
+    return model, TensorDataset(x, y)
+
+
+@checked
+def check_strategy(
+    factory: Callable[[], Strategy],
+    *,
+    num_nodes: int = 4,
+    steps: int = 24,
+    payload_bytes: Callable[[int, int], float] | None = None,
+    learning: float = 0.7,
+    skip: tuple[str, ...] = (),
+) -> dict[str, str]:
+    """Hold a strategy against the laws.
+
+    Args:
+        factory: makes the strategy; called for each run.
+        num_nodes, steps: of the runs. Take `steps` so long that the strategy communicates a few times.
+        payload_bytes: function of (parameter bytes P b, steps) giving what each node hands over in all, for the law
+            of bytes; left out, that law is not checked.
+        learning: the validation loss must fall below this share of what it was.
+        skip: names of laws that are not asked for.
+
+    Returns:
+        The laws, each with what was seen.
+
+    Raises:
+        StrategyError: a law does not hold.
+
+    >>> from exogym.strategy import SimpleReduceStrategy
+    >>> seen = check_strategy(lambda: SimpleReduceStrategy(lr=0.02), payload_bytes=lambda row, steps: row * steps)
+    >>> seen["bytes"]
+    '17088 bytes per node'
+    """
+    battery = _Battery(factory, num_nodes, steps, payload_bytes, learning)
+    seen = {}
+    for law in LAWS:
+        if law not in skip:
+            seen[law] = getattr(battery, law.replace(" ", "_"))()
+    return seen
+
+
+class _Battery:
+    def __init__(
+        self,
+        factory: Callable[[], Strategy],
+        nodes: int,
+        steps: int,
+        payload: Callable[[int, int], float] | None,
+        learning: float,
+    ):
+        self.factory, self.nodes, self.steps, self.payload, self.learning = factory, nodes, steps, payload, learning
+        self.reference, self.history = self.run()
+
+    def run(self, nodes: int | None = None, max_stretch: int | None = None, **options: Any) -> tuple[str, History]:
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
+        trainer.max_stretch = max_stretch
+        options = {"max_steps": self.steps, "batch_size": 8, "device": "cpu", "progress": False} | options
+        trainer.fit(self.factory(), num_nodes=nodes or self.nodes, **options)
+        return fingerprint(model), trainer.history
+
+    def repeatable(self) -> str:
+        again, _ = self.run()
+        if again != self.reference:
+            raise StrategyError(
+                "law 'repeatable': two runs with one seed end in different weights; draw random numbers only from "
+                "generators seeded from the run's seed and the step"
+            )
+        return "two runs end in the same bits"
+
+    def stretches(self) -> str:
+        capped, _ = self.run(max_stretch=1)
+        if capped != self.reference:
+            raise StrategyError(
+                "law 'stretches': one step at a time gives other weights than whole stretches; next_event() must name "
+                "every "
+                "step at which the strategy acts, and local_steps() must not depend on how a round is cut"
+            )
+        return "one step at a time ends in the same bits"
+
+    def stopping(self) -> str:
+        for stop in sorted({1, self.steps // 2, self.steps - 1} - {0, self.steps}):
+            with tempfile.TemporaryDirectory() as folder:
+                self.run(max_steps=self.steps, save_dir=folder, checkpoint_interval=stop, callbacks=[_Stop(stop)])
+                resumed, history = self.run(save_dir=folder, resume=True)
+            if resumed != self.reference:
+                raise StrategyError(
+                    f"law 'stopping': stopped after step {stop} and resumed, the run ends in other weights; "
+                    "everything that "
+                    "changes during training must be in row_state, shared_state or plain attributes (tensors, numbers)"
+                )
+            if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
+                raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, other bytes are counted")
+        return "stopped and resumed, runs end in the same bits"
+
+    def placement(self) -> str:
+        """One block of all rows against one block per row, on random local steps: the same bits."""
+        strategy = self.factory()
+        if not isinstance(strategy, CommunicateOptimizeStrategy):
+            return "written for one node: nodes are apart by construction"
+        whole = _mix_blocks(strategy, [list(range(self.nodes))], self.nodes, self.steps)
+        for blocks in ([[i] for i in range(self.nodes)], [list(range(1)), list(range(1, self.nodes))]):
+            if not all(blocks):
+                continue
+            apart = _mix_blocks(strategy, blocks, self.nodes, self.steps)
+            if not torch.equal(whole, apart):
+                off = float((whole - apart).abs().max())
+                raise StrategyError(
+                    f"law 'placement': with rows in blocks {blocks} the parameters differ by up to {off:.3g} from "
+                    "those with all "
+                    "rows in one: some operation crosses the row axis (a norm, mean or topk over all of x). Rows meet "
+                    "only "
+                    "through the communicator"
+                )
+        return "rows in one block, in two and each apart give the same bits"
+
+    def single_node(self) -> str:
+        _, history = self.run(nodes=1)
+        if history.column("tx_bytes")[1][-1] != 0:
+            raise StrategyError("law 'single node': one node alone sends bytes, but there is nobody to send them to")
+        return "one node alone trains and sends nothing"
+
+    def bytes(self) -> str:
+        seen = float(self.history.column("payload_bytes")[1][-1])
+        if self.payload is None:
+            return f"{seen:.0f} bytes per node, no formula given"
+        model, _ = small_problem()
+        row = sum(p.numel() * p.element_size() for p in model.parameters())
+        wanted = self.payload(row, self.steps)
+        if abs(seen - wanted) > 1e-9 * max(1.0, wanted):
+            raise StrategyError(f"law 'bytes': each node handed over {seen:.1f} bytes, the formula says {wanted:.1f}")
+        return f"{seen:.0f} bytes per node"
+
+    def learns(self) -> str:
+        _, history = self.run(max_steps=10 * self.steps)
+        losses = history.column("val_loss")[1]
+        if not losses[-1] < self.learning * losses[0]:
+            raise StrategyError(
+                f"law 'learns': in {10 * self.steps} steps the validation loss went from {losses[0]:.4f} to "
+                f"{losses[-1]:.4f}, not "
+                f"below {self.learning} of what it was; look at the sign of the update and the learning rate"
+            )
+        return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
+
+
+class _Stop:
+    """Ends a run after a step, as an interruption would, once its checkpoint is written."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __call__(self, loop: Any) -> bool:
+        return loop.step >= self.step
+
+
+class _MeetingWire(Wire):
+    """Carries rows between blocks that run as programs meeting at collectives."""
+
+    def __init__(self, ranks: list[int], everyone: list[int]):
+        super().__init__(ranks)
+        self.everyone = everyone
+
+    def rows(self, x: Tensor, ids: Any) -> Tensor:
+        matrix = communicate._meet("all_gather", x.contiguous())[0]
+        return matrix[[self.everyone.index(i) for i in ids]]
+
+    def reduce(self, x: Tensor, ids: Any, op: str, weights: Tensor | None = None) -> Tensor:
+        return Wire(list(ids)).reduce(self.rows(x, ids), ids, op, weights)
+
+
+def _mix_blocks(strategy: CommunicateOptimizeStrategy, blocks: list[list[int]], nodes: int, steps: int) -> Tensor:
+    """Run a strategy on rows placed in `blocks`, local steps being random; return all parameters, (N, P)."""
+    model, _ = small_problem()
+    everyone = [rank for block in blocks for rank in block]
+    run = Run(nodes, 0, steps, torch.full((nodes,), 64).numpy(), 8)
+    fleets = []
+    for ranks in blocks:
+        fleet = Fleet(model, ranks, nodes, torch.device("cpu"))
+        if len(blocks) > 1:
+            fleet.comm = Communicator(ranks, nodes, _MeetingWire(ranks, everyone))
+        fleets.append(fleet)
+    copies = [copy.deepcopy(strategy) for _ in blocks]
+
+    def program(k: int) -> None:
+        fleet, mine = fleets[k], copies[k]
+        mine.start(fleet, run)
+        for step in range(1, steps + 1):
+            for row, rank in enumerate(fleet.ranks):
+                for b, block in enumerate(fleet.blocks):
+                    noise = torch.randn(block.layout.numel, generator=generator(0, "local", rank, step, b))
+                    if mine.needs_gradients:
+                        block.own_grads()[row] = noise
+                    else:
+                        block.params[row].add_(noise.to(block.params), alpha=0.1)
+            if mine.needs_gradients:
+                mine.transform_gradients(fleet, step, 0.1)
+                for block in fleet.blocks:
+                    assert block.grads is not None
+                    block.params.sub_(block.grads, alpha=0.1)
+            mine.communicate(fleet, step)
+
+    if len(blocks) == 1:
+        with torch.no_grad():
+            program(0)
+        return torch.cat([block.params for block in fleets[0].blocks], 1)
+
+    def quiet(k: int) -> Callable[[], None]:
+        def run_it() -> None:
+            with torch.no_grad():
+                program(k)
+
+        return run_it
+
+    rows = [[everyone.index(rank) for rank in ranks] for ranks in blocks]
+    meeting = Meeting(Communicator(everyone, nodes), lambda _: None, lambda _: None, rows)
+    try:
+        meeting.run([quiet(k) for k in range(len(blocks))])
+    finally:
+        meeting.close()
+    return torch.cat([torch.cat([fleet.blocks[b].params for fleet in fleets]) for b in range(len(fleets[0].blocks))], 1)
