@@ -21,7 +21,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # for more curves than colours
 LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
-LABEL_GAP = 1.15  # lines between direct labels
+FINE_TICKS = [i / 10 for i in range(10, 100, 2)]  # of each decade, where the losses are close
+LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,12 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    longest = max((len(curve.title) for curve in curves), default=0)
+    room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
+    figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.91)
     ends = []
     looks = itertools.product(STYLES, COLOURS)
     for curve in curves:
@@ -127,8 +131,7 @@ def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
     """Write each title right of where its curve ends, moved up or down where titles would overlap."""
     figure = axes.figure
     figure.draw_without_rendering()  # type: ignore[union-attr]
-    size = 9.0
-    line = size * LABEL_GAP / 72 * DOTS_PER_INCH
+    line = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
     right = axes.get_xlim()[1]
     placed: list[list[float]] = []
     spots = []
@@ -136,7 +139,7 @@ def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
         across, up = axes.transData.transform((right if x is None else x, y))
         spots.append((up, across, title, colour))
     for up, across, title, colour in sorted(spots):
-        width = 0.62 * size * len(title) / 72 * DOTS_PER_INCH
+        width = len(title) * LETTER_POINTS / 72 * DOTS_PER_INCH
         height = up
         for other_left, other_right, other_up in sorted(placed, key=lambda box: box[2]):
             if across < other_right and other_left < across + width and height < other_up + line:
@@ -149,7 +152,7 @@ def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
             xytext=(6, (height - up) * 72 / DOTS_PER_INCH),
             textcoords="offset points",
             color=colour,
-            fontsize=size,
+            fontsize=LABEL_POINTS,
             va="center",
             annotation_clip=False,
         )
