@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.checkpoint import Snapshot, check_folder, differences, list_checkpoints, load_newest
+from exogym.checkpoint import (
+    Snapshot,
+    check_folder,
+    differences,
+    list_checkpoints,
+    load_newest,
+    remove_folders,
+    remove_leftovers,
+)
 from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
 from exogym.errors import ArgumentError, CheckpointError, ModelError
@@ -30,8 +38,8 @@ from exogym.node_driver import NodeDriver
 from exogym.options import FitOptions
 from exogym.outputs import Loss
 from exogym.progress import Progress, notice
-from exogym.stacked_driver import StackedDriver
 from exogym.rng import seed_torch, stream_seed
+from exogym.stacked_driver import StackedDriver
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
 from exogym.worker import Worker
@@ -59,7 +67,9 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
     """
     sinks, bar = combine(options.logger), Progress(None, options.progress)
-    folder = _folder(options)
+    for name in ("val_size", "val_interval"):
+        if getattr(options, name) is not None and subject.val_dataset is None:
+            raise ArgumentError(f"{name} needs a val_dataset: give the trainer one")
     stream = Stream(
         subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
         shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
@@ -67,9 +77,6 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
     total_steps = options.total_steps(stream.steps_per_epoch)
     bar.total_steps = total_steps
     run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
-    if options.val_size is not None and subject.val_dataset is None:
-        raise ArgumentError("val_size needs a val_dataset: give the trainer one")
-
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
@@ -79,11 +86,15 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
     fleet = Fleet(model, range(options.num_nodes), options.num_nodes, device)
     worker.bind(fleet)
     driver: Driver | None = None
+    made: list[Path] = []
     try:
         snapshot = None
         description = _description(options, fleet, stream, total_steps, device)
-        if folder is not None and options.resume:
-            snapshot = _matching_snapshot(folder, description)
+        folder = None if options.save_dir is None else Path(options.save_dir)
+        if folder is not None:
+            made = _prepare_folder(folder, options)
+            description["shared"] = _sum_of_shared(model, fleet)
+            snapshot = _matching_snapshot(folder, description) if options.resume else None
         if snapshot is None:
             description["chosen"] = _choose(options, worker, stream, first_batch)
         worker.micro_batch_size = description["chosen"]["micro_batch_size"]
@@ -97,13 +108,17 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks)
         if snapshot is not None:
             loop.load(snapshot)
-        loop.endings.append(stream.close)
-        sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.step}))
+        if folder is not None:  # what cannot be saved is to be known now
+            driver.row_state(0)
+            driver.shared_state()
+        loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
+        sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
     except BaseException:
-        worker.set_home(fleet.average(), fleet.average_buffers())
+        worker.go_home()
         if driver is not None:
             driver.close()
         stream.close()
+        remove_folders(made)
         raise
     return loop
 
@@ -117,16 +132,26 @@ def make_driver(
     return NodeDriver(options.strategy, fleet, worker, stream, run, compute)
 
 
-def _folder(options: FitOptions) -> Path | None:
-    if options.save_dir is None:
-        return None
-    folder = check_folder(options.save_dir)
+def _prepare_folder(folder: Path, options: FitOptions) -> list[Path]:
+    made = check_folder(folder)
     if not options.resume and list_checkpoints(folder):
         raise ArgumentError(
             f"save_dir={str(options.save_dir)!r} already holds checkpoints: pass resume=True to go on from them, or "
             "choose another folder"
         )
-    return folder
+    remove_leftovers(folder)
+    return made
+
+
+def _sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
+    """Return a checksum of what all nodes share, frozen parameters and constant buffers: checkpoints do not hold it."""
+    digest = hashlib.sha256()
+    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
+    for name, x in frozen + [(name, b) for name, b in model.named_buffers() if name not in fleet.buffers]:
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if not x.is_meta and x.layout == torch.strided:
+            digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def _description(
@@ -169,7 +194,8 @@ def _matching_snapshot(folder: Path, description: dict[str, Any]) -> Snapshot | 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
     """Give lazy modules their shapes and first numbers, which follow from the seed; statistics stay as they start."""
     tensors = [*worker.model.parameters(), *worker.model.buffers()]
-    if any(isinstance(x, nn.parameter.UninitializedTensorMixin) for x in tensors):
+    lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+    if any(isinstance(x, lazy) for x in tensors):
         seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
         worker.model.eval()
         with torch.no_grad():
@@ -221,7 +247,10 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluat
         return None
     size = worker.micro_batch_size or max(EVALUATION_BATCH, options.step_examples)
     nodes = options.num_nodes if is_factory(subject.val_dataset) else 1
-    stream = Stream(subject.val_dataset, nodes, batch_size=size, shuffle=False, is_train=False)
+    stream = Stream(
+        subject.val_dataset, nodes, batch_size=size, seed=options.seed, shuffle=False, is_train=False,
+        dataloader_kwargs=options.dataloader_kwargs,
+    )  # fmt: skip
     return Evaluator(worker, stream, subject.metrics or {}, options.val_size)
 
 

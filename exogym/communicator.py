@@ -335,7 +335,9 @@ class Communicator:
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
         """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
-            raise ArgumentError(f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node")
+            raise ArgumentError(
+                f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
+            )
         swapped = self.wire.rows(x, [partner[rank] for rank in self.ranks]).clone()
         size = _row_bytes(x)
         for rank, other in enumerate(partner):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import inspect
 import math
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,17 @@ from exogym.history import History
 from exogym.metrics import Metric
 from exogym.options import describe
 from exogym.plots import check_matplotlib
-from exogym.strategy.optim import OptimSpec
-from exogym.strategy.registry import DEFAULTS, OWN_LR, STRATEGIES, TITLES, parse_strategy
+from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.registry import DEFAULTS, STRATEGIES, TITLES, parse_strategy
 from exogym.strategy.strategy import Inner, Strategy
 from exogym.tasks import Task
 from exogym.trainer import LocalTrainer
 
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")
-EVALUATIONS = 30
-VAL_EXAMPLES = 2000  # at most, evenly spread over the validation set: evaluation must not take the time
+# Evaluations of a run: enough to draw a curve, few enough to take a tenth of the fleet's time. An example evaluated
+# costs two thirds of one trained, and a step of a node no less than 16 trained.
+MOST_EVALUATIONS, LEAST_EVALUATIONS, SHARE, COST, STEP_EXAMPLES = 30, 10, 0.1, 2 / 3, 16
+VAL_EXAMPLES = 500  # at most
 Problem = Task | tuple[Callable[[], nn.Module], Any, Any]
 
 
@@ -80,10 +83,14 @@ class _Setting:
     warmup_steps: int
     max_norm: float | None
     H: int
+    outer_lr: float | None
+    demo_lr: float
 
-    @property
-    def val_interval(self) -> int:
-        return math.ceil(self.steps / EVALUATIONS)
+    def val_interval(self, val_examples: int) -> int:
+        """Return the steps between evaluations on `val_examples`."""
+        trained = self.steps * self.nodes * max(self.batch_size, STEP_EXAMPLES)
+        affordable = round(SHARE * trained / (COST * val_examples))
+        return math.ceil(self.steps / min(max(affordable, LEAST_EVALUATIONS), MOST_EVALUATIONS))
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def compare(
         loss_fn, metrics: as `LocalTrainer`.
         watch: called with a `Standing` after each evaluation.
 
-    There are about 30 evaluations a run, on 2,000 validation examples at most, evenly spread. A run whose loss ceases
+    There are 10 to 30 evaluations a run, on 500 validation examples at most, evenly spread. A run whose loss ceases
     to be a number is left out, and `notes` says so.
 
     Raises:
@@ -152,6 +159,7 @@ def compare(
     split = parse_partitioner(split) if isinstance(split, str) else split
     place = resolve_device(device)
     train, val = check_dataset(task.train), _evenly(check_dataset(task.val), VAL_EXAMPLES)
+    val_interval = setting.val_interval(len(val))
     for seed in setting.seeds:
         split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
     if out is not None:
@@ -176,7 +184,7 @@ def compare(
             trainer.fit(
                 entry.strategy, num_nodes=1 if entry.alone else setting.nodes, max_steps=setting.steps, seed=seed,
                 batch_size=setting.batch_size, partitioner=FirstShard(split, setting.nodes) if entry.alone else split,
-                val_interval=setting.val_interval, device=place, progress=False, callbacks=[tell],
+                val_interval=val_interval, device=place, progress=False, callbacks=[tell],
             )  # fmt: skip
             _check_finite(trainer.history, seed)
             histories[label, seed] = trainer.history
@@ -208,7 +216,7 @@ def compare(
         description = {
             "task": task.name, "description": task.description, "data": task.origin, "train_examples": len(train),
             "val_examples": len(val), "strategies": {k: describe(entry.strategy) for k, entry in entries.items()},
-            "setting": asdict(setting), "partition": repr(split), "val_interval": setting.val_interval,
+            "setting": asdict(setting), "partition": repr(split), "val_interval": val_interval,
             "device": str(place), "versions": _versions(), "started": started, "heading": heading, "finding": finding,
             "runs": runs,
         }  # fmt: skip
@@ -272,33 +280,44 @@ def _setting(task: Task, nodes: Any, steps: Any, batch_size: Any, seeds: Any, lr
 
 def _entries(strategies: Any, setting: _Setting) -> dict[str, _Entry]:
     defaults = {name: getattr(setting, name) for name in DEFAULTS}
-    common = OptimSpec.of(setting.inner_optim, lr=setting.lr)
-    Inner(common, None, None, setting.max_norm, setting.lr_scheduler, setting.warmup_steps)  # lr is a number, and so on
+    common = Inner(setting.inner_optim, setting.lr, None, setting.max_norm, setting.lr_scheduler, setting.warmup_steps)
     entries = {}
     for label, given in split_strategies(strategies).items():
-        alone = own_lr = False
-        if isinstance(given, str):
-            name, colon, options = given.partition(":")
-            name = name.strip().lower()
-            if name not in (known := {SINGLE, *STRATEGIES}):
-                raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
-            alone = name == SINGLE
-            strategy = parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults)
-            own_lr = name in OWN_LR
-            title = "one node alone" if alone else TITLES[name]
-            title += f" ({options.replace(':', ', ')})" if options else ""
-        elif isinstance(given, Strategy):
-            strategy, title = given, label
+        notes = []
+        if isinstance(given, Strategy):
+            entry = _Entry(given, label, "", alone=False)
+        elif isinstance(given, str):
+            entry = _parse(given, defaults)
+            notes = [f"1 of {setting.nodes} shards"] if entry.alone else []
         else:
             raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
-        notes = [f"1 of {setting.nodes} shards"] if alone else []
-        inner = strategy.inner
-        if own_lr:
-            notes.append(f"own rule, lr {inner.base_lr:g}")
-        elif inner.spec.cls is not common.cls or inner.base_lr != setting.lr:
-            notes.append(f"{inner.spec.cls.__name__}, lr {inner.base_lr:g}")
-        entries[label] = _Entry(strategy, title, "; ".join(notes), alone)
+        inner = entry.strategy.inner
+        if isinstance(entry.strategy, DeMoStrategy):
+            notes.append(f"own rule, lr={inner.base_lr:g}")
+        elif (inner.spec.cls, inner.base_lr) != (common.spec.cls, common.base_lr):
+            notes.append(f"{inner.spec.cls.__name__}, lr={inner.base_lr:g}")
+        notes += [note for note in _values(entry.strategy) if note not in label]
+        entries[label] = replace(entry, notes=", ".join(notes))
     return entries
+
+
+def _parse(text: str, defaults: dict[str, Any]) -> _Entry:
+    name, colon, options = text.partition(":")
+    name = name.strip().lower()
+    if name not in (known := {SINGLE, *STRATEGIES}):
+        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
+    alone = name == SINGLE
+    title = "one node alone" if alone else TITLES[name]
+    title += f" ({options.replace(':', ', ')})" if options else ""
+    return _Entry(parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults), title, "", alone)
+
+
+def _values(strategy: Strategy) -> list[str]:
+    """Return what decides the bytes and the outer step of a strategy, as options are written."""
+    known = inspect.signature(type(strategy)).parameters
+    given = getattr(strategy, "given_arguments", {})
+    values = {name: given.get(name, known[name].default) for name in ("H", "outer_lr", "p_sparta") if name in known}
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _evenly(dataset: Any, most: int) -> Any:

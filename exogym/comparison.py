@@ -101,7 +101,8 @@ def summarise(
     """Return a row per strategy: the measures after its last step, mean and standard deviation over seeds.
 
     quality = val_loss of DDP / val_loss and reduction = tx_bytes of DDP / tx_bytes, seed by seed; None without DDP, and
-    reduction also where nothing was sent. `tx_bytes`, `payload_bytes` are of a node, from first step to last.
+    reduction also where nothing was sent. `tx_bytes`, `payload_bytes` are of a node, from first step to last;
+    `examples_per_s` is the fleet's on this machine, in training only: the seconds of evaluations are left out.
 
     Args:
         strategies: label to (title, notes).
@@ -109,7 +110,9 @@ def summarise(
         histories: of the runs that ended well.
     """
     final = {key: list(history.rows(None))[-1] for key, history in histories.items()}
-    for (_, seed), last in final.items():
+    for (label, seed), last in final.items():
+        if last.get("examples_per_s") is not None:
+            last["examples_per_s"] /= 1 - _evaluating_share(histories[label, seed])
         base = next((row for (label, s), row in final.items() if s == seed and _name(label) == BASELINE), None)
         last["quality"] = base["val_loss"] / last["val_loss"] if base is not None and last["val_loss"] else None
         last["reduction"] = base["tx_bytes"] / last["tx_bytes"] if base is not None and last["tx_bytes"] else None
@@ -123,6 +126,15 @@ def summarise(
             row[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
         rows.append(row | {"notes": notes})
     return rows
+
+
+def _evaluating_share(history: History) -> float:
+    """Return the share of the seconds of a run that went into evaluations (0 to 1)."""
+    ends, seconds = history.column("wall_s")
+    starts, before = history.column("wall_s", node=0)  # a node's row has the time before the evaluation of its step
+    evaluated = np.intersect1d(history.column("val_loss")[0], starts)
+    spent = seconds[np.searchsorted(ends, evaluated)] - before[np.searchsorted(starts, evaluated)]
+    return float((spent.sum() + seconds[0] * (ends[0] == 0)) / seconds[-1])
 
 
 def find(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -38,6 +38,7 @@ class VmapGradients:
             if refused:
                 raise ModelError(f"compute='vmap' cannot train this model: {why}; use compute='loop'")
         self.worker, self.chunk_rows = worker, chunk_rows
+        self._compared = False
 
         def loss_of(parameters: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +55,9 @@ class VmapGradients:
         for block in self.worker.fleet.blocks:
             block.own_grads()
             block.has_grad[list(rows)] = True
+        if not self._compared:
+            self._compare_with_loop(rows[0], batches[0])
+            self._compared = True
         sizes = [batch_examples(batch) for batch in batches]
         for size in sorted(set(sizes)):
             alike = [k for k, s in enumerate(sizes) if s == size]
@@ -61,6 +65,32 @@ class VmapGradients:
                 part = alike[start : start + self.chunk_rows]
                 losses[part] = self._chunk([rows[k] for k in part], [batches[k] for k in part])
         return losses
+
+    def _compare_with_loop(self, row: int, batch: Any) -> None:
+        """Compute one row's gradient both ways: what vmap cannot follow (a closure over a parameter) fails silently.
+
+        Raises:
+            ModelError: they differ, or a parameter has no gradient, which vmap cannot tell from zero.
+        """
+        worker = self.worker
+        self._chunk([row], [batch])
+        worker.point(row)
+        worker.gradient(batch, row)
+        alone = [p.grad for p in worker.parameters]
+        worker.clear_grads()
+        together = [slot.of(block.own_grads()[row]) for block in worker.fleet.blocks for slot in block.layout]
+        for name, a, b in zip(worker.names, alone, together, strict=True):
+            if a is None:
+                raise ModelError(
+                    f"compute='vmap' cannot train this model: a step gives {name!r} no gradient; freeze it "
+                    "(requires_grad=False), or use compute='loop'"
+                )
+            tolerance = 0.05 if torch.bfloat16 in (worker.dtype, a.dtype) or a.dtype == torch.float16 else 1e-3
+            if not float((a - b).norm()) <= tolerance * float(a.norm()) + 1e-7:
+                raise ModelError(
+                    f"compute='vmap' cannot train this model: it gives {name!r} another gradient than one node at a "
+                    "time, as where a function holds the parameter itself; use compute='loop'"
+                )
 
     def _chunk(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         fleet = self.worker.fleet

@@ -61,7 +61,7 @@ class TrainingLoop:
     """Trains a fleet to the end of a plan.
 
     Attributes:
-        step: steps done; `epoch`: of the last one, from 0.
+        step: steps done; `epoch`: of the last one, from 0; `logged`: the last one given to the logger.
         history, fleet: as they stand.
         stopped: whether a callback ended the training.
     """
@@ -75,8 +75,9 @@ class TrainingLoop:
         self.callbacks = list(callbacks)
         self.endings: list[Callable[[], None]] = [driver.close]
         self.step, self.stopped = 0, False
+        self._evaluated_at = -1
         self._wall_before, self._examples_before = 0.0, 0
-        self._logged = -1
+        self.logged = -1
 
     @property
     def epoch(self) -> int:
@@ -102,8 +103,11 @@ class TrainingLoop:
     def _run(self) -> None:
         plan = self.plan
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        if self.step == 0:
-            self._evaluate()
+        if self.step < plan.total_steps:
+            # On resume: what a checkpoint from the end of a shorter run could not know of.
+            if self._evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
+                self._evaluate()
+                self._call_back(every=False)
             self._log()
         while self.step < plan.total_steps and not self.stopped:
             first, last = self.step, self._stretch_end()
@@ -115,14 +119,14 @@ class TrainingLoop:
             if not at_end and self._evaluation_due():
                 self._evaluate()
             self._call_back()
-            if not (at_end or self.stopped):
-                self._log()
+            at_end = at_end or self.stopped
+            self._log(self.step - 1 if at_end else self.step)
             if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
                 self.save()
         if plan.final_sync:
             self.driver.finish(self.step)
         self._evaluate()
-        self._call_back(final=True)
+        self._call_back(every=False)
         self._log()
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
@@ -152,7 +156,13 @@ class TrainingLoop:
                 shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
             else:
                 history[name] = value
-        meta = {"step": self.step, "wall_s": self._wall_s(), "history": history, "description": self.plan.description}
+        counters: dict[str, Any] = {
+            "step": self.step,
+            "logged": self.logged,
+            "evaluated": self._evaluated_at,
+            "wall_s": self._wall_s(),
+        }
+        meta = counters | {"history": history, "description": self.plan.description}
         save(self.plan.save_dir, Snapshot(rows, shared, meta), self.plan.keep_checkpoints)
 
     def load(self, snapshot: Snapshot) -> None:
@@ -170,7 +180,7 @@ class TrainingLoop:
         fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
         arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
         self.history = History.from_state(snapshot.meta["history"] | arrays)
-        self.step = self._logged = snapshot.meta["step"]
+        self.step, self.logged, self._evaluated_at = (snapshot.meta[name] for name in ("step", "logged", "evaluated"))
         self._wall_before = snapshot.meta["wall_s"]
         self._examples_before = self.step * self.plan.batch_size * fleet.num_nodes
 
@@ -220,10 +230,10 @@ class TrainingLoop:
         self.progress.update(self.step, **{k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
         self._evaluated_at = self.step
 
-    def _call_back(self, final: bool = False) -> None:
+    def _call_back(self, every: bool = True) -> None:
         for callback in self.callbacks:
             if isinstance(callback, Every):
-                due = not final and self._due(callback.steps)
+                due = every and self._due(callback.steps)
             else:
                 due = self._evaluated_at == self.step
             if due and callback(self) is True:
@@ -244,12 +254,15 @@ class TrainingLoop:
             final_bytes=bytes_after, wall_s=(wall_before, self._wall_s()), span=(first + 1, last),
         )  # fmt: skip
 
-    def _log(self) -> None:
-        if self.logger.is_silent:
-            return
-        for record in self.history.rows_after(self._logged):
-            self.logger.log(record)
-        self._logged = self.step
+    def _log(self, last: int | None = None) -> None:
+        """Log what happened up to step `last` (now), where it is not logged yet."""
+        last = self.step if last is None else last
+        if not self.logger.is_silent:
+            for record in self.history.rows_after(self.logged):
+                if record["step"] > last:
+                    break
+                self.logger.log(record)
+        self.logged = last
 
     def _bytes(self) -> tuple[float, float, float]:
         ledger = self.fleet.comm.ledger

@@ -105,6 +105,9 @@ class Meeting:
             return [None] * len(waiting)
         tensors = [place.request.tensor for place in waiting]
         x = torch.stack(tensors) if self.rows is None else torch.cat(tensors)
+        if call.kind == "agree":
+            everyone = comm.wire.reduce(x.float(), comm.present, "max") > 0
+            return [everyone] * len(waiting)
         result: Tensor = getattr(comm, call.kind)(x, **options)
         if call.kind == "gather":
             return [result if rank == options["dst"] else None for rank in comm.ranks]
@@ -124,7 +127,8 @@ class _Request:
         shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         alike = None if tensor is None else (tuple(tensor.shape[1:] if has_rows else tensor.shape), tensor.dtype)
         self.signature = (kind, alike, tuple(sorted(options.items())))
-        self.text = f"{kind}({'' if shape is None else f'{shape[1]} {shape[0]}'})"
+        given = [] if shape is None else [f"{shape[1]} {shape[0]}"]
+        self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
 
 
 class _Place:
@@ -147,7 +151,11 @@ class _Place:
     def move(self) -> None:
         """Let the thread run until it meets, ends or fails."""
         self.go.release()
-        self.stopped.acquire()
+        try:
+            self.stopped.acquire()
+        except BaseException:  # Ctrl-C: let the thread come to rest, so that it can be ended
+            self.stopped.acquire()
+            raise
 
     def abandon(self) -> None:
         """End a program that still waits at a collective."""
@@ -163,11 +171,12 @@ class _Place:
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
         """Called in the thread: hand over `tensor` and wait for all others."""
-        self.request = _Request(kind, tensor, options, self.has_rows)
-        self.stopped.release()
-        self.go.acquire()
-        self.request = None
-        if self.abandoned:
+        if not self.abandoned:
+            self.request = _Request(kind, tensor, options, self.has_rows)
+            self.stopped.release()
+            self.go.acquire()
+            self.request = None
+        if self.abandoned or self.function is None:
             raise _Abandoned
         return self.result
 
@@ -185,3 +194,5 @@ class _Place:
                 self.error = error
             self.done = True
             self.stopped.release()
+            if self.function is None:
+                return

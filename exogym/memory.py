@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from exogym.errors import ArgumentError
-from exogym.outputs import batch_examples, split_batch
+from exogym.outputs import batch_examples, map_tensors, split_batch
 from exogym.worker import Worker
 
 
 def activation_bytes(worker: Worker, batch: Any) -> int:
-    """Return the bytes that autograd keeps between forward and backward on `batch`, parameters not counted."""
+    """Return the bytes autograd keeps between forward and backward on `batch`, without parameters and batch."""
+    batch = worker.to_device(batch)
     own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
     seen: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -24,7 +26,7 @@ def activation_bytes(worker: Worker, batch: Any) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
-        worker.loss(worker.to_device(batch))
+        worker.loss(batch)
     return sum(seen.values())
 
 

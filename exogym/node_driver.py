@@ -20,7 +20,7 @@ from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.meeting import Meeting
 from exogym.object_state import load_object_state, object_state
-from exogym.rng import generator, seed_torch, stream_seed
+from exogym.rng import generator, seed_python, seed_torch, stream_seed
 from exogym.strategy.strategy import Run, Strategy
 from exogym.train_node import TrainNode
 from exogym.worker import Worker
@@ -69,9 +69,13 @@ class NodeDriver:
         self.models = [
             self.worker.model if self.blocks is None else self._row_model(rows) for rows in self.blocks or [[]] * count
         ]
-        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
         self._step = 0
-        self._meet([self._starter(k) for k in range(count)])
+        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
+        try:
+            self._meet([self._starter(k) for k in range(count)])
+        except BaseException:
+            self.meeting.close()
+            raise
 
     def _row_model(self, rows: list[int]) -> RowModel:
         named = {}
@@ -116,19 +120,36 @@ class NodeDriver:
             for node in self.nodes:
                 node.refuse_nan(losses[node.row], first)
         per_row: list[list[Tensor | None]] = []
+        overflowed = False
         for node in self.nodes:
             if self.vmap is None:
                 losses[node.row, 0] = node.compute_gradient()
-                if self.worker.overflowed:
-                    self.worker.clear_grads()
-                self.worker.update_scale(node.row)
+                overflowed = overflowed or self.worker.overflowed
                 per_row.append([p.grad for p in self.worker.parameters])
             else:
                 per_row.append([s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout])
+        if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
+            per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
+        self.worker.overflowed = overflowed
+        for node in self.nodes:
+            self.worker.update_scale(node.row)
+        for strategy in self.strategies:
+            strategy.overflowed = overflowed
         self._take_gradients(per_row)
         self._meet([strategy.step for strategy in self.strategies])
         self.steps += 1
+        self._refuse_standing_schedule(first)
         return losses
+
+    def _refuse_standing_schedule(self, first: int) -> None:
+        """Raise StrategyError where there is a learning-rate schedule and the step does not advance it."""
+        for strategy in self.strategies:
+            inner = strategy.inner
+            if strategy.local_step == first and (inner.lr_scheduler not in (None, "constant") or inner.warmup_steps):
+                raise StrategyError(
+                    f"{type(strategy).__name__}.step must call super().step(), or its learning rate never follows "
+                    f"lr_scheduler={inner.lr_scheduler!r}, warmup_steps={inner.warmup_steps}"
+                )
 
     def _take_gradients(self, per_row: list[list[Tensor | None]]) -> None:
         if self.blocks is None:
@@ -147,7 +168,9 @@ class NodeDriver:
         self.meeting.run(functions)
 
     def _enter(self, k: int) -> None:
-        seed_torch(stream_seed(self.run.seed, "strategy", k, self._step, self._resumed[k]), self.worker.device)
+        seed = stream_seed(self.run.seed, "strategy", k, self._step, self._resumed[k])
+        seed_torch(seed, self.worker.device)
+        seed_python(seed)
         self._resumed[k] += 1
         if self.blocks is not None:
             return
@@ -186,7 +209,11 @@ class NodeDriver:
                 self._take_gradients(
                     [[torch.randn(p.shape, generator=g).to(p) for p in self.worker.parameters] for _ in range(n)]
                 )
-                self._meet([s.step for s in self.strategies])
+                try:
+                    self._meet([s.step for s in self.strategies])
+                except BaseException:
+                    self.meeting.close()
+                    raise
             results.append([block.params.clone() for block in self.fleet.blocks])
             self.meeting.close()
             for block, before in zip(self.fleet.blocks, start, strict=True):

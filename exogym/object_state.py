@@ -32,7 +32,7 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
         StrategyError: an attribute is of a kind that cannot be kept.
     """
     tensors: dict[str, Tensor] = {}
-    own = {id(p) for p in model.parameters()}
+    own = {id(p): index for index, p in enumerate(model.parameters())}
     source = strategy.state_dict() if hasattr(strategy, "state_dict") else vars(strategy)
     skeleton = {key: _pack(value, key, tensors, own) for key, value in source.items() if key != "given_arguments"}
     tensors[_SKELETON] = torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
@@ -41,7 +41,7 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
 
 def load_object_state(strategy: Any, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put the state that `object_state` returned back into `strategy`."""
-    own = {id(p) for p in model.parameters()}
+    own = list(model.parameters())
     skeleton = json.loads(bytes(tensors[_SKELETON].tolist()))
     if hasattr(strategy, "load_state_dict"):
         strategy.load_state_dict({k: _unpack(v, None, tensors, own) for k, v in skeleton.items()})
@@ -59,8 +59,14 @@ class _Keep:
 _KEEP = _Keep()
 
 
-def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: set[int]) -> Any:
-    if id(value) in own or isinstance(value, _CONSTANT) or (callable(value) and not isinstance(value, Tensor)):
+def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: dict[int, int]) -> Any:
+    if id(value) in own:
+        return {"parameter": own[id(value)]}
+    if isinstance(value, nn.Module) and not any(id(p) in own for p in value.parameters()):
+        for name, tensor in value.state_dict().items():
+            tensors[f"{path}.{name}"] = tensor.detach()
+        return {"module": path, "keys": list(value.state_dict())}
+    if isinstance(value, _CONSTANT) or (callable(value) and not isinstance(value, Tensor)):
         return {"keep": True}
     if isinstance(value, Tensor | np.ndarray):
         tensors[path] = torch.as_tensor(value).detach()
@@ -71,13 +77,20 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: set[int]) -> A
         return {"value": value.item()}
     if isinstance(value, list | tuple):
         items = [_pack(item, f"{path}.{k}", tensors, own) for k, item in enumerate(value)]
-        return {type(value).__name__: items}
+        return {"list" if isinstance(value, list) else "tuple": items}
     if isinstance(value, dict):
-        if any(not isinstance(key, str | int) for key in value):
+        if any(not isinstance(key, str | int) and id(key) not in own for key in value):
             raise StrategyError(
-                f"strategy attribute {path!r} is a dict with keys other than text and whole numbers; it cannot be saved"
+                f"strategy attribute {path!r} is a dict with keys other than text, whole numbers and the model's "
+                "parameters; it cannot be saved"
             )
-        return {"dict": [[key, _pack(item, f"{path}.{key}", tensors, own)] for key, item in value.items()]}
+        pairs = [(own.get(id(key)), key, item) for key, item in value.items()]
+        return {
+            "dict": [
+                [key if index is None else {"parameter": index}, _pack(item, f"{path}.{k}", tensors, own)]
+                for k, (index, key, item) in enumerate(pairs)
+            ]
+        }
     if isinstance(value, Optimizer):
         for key, tensor in optimizer_state(value).items():
             tensors[f"{path}.{key}"] = tensor
@@ -96,11 +109,13 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: set[int]) -> A
     )
 
 
-def _unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: set[int]) -> Any:
+def _unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: list[nn.Parameter]) -> Any:
     kind = next(iter(packed))
     content = packed[kind]
     if kind == "keep":
         return _KEEP if existing is None else existing
+    if kind == "parameter":
+        return own[content]
     if kind == "value":
         return content
     if kind in ("tensor", "numpy"):
@@ -115,11 +130,25 @@ def _unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], o
             existing if isinstance(existing, list | tuple) and len(existing) == len(content) else [None] * len(content)
         )
         items = [_unpack(item, was, tensors, own) for item, was in zip(content, old, strict=True)]
+        if hasattr(existing, "_fields"):  # a namedtuple
+            return type(existing)(*items)
         return items if kind == "list" else tuple(items)
     if kind == "dict":
         before = existing if isinstance(existing, dict) else {}
-        return {key: _unpack(item, before.get(key), tensors, own) for key, item in content}
-    if kind == "optimizer":
+        keys = [own[key["parameter"]] if isinstance(key, dict) else key for key, _ in content]
+        after = {
+            key: _unpack(item, before.get(key), tensors, own) for key, (_, item) in zip(keys, content, strict=True)
+        }
+        before.clear()  # filled again in place: a defaultdict stays one
+        before.update(after)
+        return before
+    if existing is None:
+        raise StrategyError(
+            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: make it in _init_node"
+        )
+    if kind == "module":
+        existing.load_state_dict({key: tensors[f"{content}.{key}"] for key in packed["keys"]})
+    elif kind == "optimizer":
         load_optimizer_state(existing, {key: tensors[f"{content}.{key}"] for key in packed["keys"]})
         for group, values in zip(existing.param_groups, packed["groups"], strict=True):
             group.update(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -87,11 +89,18 @@ class FitOptions:
         if self.autocast and self.precision not in ("fp32", "bf16"):
             raise ArgumentError(f"autocast=True means precision='bf16', but precision={self.precision!r} is given too")
         usage = self.max_memory_usage
-        if usage is not None and not 0 < usage <= 1:
+        if usage is not None and not (is_number(usage) and 0 < usage <= 1):
             raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
         for name in ("checkpoint_interval", "resume"):
             if getattr(self, name) and self.save_dir is None:
                 raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to")
+        if not isinstance(self.callbacks, Sequence):
+            raise ArgumentError(f"callbacks={self.callbacks!r} must be a list of functions of the training loop")
+        if not isinstance(self.save_dir, str | os.PathLike | None):
+            raise ArgumentError(f"save_dir={self.save_dir!r} must be the path of a folder")
+        for name in ("shuffle", "autocast", "final_sync", "resume"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
@@ -125,6 +134,10 @@ class FitOptions:
         return given | {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def option_names() -> list[str]:
     return [field.name for field in fields(FitOptions)]
 
@@ -137,13 +150,15 @@ def describe(value: Any) -> Any:
         return [describe(item) for item in value]
     if isinstance(value, dict):
         return {str(key): describe(item) for key, item in value.items()}
+    attributes = getattr(value, "__dict__", {})
+    plain = {key: item for key, item in attributes.items() if isinstance(item, bool | int | float | str)}
     given = getattr(value, "given_arguments", None)
-    if given is not None:
-        return {"name": type(value).__name__} | {key: describe(item) for key, item in given.items()}
+    if given is not None:  # attributes too: a subclass's own arguments are not among those of the base
+        return {"name": type(value).__name__} | plain | {key: describe(item) for key, item in given.items()}
+    if isinstance(value, functools.partial):
+        return {"name": describe(value.func), "args": describe(value.args)} | describe(value.keywords)
     if isinstance(value, type) or callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     if " at 0x" not in repr(value):
         return repr(value)
-    attributes = getattr(value, "__dict__", {})
-    plain = {key: item for key, item in attributes.items() if isinstance(item, bool | int | float | str)}
     return {"name": type(value).__name__} | plain

@@ -43,11 +43,11 @@ class Loss:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
         self.model, self.loss_fn = model, loss_fn
-        forward = getattr(model, "_orig_mod", model).forward  # of torch.compile's wrapper, the module inside
+        forward: Any = getattr(model, "_orig_mod", model).forward  # of torch.compile's wrapper, the module inside
         parameters = inspect.signature(forward).parameters
         self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._takes_any_name = not self._names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._plain: type | None = None  # the batches that need no looking: (inputs..., targets), tensor predictions
+        self._plain: Any = None  # the type of batches known to be (inputs..., targets) with tensor predictions
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss of `batch`, a scalar."""

@@ -21,7 +21,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # for more curves than colours
 LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
-FINE_TICKS = [i / 10 for i in range(10, 100, 2)]  # of each decade, where the losses are close
+# Of each decade of the loss, according to how far it falls.
+FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 
 
@@ -98,13 +99,7 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    subs = (
-        [1, 2, 5]
-        if high / low > 8
-        else [1, 1.5, 2, 3, 4, 5, 7]
-        if high / low > 2
-        else [i / 10 for i in range(10, 100, 2)]
-    )
+    subs = FEW_TICKS if high / low > 8 else SOME_TICKS if high / low > 2 else MANY_TICKS
     axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -115,7 +110,7 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
         axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("bytes sent per node" if against_bytes else "steps of each node")
     if not against_bytes:
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, max(curve.steps[-1] for curve in curves))
     seeds = max((len(curve.losses) for curve in curves), default=1)
     note = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
     axes.set_title(heading, loc="left", fontsize=11)
@@ -124,7 +119,7 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     _label(axes, ends)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
 
 
 def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:

@@ -29,6 +29,8 @@ class Task:
         nodes, batch_size, steps: of the fleet, per node and step, and per run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
         H: inner steps between communications of the strategies that have them.
+        outer_lr: of DiLoCo's outer optimizer; None: its own default.
+        demo_lr: of DeMo, whose rule has a learning rate of its own.
         partitioner: who gets what, as on the command line; None deals anew each epoch.
     """
 
@@ -43,6 +45,8 @@ class Task:
     steps: int
     lr: float
     H: int
+    outer_lr: float | None = None
+    demo_lr: float = 1e-3
     inner_optim: str = "adamw"
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
@@ -91,9 +95,10 @@ def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
         functools.partial(MLP, [64, hidden, 10]),
         nodes=4,
         batch_size=4,
-        steps=800,
-        lr=3e-3,
+        steps=1000,
+        lr=2e-3,
         H=10,
+        outer_lr=0.3,
         partitioner="dirichlet:1.0",
     )
 
@@ -111,6 +116,7 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
         steps=300,
         lr=2e-3,
         H=10,
+        outer_lr=0.4,
         partitioner="dirichlet:1.0",
     )
 

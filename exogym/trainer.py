@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Trainer(ABC):
             raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called: wanted loss_fn(predictions, targets)")
+        if not isinstance(metrics, Mapping | None) or not all(callable(f) for f in (metrics or {}).values()):
+            raise ArgumentError(f"metrics={metrics!r} must map names to functions of (predictions, targets)")
         self.subject = Subject(model, train_dataset, val_dataset, loss_fn, dict(metrics or {}))
         self.history = History()
         self.description: dict[str, Any] = {}
@@ -154,7 +156,7 @@ class LocalTrainer(Trainer):
         options = FitOptions(**{name: given[name] for name in option_names()})
         place = resolve_device(options.device)
         with preserved_state(place), OneThread(place):
-            was_training = self.model.training
+            modes = [(module, module.training) for module in self.model.modules()]
             try:
                 loop = assemble(self.subject, options, place, self.max_stretch)
                 self.history, self.description = loop.history, loop.plan.description
@@ -164,5 +166,6 @@ class LocalTrainer(Trainer):
                     self.history = loop.history
                     loop.end()
             finally:
-                self.model.train(was_training)
+                for module, training in modes:
+                    module.training = training
         return self.model

@@ -69,16 +69,16 @@ class Worker:
                 changes what cannot be a row.
         """
         self.model.train()
-        shapes = self._buffer_shapes()
+        at_first = self._buffer_shapes()
         self._trial_step(batch)
-        if self._buffer_shapes() != shapes:
-            shapes = self._buffer_shapes()
+        if (made := self._buffer_shapes()) != at_first:
             self._trial_step(batch)
-        if self._buffer_shapes() != shapes:
-            raise ModelError(
-                "the model's buffers change their shapes from step to step, so they cannot be rows of the fleet: make "
-                "them of one size in __init__"
-            )
+            late = [name for name in self.changing if at_first.get(name) != made[name]]
+            if late or self._buffer_shapes() != made:
+                raise ModelError(
+                    f"the model makes or resizes buffers in its first step and goes on changing them ({late[:3]}), so "
+                    "no node's own could start at the right value: make them in __init__, with their size"
+                )
 
     def _trial_step(self, batch: Any) -> None:
         seed_torch(0, self.device)
@@ -86,35 +86,44 @@ class Worker:
         states = self._random_states()
         frozen = {name: (p, _mark(p)) for name, p in self.model.named_parameters() if not p.requires_grad}
         before = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
-        with self.autocast():
-            loss = self.loss(self.to_device(batch))
-        if not loss.requires_grad:
-            raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
-        loss.backward()
+        try:
+            self._trial_gradient(batch)
+        finally:
+            self.clear_grads(list(self.model.parameters()))
+            self._undo(before)
         self.draws_torch, self.draws_python = (a != b for a, b in zip(states, self._random_states(), strict=True))
-        for name, p in self.model.named_parameters():
-            if p.grad is not None and p.grad.layout != torch.strided:
-                raise ModelError(
-                    f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
-                )
-        self.clear_grads(list(self.model.parameters()))
         for name, (p, mark) in frozen.items():
             if _mark(p) != mark:
                 raise ModelError(
                     f"a training step changes {name!r}, a parameter without requires_grad, which all nodes share: "
                     "make it a buffer (register_buffer), of which every node has its own"
                 )
+
+    def _trial_gradient(self, batch: Any) -> None:
+        with self.autocast():
+            loss = self.loss(self.to_device(batch))
+        if not loss.requires_grad:
+            raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
+        loss.backward()
+        for name, p in self.model.named_parameters():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ModelError(
+                    f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
+                )
+
+    @torch.no_grad()
+    def _undo(self, before: dict[str, tuple[Tensor, int, Tensor]]) -> None:
+        """Find the buffers that the trial changed, and give them their values back; those it made are kept."""
         self.changing = []
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if name not in before or before[name][2].shape != buffer.shape:
-                    continue  # new: the next trial tells
-                was, version, value = before[name]
-                if not _same(value, buffer) or (buffer is was and buffer._version != version):
-                    self.changing.append(name)
-                    owner, attribute = self._owner(name)
-                    owner._buffers[attribute] = was
-                    was.copy_(value)
+        for name, buffer in self.model.named_buffers():
+            if name not in before or before[name][2].shape != buffer.shape:
+                continue
+            was, version, value = before[name]
+            if not _same(value, buffer) or (buffer is was and buffer._version != version):
+                self.changing.append(name)
+                owner, attribute = self._owner(name)
+                owner._buffers[attribute] = was
+                was.copy_(value)
 
     def _buffer_shapes(self) -> dict[str, torch.Size]:
         return {name: buffer.shape for name, buffer in self.model.named_buffers()}
@@ -140,6 +149,7 @@ class Worker:
         self._buffer_owners = {name: self._owner(name) for name in self.changing}
         buffers = dict(self.model.named_buffers())
         self._buffer_homes = {name: buffers[name] for name in self.changing}
+        self._buffers_at_first = {name: buffers[name].clone() for name in self.changing}
         for name in self.changing:
             fleet.buffers[name] = buffers[name].detach()[None].repeat(len(fleet), *[1] * buffers[name].dim())
         self._views: dict[int, list[Tensor]] = {}
@@ -197,6 +207,13 @@ class Worker:
                 home.copy_(view)
             for name, home in self._buffer_homes.items():
                 home.copy_(buffers[name])
+        self._set(self._homes, self._buffer_homes)
+
+    def go_home(self) -> None:
+        """Give the module its own memory again, as it was when it was bound."""
+        with torch.no_grad():
+            for name, home in self._buffer_homes.items():
+                home.copy_(self._buffers_at_first[name])
         self._set(self._homes, self._buffer_homes)
 
     def _set(self, views: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:

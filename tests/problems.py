@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.communicator import Event
+from exogym.communicator import Event, Ledger
 from exogym.fleet import Fleet
 from exogym.strategy import Run, Strategy
 
@@ -116,35 +117,28 @@ def train(
     trainer = LocalTrainer(model, node_data if whole else factory(node_data), loss_fn=nn.functional.mse_loss)
     seen: dict[str, Any] = {}
     events: list[Event] = []
+    add = Ledger.add
 
-    def look(loop: Any) -> None:
-        if loop.step == 0:
-            loop.fleet.comm.ledger.listeners.append(events.append)
-        order = np.argsort(loop.fleet.ranks)
+    def note(ledger: Ledger, event: Event) -> None:
+        events.append(event)
+        add(ledger, event)
+
+    def look(loop: Any) -> None:  # at the end
         ledger = loop.fleet.comm.ledger
-        seen["rows"] = flat(loop.fleet)[order]
+        seen["rows"] = flat(loop.fleet)
         seen["buffers"] = {name: x.clone() for name, x in loop.fleet.buffers.items()}
         seen["bytes"] = [x.copy() for x in (ledger.payload_bytes, ledger.tx_bytes, ledger.rx_bytes)]
-        seen["buffer_bytes"] = ledger.buffer_bytes.copy()
 
-    options = {"max_steps": steps, "batch_size": BATCH, "shuffle": whole, "final_sync": False} | fit
-    trainer.fit(strategy, num_nodes=num_nodes, callbacks=[StartAndEnd(look)], **options)
+    options = {"max_steps": steps, "batch_size": BATCH, "shuffle": whole, "final_sync": False, "callbacks": ()} | fit
+    options["callbacks"] = [*options["callbacks"], look]
+    with mock.patch.object(Ledger, "add", note):
+        trainer.fit(strategy, num_nodes=num_nodes, **options)
     losses = np.full((num_nodes, steps), np.nan)
     for node in range(num_nodes):
         at, values = trainer.history.column("train_loss", node)
         losses[node, at - 1] = values
     vector = parameters_to_vector([p.detach().double() for p in model.parameters() if p.requires_grad])
     return Result(vector, seen["rows"], losses, *seen["bytes"], events, seen["buffers"], trainer)
-
-
-class StartAndEnd:
-    """A callback that is called after evaluations, of which there is one at the start and one at the end."""
-
-    def __init__(self, function: Callable[[Any], None]):
-        self.function = function
-
-    def __call__(self, loop: Any) -> None:
-        self.function(loop)
 
 
 def unwarned(strategy: Strategy, *args: Any, **kwargs: Any) -> Result:
@@ -200,7 +194,10 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def put(model: nn.Module, values: Tensor) -> None:
-    torch.nn.utils.vector_to_parameters(values.to(next(model.parameters())), model.parameters())
+    with torch.no_grad():
+        sizes = [p.numel() for p in model.parameters()]
+        for p, part in zip(model.parameters(), values.split(sizes), strict=True):
+            p.copy_(part.view_as(p))
 
 
 def distance(a: Tensor, b: Tensor) -> float:

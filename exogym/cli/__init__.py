@@ -14,22 +14,24 @@ from typing import Annotated, Any
 
 import typer
 
-from exogym.cli.compare import compare
+from exogym.cli.compare import compare as compare_command
 from exogym.errors import ArgumentError, DataError
 from exogym.progress import notice
 
 # Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="exogym",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
-app.command(no_args_is_help=False)(compare)
+app.command("compare")(compare_command)
 
 
 def _version(wanted: bool) -> None:
@@ -49,15 +51,18 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (those of the process if None) and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
         try:
-            return app(given, prog_name="exogym", standalone_mode=False) or 0
+            status = app(given, prog_name="exogym", standalone_mode=False) or 0
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in given:
                 traceback.print_exc()
-            return _report(error)
+            status = _report(error)
+    if status == INTERRUPTED:
+        print("exogym: interrupted", file=sys.stderr)
+    return status
 
 
 def _report(error: BaseException) -> int:
@@ -65,8 +70,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        print("exogym: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     if isinstance(error, _UsageError):
         text, status = error.format_message(), 2
     elif isinstance(error, ArgumentError | DataError):

@@ -32,53 +32,64 @@ def set_place(place: Place | None) -> None:
     _here.place = place
 
 
-def _meet(kind: str, tensor: Tensor | None, **options: Any) -> Tensor:
+def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
+    if kind != "barrier" and not isinstance(given, Tensor):
+        raise StrategyError(f"{kind}() got a {type(given).__name__}, wanted a tensor")
+    tensor = None if given is None else given.detach()
     place = getattr(_here, "place", None)
     if place is None:
         raise StrategyError(f"{kind}() was called outside a strategy's step: nobody to communicate with here")
     return place.meet(kind, tensor, **options)
 
 
+def _in_place(kind: str, tensor: Tensor, **options: Any) -> Tensor:
+    result = _meet(kind, tensor, **options)
+    with torch.no_grad():
+        return tensor.copy_(result)
+
+
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """Reduce over all nodes, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
     check_choice("op", op, OPERATIONS)
-    with torch.no_grad():
-        return tensor.copy_(_meet("all_reduce", tensor.detach(), op=op))
+    return _in_place("all_reduce", tensor, op=op)
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     """Give every node the tensor of node `src`, in place."""
-    with torch.no_grad():
-        return tensor.copy_(_meet("broadcast", tensor.detach(), src=src))
+    return _in_place("broadcast", tensor, src=src)
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
     """Reduce to node `dst`, in place there; other nodes keep their tensor."""
     check_choice("op", op, OPERATIONS)
-    with torch.no_grad():
-        return tensor.copy_(_meet("reduce", tensor.detach(), dst=dst, op=op))
+    return _in_place("reduce", tensor, dst=dst, op=op)
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all nodes in rank order."""
-    return list(_meet("all_gather", tensor.detach()).unbind(0))
+    return list(_meet("all_gather", tensor).clone().unbind(0))
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
     """Return the tensors of all nodes in rank order on node `dst`, None on the others."""
-    gathered: Any = _meet("gather", tensor.detach(), dst=dst)
+    gathered: Any = _meet("gather", tensor, dst=dst)
     return None if gathered is None else list(gathered.unbind(0))
 
 
 def scatter(tensors: Tensor, src: int = 0) -> Tensor:
     """Return slice `rank` of the (num_nodes, ...) tensor of node `src`."""
-    return _meet("scatter", tensors.detach(), src=src).clone()
+    return _meet("scatter", tensors, src=src).clone()
 
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
     """Reduce a (num_nodes, ...) tensor over all nodes and return slice `rank`."""
     check_choice("op", op, OPERATIONS)
-    return _meet("reduce_scatter", tensors.detach(), op=op).clone()
+    return _meet("reduce_scatter", tensors, op=op).clone()
+
+
+def agree(flags: Tensor) -> Tensor:
+    """Return, for each of the bool `flags`, whether it is set on any node. Not counted, as torch's DDP does not."""
+    return _meet("agree", flags)
 
 
 def barrier() -> None:

@@ -116,9 +116,13 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put `tensors` from `optimizer_state` back; entries are cloned."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    """Put `tensors` from `optimizer_state` back, cloned, each where torch keeps it: with its parameter, but "step"
+    on the CPU unless the optimizer is fused or capturable.
+    """
+    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     optimizer.state.clear()
     for key, value in tensors.items():
         index, name = key.split(".", 1)
-        optimizer.state[parameters[int(index)]][name] = value.clone()
+        group, p = places[int(index)]
+        counted_on_cpu = name == "step" and not (group.get("fused") or group.get("capturable"))
+        optimizer.state[p][name] = value.clone().to("cpu" if counted_on_cpu else p.device)

@@ -29,8 +29,7 @@ TITLES = {
     "fedavg": "FedAvg",
     "demo": "DeMo",
 }
-DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H")
-OWN_LR = {"demo"}  # steps by signs, whatever the inner optimizer of the others: a common learning rate means nothing
+DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "demo_lr")
 _WORDS = {"none": None, "true": True, "false": False}
 
 
@@ -40,14 +39,14 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     Args:
         text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
             `false`, `none`, or else text.
-        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise. A
-            default `lr` is not for DeMo, which has a rule of its own.
+        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise. `lr` is
+            not for DeMo, whose rule is its own: `demo_lr` is; `outer_lr` only for the outer optimizer of the paper.
 
     Raises:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
 
     >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
-    {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
+    {'H': 20, 'lr': 0.01, 'outer_lr': 0.5, 'max_norm': 1.0}
     """
     for name in defaults:
         if name not in DEFAULTS:
@@ -68,14 +67,19 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
         given[option] = _value(value)
-    for option, default in defaults.items():
-        said = {"lr", "inner_lr"} & given.keys() if option == "lr" else option in given
-        if option in known and not said and not (option == "lr" and name in OWN_LR):
-            given[option] = default
+    if name == "demo":
+        defaults["lr"] = defaults.pop("demo_lr", None)
+    if "inner_lr" in given:
+        defaults.pop("lr", None)
+    if "outer_optim" in given:
+        defaults.pop("outer_lr", None)
+    given = {option: value for option, value in defaults.items() if option in known and value is not None} | given
     try:
         return kind(**given)
-    except (TypeError, ValueError) as error:  # an ArgumentError is both
+    except ArgumentError as error:
         raise ArgumentError(f"strategy {text!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"strategy {text!r}: a value is of the wrong kind ({error})") from error
 
 
 def _value(text: str) -> Any:

@@ -107,7 +107,8 @@ def check_schedule(scheduler: Scheduler, warmup_steps: int) -> None:
 
 
 def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    known = inspect.signature(scheduler).parameters
+    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
+    known = inspect.signature(cls).parameters
     bound = scheduler.keywords if isinstance(scheduler, functools.partial) else {}
     fill = {
         name: total_steps for name in ("T_max", "total_steps", "total_iters") if name in known and name not in bound

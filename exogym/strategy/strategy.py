@@ -72,7 +72,8 @@ class Strategy:
 
     Within a step a node has `self.model` (an ordinary model holding this node's parameters, gradients in
     `.grad`), `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the collectives of
-    `exogym.strategy.communicate`.
+    `exogym.strategy.communicate`. In fp16, where any node's gradients overflow, `self.overflowed` is set on all nodes:
+    gradients are zero, and `update_parameters()` leaves the parameters alone.
 
     With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape) and
     `self.rank` is a (rows,) tensor. The first `fit` compares it with one row at a time.
@@ -85,6 +86,7 @@ class Strategy:
     """
 
     stacked = False
+    overflowed = False
     inner: Inner
     model: nn.Module
     rank: Any
@@ -116,13 +118,24 @@ class Strategy:
         self._set_lr()
 
     def communicate_gradients(self) -> None:
-        """Average the gradients over all nodes: all-reduce of P elements, payload P b bytes."""
-        for p in self._parameters():
-            if p.grad is not None:
+        """Average the gradients over all nodes: all-reduce of P elements, payload P b bytes.
+
+        A node without a gradient, where others have one, gives zeros, as in torch's DDP; a parameter that no node has
+        a gradient for is left alone.
+        """
+        parameters = self._parameters()
+        mine = torch.tensor([p.grad is not None for p in parameters])
+        used = communicate.agree(mine.expand(len(self.rank), -1) if self.stacked else mine)
+        for p, needed in zip(parameters, used.tolist(), strict=True):
+            if needed:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
                 communicate.all_reduce(p.grad, op="mean")
 
     def update_parameters(self) -> None:
-        """Clip the gradient to `max_norm` and step the inner optimizer."""
+        """Clip the gradient to `max_norm` and step the inner optimizer; not where the gradients overflowed in fp16."""
+        if self.overflowed:
+            return
         if self.inner.max_norm is not None:
             clip_rows([p.grad for p in self._parameters() if p.grad is not None], self.inner.max_norm, self.stacked)
         self.optim.step()

