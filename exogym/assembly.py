@@ -77,6 +77,9 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
     total_steps = options.total_steps(stream.steps_per_epoch)
     bar.total_steps = total_steps
     run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
+    for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
+        if x.is_meta:
+            raise ModelError(f"{name!r} is on the meta device and has no numbers: materialise the model first")
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)

@@ -84,11 +84,14 @@ class Ledger:
 
     def state(self) -> dict[str, Tensor]:
         names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
-        return {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
+        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
+        return arrays | {f"by_kind.{kind}": torch.tensor(total).double() for kind, total in self.by_kind.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        self.by_kind = {k.removeprefix("by_kind."): float(v) for k, v in state.items() if k.startswith("by_kind.")}
         for name, value in state.items():
-            setattr(self, name, value.numpy().copy())
+            if not name.startswith("by_kind."):
+                setattr(self, name, value.numpy().copy())
 
 
 def tree_sum(x: Tensor, ids: Sequence[int]) -> Tensor:
@@ -296,14 +299,18 @@ class Communicator:
 
     # Moving rows
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Give every present node the row of `src`. Returns (rows, ...), one row expanded if all are present."""
+    def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
+        """Give every member (the present nodes by default) the row of `src`; other rows keep their own.
+
+        Returns (rows, ...), one row expanded if all nodes are members.
+        """
+        group = self.present if members is None else self._sorted([members])[0]
         row = self.wire.rows(x, [self._member(src)])
-        self._record_tree("broadcast", src, _row_bytes(x))
-        if len(self.present) == self.num_nodes:
+        self._record_tree("broadcast", src, _row_bytes(x), group)
+        if len(group) == self.num_nodes:
             return row.expand_as(x)
         result = x.clone()
-        result[self._rows_here(self.present)] = row
+        result[self._rows_here(group)] = row
         return result
 
     def gather(self, x: Tensor, dst: int = 0) -> Tensor:
@@ -414,8 +421,8 @@ class Communicator:
         moved = np.full(n, FACTORS[kind, algorithm](n) * size if n > 1 else 0.0)
         self._add(kind, algorithm, members, size, moved, moved)
 
-    def _record_tree(self, kind: str, root: int, size: float) -> None:
-        members = self.present
+    def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
+        members = self.present if members is None else members
         n, at = len(members), members.index(root)
         down = np.array([_children((k - at) % n, n) * float(size) for k in range(n)])
         up = np.array([0.0 if k == at else float(size) for k in range(n)])

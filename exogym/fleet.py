@@ -119,7 +119,4 @@ class Fleet:
                     self.comm.all_reduce(rows, "mean", groups=groups, out=rows)
                     continue
                 for group in groups or [self.comm.present]:
-                    first = self.comm.wire.rows(rows, [min(group)])[0].clone()
-                    for row, rank in enumerate(self.ranks):
-                        if rank in group:
-                            rows[row] = first
+                    rows.copy_(self.comm.broadcast(rows, min(group), members=group).clone())

@@ -86,7 +86,7 @@ class VmapGradients:
                     "(requires_grad=False), or use compute='loop'"
                 )
             tolerance = 0.05 if torch.bfloat16 in (worker.dtype, a.dtype) or a.dtype == torch.float16 else 1e-3
-            if not float((a - b).norm()) <= tolerance * float(a.norm()) + 1e-7:
+            if not (a - b).norm().item() <= tolerance * a.norm().item() + 1e-7:
                 raise ModelError(
                     f"compute='vmap' cannot train this model: it gives {name!r} another gradient than one node at a "
                     "time, as where a function holds the parameter itself; use compute='loop'"
@@ -104,7 +104,7 @@ class VmapGradients:
         for block in fleet.blocks:
             assert block.grads is not None
             for slot in block.layout:
-                slot.of(block.grads)[rows] = grads[slot.name].to(block.grads.dtype)
+                slot.of(block.grads)[rows] = grads[slot.name].detach().to(block.grads.dtype)
         return losses.to(torch.float32)
 
 

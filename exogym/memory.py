@@ -39,7 +39,15 @@ def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident
     size = batch_examples(batch)
     while True:
         part, _ = next(iter(split_batch(batch, size)))
-        needed = resident_bytes + activation_bytes(worker, part)
+        try:
+            needed = resident_bytes + activation_bytes(worker, part)
+        except Exception as error:
+            if size == batch_examples(batch):
+                raise
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and of "
+                f"{size} the model cannot compute the loss ({error}): raise it, train fewer nodes, or shrink the model"
+            ) from error
         if needed <= limit_bytes:
             return size
         if size == 1:

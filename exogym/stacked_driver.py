@@ -124,7 +124,8 @@ class StackedDriver:
                 else:
                     targets.append(slot.of(block.grads[row]))
                     sources.append(grad)
-            torch._foreach_copy_(targets, sources)
+            if targets:
+                torch._foreach_copy_(targets, sources)
         self.worker.clear_grads()
 
     def _point_gradients(self, row: int) -> None:

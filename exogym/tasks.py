@@ -168,6 +168,7 @@ def shakespeare_task(
         steps=1000,
         lr=3e-3,
         H=10,
+        outer_lr=0.4,
         lr_scheduler="cosine",
         warmup_steps=50,
         max_norm=1.0,

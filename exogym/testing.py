@@ -119,8 +119,8 @@ class _Battery:
         model, data = small_problem()
         trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
         trainer.max_stretch = max_stretch
-        options = {"max_steps": self.steps, "batch_size": 8, "device": "cpu", "progress": False} | options
-        trainer.fit(self.factory(), num_nodes=nodes or self.nodes, **options)
+        given: dict[str, Any] = {"max_steps": self.steps, "batch_size": 8, "device": "cpu", "progress": False} | options
+        trainer.fit(self.factory(), num_nodes=nodes or self.nodes, **given)
         return fingerprint(model), trainer.history
 
     def repeatable(self) -> str:

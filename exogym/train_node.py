@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
+from exogym.strategy.optim import load_optimizer_state, optimizer_state
 from exogym.strategy.strategy import Inner, clip_rows
 from exogym.worker import Worker
 
@@ -64,23 +65,14 @@ class InnerOptimizer:
 
     def save_row(self, row: int) -> dict[str, Tensor]:
         """Return the row's state as tensors named "<parameter>.<entry>"."""
-        state = self.states[row]
-        return {
-            f"{index}.{name}": value if isinstance(value, Tensor) else torch.tensor(value)
-            for index, p in enumerate(self.parameters)
-            for name, value in state.get(p, {}).items()
-            if value is not None
-        }
+        self.enter(row)
+        return optimizer_state(self.optimizer)
 
     def load_row(self, row: int, tensors: dict[str, Tensor]) -> None:
+        """Put a row's state back."""
         self.reset(row)
-        for key, value in tensors.items():
-            index, name = key.split(".", 1)
-            p = self.parameters[int(index)]
-            place = "cpu" if value.dim() == 0 and not self.optimizer.defaults.get("capturable") else p.device
-            self.states[row][p][name] = value.clone().to(
-                place if self.optimizer.defaults.get("fused") is None else p.device
-            )
+        self.enter(row)
+        load_optimizer_state(self.optimizer, tensors)
 
 
 def _without_hooks(optimizer: Optimizer) -> Callable[[], Any]:

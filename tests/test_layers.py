@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
         "options",
         "assembly",
     },
-    {"trainer", "tasks", "compare", "plots", "sweep", "testing"},
+    {"trainer", "tasks", "compare", "comparison", "plots", "sweep", "testing"},
     {"cli", "wizard", "dashboard", "__main__"},
     {"__init__"},  # of exogym itself
 ]

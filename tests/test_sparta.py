@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,14 +147,15 @@ def test_sets_are_a_function_of_seed_block_and_step() -> None:
 
 def test_another_process_draws_the_same_sets() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
         "from test_sparta import started, chosen\n"
         "for method in ('random', 'sequential', 'partitioned'):\n"
         "    module, fleet = started(3, 100, 0.1, method)\n"
         "    print([chosen(module, fleet, step) for step in (1, 7, 23)])\n"
     )
+    tests = Path(__file__).parent
+    paths = os.pathsep.join([str(tests), str(tests.parent)])
     printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": paths}
     ).stdout.splitlines()
     for method, line in zip(("random", "sequential", "partitioned"), printed, strict=True):
         module, fleet = started(3, 100, 0.1, method)

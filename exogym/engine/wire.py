@@ -7,6 +7,7 @@ slices together. That is the ring's number of bytes where each process holds one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,7 +74,7 @@ class ProcessWire(Wire):
         mine = x if len(own) == len(x) else x[own]
         cuts = np.linspace(0, width, processes + 1).astype(int)
         sizes = np.diff(cuts).tolist()
-        outgoing = [mine[:, a:b].reshape(-1) for a, b in zip(cuts, cuts[1:], strict=False)]
+        outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
         slice_ = sizes[self.rank]
         incoming = [x.new_empty(n * slice_) for n in counts]
         self._all_to_all(incoming, outgoing)

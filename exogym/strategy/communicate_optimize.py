@@ -169,6 +169,11 @@ class CommunicateOptimizeStrategy(Strategy):
         self.last_events = [0] * len(self.communication_modules)
         for module in self.modules:
             module.start(fleet, run)
+        if self.gradient_modules and self.local_steps(0, 1) is not None:
+            raise ArgumentError(
+                "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
+                "nodes rest (client_fraction, local_steps, local_epochs): use one or the other"
+            )
 
     @property
     def modules(self) -> list[Module]:

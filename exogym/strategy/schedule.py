@@ -33,7 +33,7 @@ class Schedule:
     Args:
         scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class (or a
             `functools.partial` of one, for its arguments; T_max, total_steps and total_iters are filled in,
-            T - W each, and cycle_momentum is off: only the learning rate follows a schedule);
+            T - W each; only the learning rate follows, so OneCycleLR does not cycle the momentum);
             or a callable from the step to a factor. None is constant.
         warmup_steps: W.
         total_steps: T.
@@ -120,8 +120,6 @@ def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRSchedule
             f"lr_scheduler {scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
             "leave it out"
         )
-    if "cycle_momentum" in known:
-        fill["cycle_momentum"] = False
     try:
         return scheduler(optimizer, **fill)
     except (TypeError, ValueError) as error:
