@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import time
@@ -61,7 +62,7 @@ class Subject:
 def assemble(subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None) -> TrainingLoop:
     """Return the loop of a run, at its start or where its checkpoint stands; nothing is trained yet.
 
-    The model's parameters point at the fleet from here on; `dismantle` gives it its own memory back.
+    The model's parameters point at the fleet from here on; the loop's `end` gives it its own memory back.
 
     Raises:
         ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
@@ -70,38 +71,39 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
     for name in ("val_size", "val_interval"):
         if getattr(options, name) is not None and subject.val_dataset is None:
             raise ArgumentError(f"{name} needs a val_dataset: give the trainer one")
-    stream = Stream(
-        subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
-        shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
-    )  # fmt: skip
-    total_steps = options.total_steps(stream.steps_per_epoch)
-    bar.total_steps = total_steps
-    run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
     for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
         if x.is_meta:
             raise ModelError(f"{name!r} is on the meta device and has no numbers: materialise the model first")
-    model = subject.model.to(device)
-    loss = Loss(model, subject.loss_fn)
-    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
-    first_batch = next(iter(stream.batches(0, 0, 1)))
-    _initialise_lazy(worker, first_batch)
-    worker.probe(first_batch)
-    fleet = Fleet(model, range(options.num_nodes), options.num_nodes, device)
-    worker.bind(fleet)
-    driver: Driver | None = None
-    made: list[Path] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        stream = Stream(
+            subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
+            shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
+        )  # fmt: skip
+        undo.callback(stream.close)
+        total_steps = bar.total_steps = options.total_steps(stream.steps_per_epoch)
+        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
+        model = subject.model.to(device)
+        loss = Loss(model, subject.loss_fn)
+        worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+        first_batch = next(iter(stream.batches(0, 0, 1)))
+        _initialise_lazy(worker, first_batch)
+        worker.probe(first_batch)
+        fleet = Fleet(model, range(options.num_nodes), options.num_nodes, device)
+        worker.bind(fleet)
+        undo.callback(worker.go_home)
+
         snapshot = None
         description = _description(options, fleet, stream, total_steps, device)
         folder = None if options.save_dir is None else Path(options.save_dir)
         if folder is not None:
-            made = _prepare_folder(folder, options)
+            undo.callback(remove_folders, _prepare_folder(folder, options))
             description["shared"] = _sum_of_shared(model, fleet)
             snapshot = _matching_snapshot(folder, description) if options.resume else None
         if snapshot is None:
             description["chosen"] = _choose(options, worker, stream, first_batch)
         worker.micro_batch_size = description["chosen"]["micro_batch_size"]
         driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"])
+        undo.callback(driver.close)
         _warn_if_never(driver, total_steps, options)
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
@@ -116,13 +118,7 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
             driver.shared_state()
         loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
-    except BaseException:
-        worker.go_home()
-        if driver is not None:
-            driver.close()
-        stream.close()
-        remove_folders(made)
-        raise
+        undo.pop_all()
     return loop
 
 

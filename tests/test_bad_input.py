@@ -1,6 +1,7 @@
 """What a user may get wrong: the documented exception, before training, and nothing changed or left behind."""
 
 import inspect
+import multiprocessing
 import random
 import threading
 
@@ -410,6 +411,57 @@ def test_a_data_set_that_fails_ends_the_run():
 
     with pytest.raises(Stop):
         start(data=Failing(), max_steps=8, shuffle=False)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Read one by one, so that workers of the DataLoader do it."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((6,), float(index)), index % 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "given", [{}, {"model": nn.Linear(6, 2).requires_grad_(False)}, {"val": []}, {"strategy": Mine(max_norm=0.1)}]
+)
+def test_no_worker_of_the_data_loader_outlives_the_run(given):
+    error = None
+    try:
+        start(**({"data": Rows(), "val": Rows(), "dataloader_kwargs": {"num_workers": 1}} | given))
+    except ExoGymError as caught:
+        error = caught  # keeps the frames of the run alive, as a notebook does
+    assert (error is not None) == ("model" in given or given.get("val") == [])
+    assert multiprocessing.active_children() == []
+
+
+class Interrupting(nn.Module):
+    """Ctrl-C in the middle of a stretch of node 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.calls = nn.Linear(6, 2), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 8:
+            raise KeyboardInterrupt
+        return self.out(x)
+
+
+@pytest.mark.parametrize("name", BAD_LOSS_STRATEGIES)
+def test_ctrl_c_within_a_stretch(name):
+    with torch.random.fork_rng():
+        trainer = LocalTrainer(Interrupting(), examples(), examples(8), loss_fn=F.cross_entropy)
+    homes = [p.data_ptr() for p in trainer.model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(BAD_LOSS_STRATEGIES[name](), num_nodes=2, max_steps=12, batch_size=4, device="cpu")
+    assert trainer.history[0]["step"] == 0 and trainer.history[-1]["step"] >= 2
+    assert [p.data_ptr() for p in trainer.model.parameters()] == homes
+    assert all(p.grad is None and p.isfinite().all() for p in trainer.model.parameters())
+    start(model=trainer.model)
 
 
 def test_a_metric_without_predictions_is_named():

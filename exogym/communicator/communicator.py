@@ -1,169 +1,19 @@
-"""The communicator: the only thing an algorithm sees of the other nodes.
-
-Every tensor carries the row axis first: row r of an argument is what node `ranks[r]` hands over, and
-row r of a result is what it gets back. A result that is the same for all nodes comes back as one row
-expanded to all (stride 0), so it costs the memory of one.
-
-The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+..., an absent id
-passing its sibling through; so the bits of a sum do not depend on who holds which row.
-
-Each call is recorded around the wire as an `Event` with, per member, the payload (bytes handed over)
-and the bytes sent and received by the named collective algorithm (S: payload, n: members):
-
-    ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
-    server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
-    broadcast, reduce     binomial tree                exchange, mix    S per partner
-"""
+"""The communicator: collectives over rows, recorded around the wire."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator.ledger import FACTORS, Event, Ledger, children
+from exogym.communicator.wire import Wire
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
-CHUNK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True)
-class Event:
-    """One collective, as it went over the wire.
-
-    Attributes:
-        kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
-        members: global ids that took part.
-        payload_bytes: what each member handed over.
-        tx_bytes, rx_bytes: (members,) what each member sent and received.
-        tag: "parameters" or "buffers"; they are counted apart.
-    """
-
-    kind: str
-    algorithm: str
-    members: tuple[int, ...]
-    payload_bytes: float
-    tx_bytes: np.ndarray
-    rx_bytes: np.ndarray
-    tag: str
-
-
-@dataclass
-class Ledger:
-    """Running totals of bytes per node, (num_nodes,) each, and per kind of collective."""
-
-    num_nodes: int
-    payload_bytes: np.ndarray = field(init=False)
-    tx_bytes: np.ndarray = field(init=False)
-    rx_bytes: np.ndarray = field(init=False)
-    buffer_bytes: np.ndarray = field(init=False)
-    by_kind: dict[str, float] = field(default_factory=dict)
-    listeners: list[Callable[[Event], None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.payload_bytes = np.zeros(self.num_nodes)
-        self.tx_bytes = np.zeros(self.num_nodes)
-        self.rx_bytes = np.zeros(self.num_nodes)
-        self.buffer_bytes = np.zeros(self.num_nodes)
-
-    def add(self, event: Event) -> None:
-        members = list(event.members)
-        if event.tag == "buffers":
-            self.buffer_bytes[members] += event.tx_bytes
-        else:
-            self.payload_bytes[members] += event.payload_bytes
-            self.tx_bytes[members] += event.tx_bytes
-            self.rx_bytes[members] += event.rx_bytes
-        self.by_kind[event.kind] = self.by_kind.get(event.kind, 0.0) + float(event.tx_bytes.sum())
-        for listen in self.listeners:
-            listen(event)
-
-    def state(self) -> dict[str, Tensor]:
-        names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
-        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
-        return arrays | {f"by_kind.{kind}": torch.tensor(total).double() for kind, total in self.by_kind.items()}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.by_kind = {k.removeprefix("by_kind."): float(v) for k, v in state.items() if k.startswith("by_kind.")}
-        for name, value in state.items():
-            if not name.startswith("by_kind."):
-                setattr(self, name, value.numpy().copy())
-
-
-def tree_sum(x: Tensor, ids: Sequence[int]) -> Tensor:
-    """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
-
-    Leaves stand at their ids; at each level positions 2k and 2k+1 are added, and a position whose
-    sibling is absent passes through. The result depends on ids and rows only.
-
-    >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
-    tensor([7.])
-    """
-    n, width = x.shape
-    if n == 1:
-        return x[0].clone()
-    out = torch.empty(width, dtype=x.dtype, device=x.device)
-    step = max(1, CHUNK_ELEMENTS // n) if x.device.type == "cpu" else width
-    dense = list(ids) == list(range(n))
-    for start in range(0, width, step):
-        part = x[:, start : start + step]
-        out[start : start + step] = _tree_dense(part) if dense else _tree_sparse(part, ids)
-    return out
-
-
-def _tree_dense(x: Tensor) -> Tensor:
-    while len(x) > 1:
-        pairs = len(x) // 2
-        level = torch.empty((len(x) + 1) // 2, x.shape[1], dtype=x.dtype, device=x.device)
-        torch.add(x[0 : 2 * pairs : 2], x[1 : 2 * pairs : 2], out=level[:pairs])
-        if len(x) % 2:
-            level[pairs] = x[-1]
-        x = level
-    return x[0]
-
-
-def _tree_sparse(x: Tensor, ids: Sequence[int]) -> Tensor:
-    level = dict(zip(ids, x, strict=True))
-    while len(level) > 1:
-        above: dict[int, Tensor] = {}
-        for position, value in level.items():
-            parent = position // 2
-            above[parent] = above[parent] + value if parent in above else value
-        level = above
-    (total,) = level.values()
-    return total
-
-
-class Wire:
-    """What carries rows between blocks. In one process every row is here, so nothing moves."""
-
-    def __init__(self, ranks: Sequence[int]):
-        self.ranks = list(ranks)
-        self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
-
-    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        """Return the rows of `x` (rows, ...) that belong to global `ids`, as (len(ids), ...)."""
-        if list(ids) == self.ranks:
-            return x
-        return x[[self.row_of[i] for i in ids]]
-
-    def reduce(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-        """Reduce rows `ids` of `x` (rows, F) to (F,); `weights` (len(ids),) scale the rows first."""
-        members = self.rows(x, ids)
-        if op == "max":
-            return members.amax(0)
-        if op == "min":
-            return members.amin(0)
-        if weights is not None:
-            return tree_sum(members * weights[:, None].to(members), ids)
-        total = tree_sum(members, ids)
-        return total.div_(len(ids)) if op == "mean" else total
-
-
 Groups = Sequence[Sequence[int]]
 
 
@@ -424,7 +274,7 @@ class Communicator:
     def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
         members = self.present if members is None else members
         n, at = len(members), members.index(root)
-        down = np.array([_children((k - at) % n, n) * float(size) for k in range(n)])
+        down = np.array([children((k - at) % n, n) * float(size) for k in range(n)])
         up = np.array([0.0 if k == at else float(size) for k in range(n)])
         sent, got = (down, up) if kind == "broadcast" else (up, down)
         self._add(kind, "tree", members, size, sent, got)
@@ -434,24 +284,6 @@ class Communicator:
     ) -> None:
         payload = size if len(members) > 1 else 0.0
         self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag))
-
-
-FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
-    ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
-    ("all_reduce", "server"): lambda n: 1.0,
-    ("all_gather", "ring"): lambda n: n - 1.0,
-    ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
-    ("barrier", "tree"): lambda n: 0.0,
-}
-
-
-def _children(position: int, n: int) -> int:
-    """Children of `position` in a binomial broadcast tree over positions 0..n-1 rooted at 0."""
-    limit = n if position == 0 else position & -position
-    count, hop = 0, 1
-    while hop < limit and position + hop < n:
-        count, hop = count + 1, hop * 2
-    return count
 
 
 def _row_bytes(x: Tensor) -> int:

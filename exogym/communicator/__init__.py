@@ -1,0 +1,22 @@
+"""The communicator: the only thing an algorithm sees of the other nodes.
+
+Every tensor carries the row axis first: row r of an argument is what node `ranks[r]` hands over, and
+row r of a result is what it gets back. A result that is the same for all nodes comes back as one row
+expanded to all (stride 0), so it costs the memory of one.
+
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+..., an absent id
+passing its sibling through; so the bits of a sum do not depend on who holds which row.
+
+Each call is recorded around the wire as an `Event` with, per member, the payload (bytes handed over)
+and the bytes sent and received by the named collective algorithm (S: payload, n: members):
+
+    ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
+    server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
+    broadcast, reduce     binomial tree                exchange, mix    S per partner
+"""
+
+from exogym.communicator.communicator import Communicator
+from exogym.communicator.ledger import Event, Ledger
+from exogym.communicator.wire import CHUNK_ELEMENTS, Wire, tree_sum
+
+__all__ = ["CHUNK_ELEMENTS", "Communicator", "Event", "Ledger", "Wire", "tree_sum"]

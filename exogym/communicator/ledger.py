@@ -1,0 +1,92 @@
+"""What went over the wire: events, totals per node, and the traffic of each collective algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective, as it went over the wire.
+
+    Attributes:
+        kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
+        members: global ids that took part.
+        payload_bytes: what each member handed over.
+        tx_bytes, rx_bytes: (members,) what each member sent and received.
+        tag: "parameters" or "buffers"; they are counted apart.
+    """
+
+    kind: str
+    algorithm: str
+    members: tuple[int, ...]
+    payload_bytes: float
+    tx_bytes: np.ndarray
+    rx_bytes: np.ndarray
+    tag: str
+
+
+@dataclass
+class Ledger:
+    """Running totals of bytes per node, (num_nodes,) each, and per kind of collective."""
+
+    num_nodes: int
+    payload_bytes: np.ndarray = field(init=False)
+    tx_bytes: np.ndarray = field(init=False)
+    rx_bytes: np.ndarray = field(init=False)
+    buffer_bytes: np.ndarray = field(init=False)
+    by_kind: dict[str, float] = field(default_factory=dict)
+    listeners: list[Callable[[Event], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = np.zeros(self.num_nodes)
+        self.tx_bytes = np.zeros(self.num_nodes)
+        self.rx_bytes = np.zeros(self.num_nodes)
+        self.buffer_bytes = np.zeros(self.num_nodes)
+
+    def add(self, event: Event) -> None:
+        members = list(event.members)
+        if event.tag == "buffers":
+            self.buffer_bytes[members] += event.tx_bytes
+        else:
+            self.payload_bytes[members] += event.payload_bytes
+            self.tx_bytes[members] += event.tx_bytes
+            self.rx_bytes[members] += event.rx_bytes
+        self.by_kind[event.kind] = self.by_kind.get(event.kind, 0.0) + float(event.tx_bytes.sum())
+        for listen in self.listeners:
+            listen(event)
+
+    def state(self) -> dict[str, Tensor]:
+        names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
+        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
+        return arrays | {f"by_kind.{kind}": torch.tensor(total).double() for kind, total in self.by_kind.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.by_kind = {k.removeprefix("by_kind."): float(v) for k, v in state.items() if k.startswith("by_kind.")}
+        for name, value in state.items():
+            if not name.startswith("by_kind."):
+                setattr(self, name, value.numpy().copy())
+
+
+# Traffic of a member as a multiple of its payload, by (collective, algorithm), for n members
+FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
+    ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("all_reduce", "server"): lambda n: 1.0,
+    ("all_gather", "ring"): lambda n: n - 1.0,
+    ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("barrier", "tree"): lambda n: 0.0,
+}
+
+
+def children(position: int, n: int) -> int:
+    """Children of `position` in a binomial broadcast tree over positions 0..n-1 rooted at 0."""
+    limit = n if position == 0 else position & -position
+    count, hop = 0, 1
+    while hop < limit and position + hop < n:
+        count, hop = count + 1, hop * 2
+    return count
