@@ -84,7 +84,6 @@ class _Setting:
     max_norm: float | None
     H: int
     outer_lr: float | None
-    demo_lr: float
 
     def val_interval(self, val_examples: int) -> int:
         """Return the steps between evaluations on `val_examples`."""

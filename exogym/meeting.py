@@ -171,11 +171,10 @@ class _Place:
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
         """Called in the thread: hand over `tensor` and wait for all others."""
-        if not self.abandoned:
-            self.request = _Request(kind, tensor, options, self.has_rows)
-            self.stopped.release()
-            self.go.acquire()
-            self.request = None
+        self.request = _Request(kind, tensor, options, self.has_rows)
+        self.stopped.release()
+        self.go.acquire()
+        self.request = None
         if self.abandoned or self.function is None:
             raise _Abandoned
         return self.result

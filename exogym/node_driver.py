@@ -177,6 +177,8 @@ class NodeDriver:
         self.worker.point(k)
         for p, grad in zip(self.worker.parameters, self.grads[k], strict=True):
             p.grad = grad
+            if self._step == 0:  # in _init_node, copy.deepcopy(model) would copy the memory of all rows with a view
+                p.data = p.data.clone()
 
     def _leave(self, k: int) -> None:
         if self.blocks is not None:

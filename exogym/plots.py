@@ -79,7 +79,7 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
     room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
-    figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.91)
+    figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
     ends = []
     looks = itertools.product(STYLES, COLOURS)
     for curve in curves:
@@ -113,8 +113,8 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
         axes.set_xlim(0, max(curve.steps[-1] for curve in curves))
     seeds = max((len(curve.losses) for curve in curves), default=1)
     note = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
-    axes.set_title(heading, loc="left", fontsize=11)
-    axes.set_title(note, loc="right", fontsize=8, color="#555555")
+    axes.set_title(heading, loc="left", fontsize=11, pad=20)
+    axes.annotate(note, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color="#555555")
     axes.grid(True, color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -124,6 +124,8 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
 
 def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
     """Write each title right of where its curve ends, moved up or down where titles would overlap."""
+    from matplotlib.patheffects import withStroke
+
     figure = axes.figure
     figure.draw_without_rendering()  # type: ignore[union-attr]
     line = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
@@ -150,4 +152,5 @@ def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
             fontsize=LABEL_POINTS,
             va="center",
             annotation_clip=False,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
         )

@@ -30,7 +30,6 @@ class Task:
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
         H: inner steps between communications of the strategies that have them.
         outer_lr: of DiLoCo's outer optimizer; None: its own default.
-        demo_lr: of DeMo, whose rule has a learning rate of its own.
         partitioner: who gets what, as on the command line; None deals anew each epoch.
     """
 
@@ -46,7 +45,6 @@ class Task:
     lr: float
     H: int
     outer_lr: float | None = None
-    demo_lr: float = 1e-3
     inner_optim: str = "adamw"
     lr_scheduler: str = "constant"
     warmup_steps: int = 0

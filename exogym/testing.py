@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from exogym.callbacks import Every
 from exogym.communicator import Communicator, Wire
 from exogym.errors import StrategyError, checked
 from exogym.fleet import Fleet
@@ -145,7 +146,7 @@ class _Battery:
     def stopping(self) -> str:
         for stop in sorted({1, self.steps // 2, self.steps - 1} - {0, self.steps}):
             with tempfile.TemporaryDirectory() as folder:
-                self.run(max_steps=self.steps, save_dir=folder, checkpoint_interval=stop, callbacks=[_Stop(stop)])
+                self.run(save_dir=folder, checkpoint_interval=stop, callbacks=[Every(stop, lambda loop: True)])
                 resumed, history = self.run(save_dir=folder, resume=True)
             if resumed != self.reference:
                 raise StrategyError(
@@ -205,16 +206,6 @@ class _Battery:
                 f"below {self.learning} of what it was; look at the sign of the update and the learning rate"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
-
-
-class _Stop:
-    """Ends a run after a step, as an interruption would, once its checkpoint is written."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def __call__(self, loop: Any) -> bool:
-        return loop.step >= self.step
 
 
 class _MeetingWire(Wire):

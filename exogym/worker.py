@@ -314,8 +314,9 @@ def check_precision(precision: str) -> str:
 
 
 def _mark(x: Tensor) -> tuple[int, int, float]:
-    """Return what tells whether a tensor was changed, without a copy of it."""
-    return x._version, x.data_ptr(), float(x.detach().sum()) if x.numel() else 0.0
+    """Return what tells whether a tensor was changed, without a copy of it: version, place and, of floats, the sum."""
+    summable = x.layout == torch.strided and x.is_floating_point() and x.dtype.itemsize > 1
+    return x._version, x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Law 2: stopped anywhere and resumed, a run ends in the same bits. And what becomes of a checkpoint under attack."""
 
 import contextlib
+import csv
 import ctypes
 import functools
 import json
@@ -161,15 +162,26 @@ def test_a_log_goes_on_without_gap_or_repetition(tmp_path):
             (tmp_path / "once").touch()
             raise Killed
 
+    def kill_at_the_end(loop):
+        if loop.step == 15:
+            raise Killed
+
     log = tmp_path / "log.csv"
     with pytest.raises(Killed):
         fit(FedAvgStrategy(SGD, H=5), tmp_path / "run", checkpoint_interval=4, logger=CSVLogger(log),
             callbacks=[Every(7, kill)])  # fmt: skip
     fit(FedAvgStrategy(SGD, H=5), tmp_path / "run", checkpoint_interval=4, logger=CSVLogger(log), resume=True,
         callbacks=[Every(7, kill)])  # fmt: skip
+    with pytest.raises(Killed):  # in the last evaluation, after the last checkpoint
+        fit(FedAvgStrategy(SGD, H=5), tmp_path / "run", max_steps=15, logger=CSVLogger(log), resume=True,
+            callbacks=[kill_at_the_end])  # fmt: skip
+    assert list_checkpoints(tmp_path / "run")[-1].name == "step_0000000015"
     fit(FedAvgStrategy(SGD, H=5), tmp_path / "run", max_steps=15, logger=CSVLogger(log), resume=True)
     steps = [line.split(",")[0] for line in log.read_text().splitlines()[1:]]
     assert steps == [str(s) for s in [0, *np.repeat(np.arange(1, 16), 4)]]
+    with open(log) as file:
+        evaluated = [int(row["step"]) for row in csv.DictReader(file) if row["val_loss"]]
+    assert evaluated == [0, 4, 8, 12, 15]
 
 
 def test_nothing_to_resume_is_a_fresh_start(tmp_path):

@@ -39,13 +39,13 @@ def test_text_becomes_arguments() -> None:
 
 
 def test_defaults_go_where_they_are_wanted() -> None:
-    defaults = {"inner_optim": "sgd", "lr": 0.1, "H": 7, "outer_lr": 0.3, "demo_lr": 0.02, "warmup_steps": 3}
+    defaults = {"inner_optim": "sgd", "lr": 0.1, "H": 7, "outer_lr": 0.3, "warmup_steps": 3}
     given = {name: parse_strategy(name, **defaults).given_arguments for name in STRATEGIES}  # type: ignore[attr-defined]
     inner = {"inner_optim": "sgd", "lr": 0.1, "warmup_steps": 3}
     assert given["ddp"] == given["sparta"] == inner
     assert given["fedavg"] == inner | {"H": 7}
     assert given["diloco"] == given["sparta_diloco"] == inner | {"H": 7, "outer_lr": 0.3}
-    assert given["demo"] == {"lr": 0.02, "warmup_steps": 3}
+    assert given["demo"] == {"lr": 0.1, "warmup_steps": 3}
     assert parse_strategy("ddp:inner_lr=0.5", lr=0.1).inner.base_lr == 0.5
     assert "outer_lr" not in parse_strategy("diloco:outer_optim=adam", **defaults).given_arguments  # type: ignore[attr-defined]
 
@@ -128,7 +128,7 @@ def test_all_start_from_the_same_weights(everything: Comparison) -> None:
 def test_notes_say_what_differs(everything: Comparison) -> None:
     notes = {row["strategy"]: row["notes"] for row in everything.rows}
     assert notes["ddp"] == "" and notes["single"] == f"1 of {NODES} shards"
-    assert notes["demo"] == "own rule, lr=0.001"
+    assert notes["demo"] == "own rule, lr=0.002"
     assert notes["diloco"] == f"H={TASK.H}, outer_lr={TASK.outer_lr}" and notes["fedavg"] == f"H={TASK.H}"
 
 

@@ -29,7 +29,7 @@ TITLES = {
     "fedavg": "FedAvg",
     "demo": "DeMo",
 }
-DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "demo_lr")
+DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
 _WORDS = {"none": None, "true": True, "false": False}
 
 
@@ -39,8 +39,8 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     Args:
         text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
             `false`, `none`, or else text.
-        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise. `lr` is
-            not for DeMo, whose rule is its own: `demo_lr` is; `outer_lr` only for the outer optimizer of the paper.
+        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise.
+            `outer_lr` is only for the outer optimizer of the paper.
 
     Raises:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
@@ -67,8 +67,6 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
         given[option] = _value(value)
-    if name == "demo":
-        defaults["lr"] = defaults.pop("demo_lr", None)
     if "inner_lr" in given:
         defaults.pop("lr", None)
     if "outer_optim" in given:
