@@ -34,6 +34,7 @@ class Trainer(ABC):
     Attributes:
         history: a `History` of the last fit; a sequence of dicts.
         description: the last run as one JSON-able value.
+        traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
     """
 
     @checked
@@ -55,6 +56,7 @@ class Trainer(ABC):
         self.subject = Subject(model, train_dataset, val_dataset, loss_fn, dict(metrics or {}))
         self.history = History()
         self.description: dict[str, Any] = {}
+        self.traffic: dict[str, dict[str, float]] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -164,7 +166,7 @@ class LocalTrainer(Trainer):
                 try:
                     loop.run()
                 finally:
-                    self.history = loop.history
+                    self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
                     loop.end()
             finally:
                 for module, training in modes:

@@ -364,13 +364,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_folder_without_permission(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        fit(SimpleReduceStrategy(SGD), tmp_path / "run")
-
-
 # Killed while it writes
 
 

@@ -359,3 +359,25 @@ def test_errors_say_what_was_wrong() -> None:
         with pytest.raises(ArgumentError, match=message):
             call()
     assert comm.ledger.tx_bytes.sum() == 0  # nothing was counted
+
+
+def test_traffic_adds_up_per_collective_and_survives_saving() -> None:
+    comm = Communicator(range(4), 4)
+    comm.all_reduce(torch.ones(4, 6))
+    comm.all_reduce(torch.ones(4, 6), groups=[[0, 1], [2, 3]])
+    comm.all_gather(torch.ones(4, 2))
+    with comm.counted_as("buffers"):
+        comm.broadcast(torch.ones(4, 2))
+    reduced = {
+        "calls": 3,
+        "payload_bytes": 2 * 4 * 24,
+        "tx_bytes": 4 * 1.5 * 24 + 4 * 24,
+        "rx_bytes": 4 * 1.5 * 24 + 4 * 24,
+    }
+    gathered = {"calls": 1, "payload_bytes": 4 * 8, "tx_bytes": 4 * 3 * 8, "rx_bytes": 4 * 3 * 8}
+    buffers = {"calls": 1, "payload_bytes": 4 * 8, "tx_bytes": 3 * 8, "rx_bytes": 3 * 8}
+    wanted = {"ring all_reduce": reduced, "ring all_gather": gathered, "tree broadcast of buffers": buffers}
+    assert comm.ledger.traffic == wanted
+    again = Communicator(range(4), 4)
+    again.ledger.load_state(comm.ledger.state())
+    assert again.ledger.traffic == wanted

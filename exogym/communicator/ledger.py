@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TRAFFIC = ("calls", "payload_bytes", "tx_bytes", "rx_bytes")
+
 
 @dataclass(frozen=True)
 class Event:
@@ -33,14 +35,14 @@ class Event:
 
 @dataclass
 class Ledger:
-    """Running totals of bytes per node, (num_nodes,) each, and per kind of collective."""
+    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes."""
 
     num_nodes: int
     payload_bytes: np.ndarray = field(init=False)
     tx_bytes: np.ndarray = field(init=False)
     rx_bytes: np.ndarray = field(init=False)
     buffer_bytes: np.ndarray = field(init=False)
-    by_kind: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,19 +59,26 @@ class Ledger:
             self.payload_bytes[members] += event.payload_bytes
             self.tx_bytes[members] += event.tx_bytes
             self.rx_bytes[members] += event.rx_bytes
-        self.by_kind[event.kind] = self.by_kind.get(event.kind, 0.0) + float(event.tx_bytes.sum())
+        name = f"{event.algorithm} {event.kind}" + ("" if event.tag == "parameters" else f" of {event.tag}")
+        row = self.traffic.setdefault(name, dict.fromkeys(TRAFFIC, 0.0))
+        seen = (1.0, event.payload_bytes * len(members), float(event.tx_bytes.sum()), float(event.rx_bytes.sum()))
+        for key, value in zip(TRAFFIC, seen, strict=True):
+            row[key] += value
         for listen in self.listeners:
             listen(event)
 
     def state(self) -> dict[str, Tensor]:
         names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
-        return arrays | {f"by_kind.{kind}": torch.tensor(total).double() for kind, total in self.by_kind.items()}
+        rows = {f"traffic.{name}": [row[key] for key in TRAFFIC] for name, row in self.traffic.items()}
+        return arrays | {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        self.by_kind = {k.removeprefix("by_kind."): float(v) for k, v in state.items() if k.startswith("by_kind.")}
+        self.traffic = {}
         for name, value in state.items():
-            if not name.startswith("by_kind."):
+            if name.startswith("traffic."):
+                self.traffic[name.removeprefix("traffic.")] = dict(zip(TRAFFIC, value.tolist(), strict=True))
+            else:
                 setattr(self, name, value.numpy().copy())
 
 
