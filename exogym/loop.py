@@ -76,7 +76,7 @@ class TrainingLoop:
         self.endings: list[Callable[[], None]] = [driver.close]
         self.step, self.stopped = 0, False
         self._evaluated_at = -1
-        self._wall_before, self._examples_before = 0.0, 0
+        self._wall_before, self._examples = 0.0, 0
         self.logged = -1
 
     @property
@@ -182,7 +182,6 @@ class TrainingLoop:
         self.history = History.from_state(snapshot.meta["history"] | arrays)
         self.step, self.logged, self._evaluated_at = (snapshot.meta[name] for name in ("step", "logged", "evaluated"))
         self._wall_before = snapshot.meta["wall_s"]
-        self._examples_before = self.step * self.plan.batch_size * fleet.num_nodes
 
     # Between stretches
 
@@ -212,7 +211,6 @@ class TrainingLoop:
         values |= spread(self.fleet)
         payload, tx, rx = self._bytes()
         wall_s = self._wall_s()
-        done = self.step * self.plan.batch_size * self.fleet.num_nodes - self._examples_before
         span = wall_s - self._wall_before
         values |= {
             "payload_bytes": payload,
@@ -222,8 +220,8 @@ class TrainingLoop:
             "lr": self.driver.lr(max(0, self.step - 1)),
         }
         values |= usage(self.worker.device, time.process_time() - self._cpu_start, span)
-        if done:
-            values["examples_per_s"] = done / span
+        if self._examples:
+            values["examples_per_s"] = self._examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
         self.history.add_evaluation(self.step, self.epoch, values)
@@ -245,6 +243,7 @@ class TrainingLoop:
         logged = steps[(steps % plan.log_interval == 0) | (steps == plan.total_steps)]
         values = losses.float().cpu().numpy()
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
+        self._examples += int(np.count_nonzero(~np.isnan(values))) * plan.batch_size
         bytes_after = self._bytes()
         self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
         self.history.add_stretch(

@@ -86,8 +86,7 @@ class Meeting:
             missing = next(p for p in self.places if p.done)
             raise StrategyError(
                 f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: "
-                "every node must "
-                "make the same collective calls"
+                "every node must make the same collective calls"
             )
         for name, request in calls.items():
             if request.signature != first.signature:

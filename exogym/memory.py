@@ -53,7 +53,6 @@ def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident
         if size == 1:
             raise ArgumentError(
                 f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB "
-                "with the "
-                "fleet's rows: raise it, train fewer nodes, or use a smaller model"
+                "with the fleet's rows: raise it, train fewer nodes, or use a smaller model"
             )
         size = -(-size // 2)

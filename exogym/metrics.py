@@ -60,9 +60,8 @@ class Evaluator:
                 for name, function in self.metrics.items():
                     if output.predictions is None or output.targets is None:
                         raise TrainingError(
-                            f"metric {name!r} needs predictions and targets, but the model's output has none: "
-                            "return a "
-                            "mapping with 'logits' beside 'loss', or use loss_fn="
+                            f"metric {name!r} needs predictions and targets, but the model's output has none: return "
+                            "a mapping with 'logits' beside 'loss', or use loss_fn="
                         )
                     add(f"val_{name}", function(output.predictions, output.targets), size)
         return {name: total / weights[name] for name, total in sums.items()}

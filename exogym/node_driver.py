@@ -168,7 +168,8 @@ class NodeDriver:
         self.meeting.run(functions)
 
     def _enter(self, k: int) -> None:
-        seed = stream_seed(self.run.seed, "strategy", k, self._step, self._resumed[k])
+        first = k if self.blocks is None else self.blocks[k][0]
+        seed = stream_seed(self.run.seed, "strategy", self.fleet.ranks[first], self._step, self._resumed[k])
         seed_torch(seed, self.worker.device)
         seed_python(seed)
         self._resumed[k] += 1
@@ -225,11 +226,10 @@ class NodeDriver:
             off = float((alone - together).abs().max())
             if not off <= 1e-5 * float(alone.abs().max()):
                 raise StrategyError(
-                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters than "
-                    "one row at a "
-                    f"time (largest difference {off:.3g}): some operation crosses the row axis, for example a norm or "
-                    "a topk over "
-                    "all of p instead of p.flatten(1). Keep the first axis apart, or drop stacked = True"
+                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters "
+                    f"than one row at a time (largest difference {off:.3g}): some operation crosses the row axis, "
+                    "for example a norm or a topk over all of p instead of p.flatten(1). Keep the first axis apart, "
+                    "or drop stacked = True"
                 )
 
     def finish(self, step: int) -> None:

@@ -104,8 +104,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor], own: dict[int, int]
         return {"generator": path}
     raise StrategyError(
         f"strategy attribute {path!r} is a {type(value).__name__}, which cannot be saved in a checkpoint: keep "
-        "tensors and "
-        "numbers in attributes, or define state_dict() and load_state_dict(state)"
+        "tensors and numbers in attributes, or define state_dict() and load_state_dict(state)"
     )
 
 

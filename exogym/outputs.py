@@ -71,9 +71,8 @@ class Loss:
             loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ModelError(
-                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or an "
-                "object "
-                "with .loss. If it returns predictions, give loss_fn= to the trainer, for example "
+                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or "
+                "an object with .loss. If it returns predictions, give loss_fn= to the trainer, for example "
                 "torch.nn.functional.cross_entropy"
             )
         logits = fields.get("logits")

@@ -137,9 +137,8 @@ class _Battery:
         capped, _ = self.run(max_stretch=1)
         if capped != self.reference:
             raise StrategyError(
-                "law 'stretches': one step at a time gives other weights than whole stretches; next_event() must name "
-                "every "
-                "step at which the strategy acts, and local_steps() must not depend on how a round is cut"
+                "law 'stretches': one step at a time gives other weights than whole stretches; next_event() must "
+                "name every step at which the strategy acts, and local_steps() must not depend on how a round is cut"
             )
         return "one step at a time ends in the same bits"
 
@@ -151,8 +150,8 @@ class _Battery:
             if resumed != self.reference:
                 raise StrategyError(
                     f"law 'stopping': stopped after step {stop} and resumed, the run ends in other weights; "
-                    "everything that "
-                    "changes during training must be in row_state, shared_state or plain attributes (tensors, numbers)"
+                    "everything that changes during training must be in row_state, shared_state or plain attributes "
+                    "(tensors, numbers)"
                 )
             if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
                 raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, other bytes are counted")
@@ -172,10 +171,8 @@ class _Battery:
                 off = float((whole - apart).abs().max())
                 raise StrategyError(
                     f"law 'placement': with rows in blocks {blocks} the parameters differ by up to {off:.3g} from "
-                    "those with all "
-                    "rows in one: some operation crosses the row axis (a norm, mean or topk over all of x). Rows meet "
-                    "only "
-                    "through the communicator"
+                    "those with all rows in one: some operation crosses the row axis (a norm, mean or topk over all "
+                    "of x). Rows meet only through the communicator"
                 )
         return "rows in one block, in two and each apart give the same bits"
 
@@ -202,8 +199,8 @@ class _Battery:
         if not losses[-1] < self.learning * losses[0]:
             raise StrategyError(
                 f"law 'learns': in {10 * self.steps} steps the validation loss went from {losses[0]:.4f} to "
-                f"{losses[-1]:.4f}, not "
-                f"below {self.learning} of what it was; look at the sign of the update and the learning rate"
+                f"{losses[-1]:.4f}, not below {self.learning} of what it was; look at the sign of the update and the "
+                "learning rate"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
 

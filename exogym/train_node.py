@@ -131,6 +131,5 @@ class TrainNode:
             at = int(torch.nonzero(~finite)[0])
             raise TrainingError(
                 f"the loss of node {self.rank} became {float(losses[at])} at its step {first + at + 1}: lower the "
-                "learning rate, "
-                "clip gradients (max_norm=1.0), or look at the node's data"
+                "learning rate, clip gradients (max_norm=1.0), or look at the node's data"
             )

@@ -186,8 +186,7 @@ class Worker:
             if owner._parameters.get(attribute) is not p:
                 raise ModelError(
                     f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change "
-                    "it in "
-                    "place (under torch.no_grad()) so that the row keeps it"
+                    "it in place (under torch.no_grad()) so that the row keeps it"
                 )
         for name, p, view in zip(self.names, self.parameters, self._at, strict=True):
             if p.data_ptr() != view.data_ptr():
