@@ -108,6 +108,7 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
+            np.minimum(options.step_examples, stream.examples),
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks)

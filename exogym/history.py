@@ -172,7 +172,8 @@ class History(Sequence[Row]):
     def add_evaluation(self, step: int, epoch: int, values: Mapping[str, Any], node: int | None = None) -> None:
         """Add metrics of the averaged model (or of `node`) after `step`; they join the row that is there, or make one.
 
-        A value given here stands before the stretch's. A step without losses has the bytes and seconds known so far.
+        A value given here stands before the stretch's; bytes and seconds of the averaged model are those of the whole
+        step, in all its rows. A step without losses has the bytes and seconds known so far.
 
         Raises:
             ArgumentError: a value that is not one number or text, or one of the keys `step`, `epoch`, `node`.
@@ -189,6 +190,10 @@ class History(Sequence[Row]):
                 new[name] = total
             self._write(line, np.concatenate([new, self._buffer[line : self._size]]))
         self._extra += [name for name in clean if name not in COLUMNS and name not in self._extra]
+        if node is None:  # what belongs to the whole step stands in all its rows
+            for name in (*BYTES, "wall_s"):
+                if clean.get(name) is not None:
+                    self._buffer[name][line] = clean.pop(name)
         self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
         self._count(line)
         self._ends = None

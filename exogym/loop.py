@@ -55,6 +55,7 @@ class Plan:
     final_sync: bool = True
     max_stretch: int | None = None
     description: dict[str, Any] = field(default_factory=dict)
+    examples_per_step: np.ndarray | int = 1  # of each node
 
 
 class TrainingLoop:
@@ -243,7 +244,7 @@ class TrainingLoop:
         logged = steps[(steps % plan.log_interval == 0) | (steps == plan.total_steps)]
         values = losses.float().cpu().numpy()
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
-        self._examples += int(np.count_nonzero(~np.isnan(values))) * plan.batch_size
+        self._examples += int((np.count_nonzero(~np.isnan(values), axis=1) * plan.examples_per_step).sum())
         bytes_after = self._bytes()
         self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
         self.history.add_stretch(

@@ -54,6 +54,11 @@ class NodeDriver:
         self.steps = np.zeros(len(fleet), dtype=np.int64)
         self.nodes = [TrainNode(rank, row, worker, stream, self) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
         self.vmap = VmapGradients(worker) if compute == "vmap" else None
+        if type(strategy).step is Strategy.step:
+            raise StrategyError(
+                f"{type(strategy).__name__} does not override step(), so it would train nothing: see Strategy for an "
+                "example"
+            )
         self.schedule = strategy.inner.schedule(run.total_steps) if hasattr(strategy, "inner") else None
         if self.schedule is None:
             raise StrategyError(f"{type(strategy).__name__}.__init__ must call super().__init__(...)")
@@ -128,6 +133,9 @@ class NodeDriver:
                 per_row.append([p.grad for p in self.worker.parameters])
             else:
                 per_row.append([s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout])
+        if self.worker.scaled:
+            flags = torch.full((len(self.nodes), 1), float(overflowed))
+            overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
         if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
             per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         self.worker.overflowed = overflowed
@@ -138,17 +146,16 @@ class NodeDriver:
         self._take_gradients(per_row)
         self._meet([strategy.step for strategy in self.strategies])
         self.steps += 1
-        self._refuse_standing_schedule(first)
+        self._refuse_standing_still(first)
         return losses
 
-    def _refuse_standing_schedule(self, first: int) -> None:
-        """Raise StrategyError where there is a learning-rate schedule and the step does not advance it."""
+    def _refuse_standing_still(self, first: int) -> None:
+        """Raise StrategyError where `step` did not call `super().step()`."""
         for strategy in self.strategies:
-            inner = strategy.inner
-            if strategy.local_step == first and (inner.lr_scheduler not in (None, "constant") or inner.warmup_steps):
+            if strategy.local_step == first:
                 raise StrategyError(
-                    f"{type(strategy).__name__}.step must call super().step(), or its learning rate never follows "
-                    f"lr_scheduler={inner.lr_scheduler!r}, warmup_steps={inner.warmup_steps}"
+                    f"{type(strategy).__name__}.step must call super().step(): it counts local_step and advances the "
+                    "learning-rate schedule"
                 )
 
     def _take_gradients(self, per_row: list[list[Tensor | None]]) -> None:
@@ -199,7 +206,7 @@ class NodeDriver:
         """
         start = [block.params.clone() for block in self.fleet.blocks]
         n = len(self.fleet)
-        if n < 2:
+        if self.fleet.num_nodes < 2:
             return
         results = []
         counted = self.fleet.comm.ledger.state()
@@ -208,10 +215,9 @@ class NodeDriver:
             self._set_up(strategy)
             for step in range(1, TRIAL_STEPS + 1):
                 self._step = step
-                g = generator(self.run.seed, "trial", step)
-                self._take_gradients(
-                    [[torch.randn(p.shape, generator=g).to(p) for p in self.worker.parameters] for _ in range(n)]
-                )
+                streams = [generator(self.run.seed, "trial", step, rank) for rank in self.fleet.ranks]
+                parameters = self.worker.parameters
+                self._take_gradients([[torch.randn(p.shape, generator=g).to(p) for p in parameters] for g in streams])
                 try:
                     self._meet([s.step for s in self.strategies])
                 except BaseException:

@@ -10,7 +10,7 @@ from torch import Tensor
 from exogym.data.stream import Stream
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
 from exogym.strategy.strategy import Run
 from exogym.train_node import InnerOptimizer, TrainNode
 from exogym.worker import Worker
@@ -82,6 +82,9 @@ class StackedDriver:
                 losses[node.row, 0] = node.compute_gradient()
                 overflowed = overflowed or self.worker.overflowed
                 self._copy_gradients(node.row)
+        if self.worker.scaled:
+            flags = torch.full((len(self.nodes), 1), float(overflowed))
+            overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
         self.worker.overflowed = overflowed
         if not overflowed:
             with torch.no_grad():
@@ -171,6 +174,7 @@ class StackedDriver:
         state = {"last_events": torch.tensor(self.strategy.last_events, dtype=torch.int64)}
         for m, module in enumerate(self.strategy.modules):
             state |= {f"module.{m}.{name}": value for name, value in module.save_state().items()}
+            state |= {f"number.{m}.{name}": torch.tensor(value) for name, value in _numbers(module).items()}
         return state
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
@@ -178,3 +182,10 @@ class StackedDriver:
         for m, module in enumerate(self.strategy.modules):
             prefix = f"module.{m}."
             module.load_state({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+            for name in _numbers(module):
+                setattr(module, name, state[f"number.{m}.{name}"].item())
+
+
+def _numbers(module: Module) -> dict[str, Any]:
+    """Return the plain numbers among a module's attributes: counters a user keeps there must survive a stop."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}

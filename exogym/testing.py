@@ -150,8 +150,9 @@ class _Battery:
             if resumed != self.reference:
                 raise StrategyError(
                     f"law 'stopping': stopped after step {stop} and resumed, the run ends in other weights; "
-                    "everything that changes during training must be in row_state, shared_state or plain attributes "
-                    "(tensors, numbers)"
+                    "everything that changes during training must be in a module's row_state or shared_state, or a "
+                    "plain "
+                    "number; a strategy for one node may keep tensors and numbers in any attribute"
                 )
             if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
                 raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, other bytes are counted")

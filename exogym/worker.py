@@ -101,7 +101,16 @@ class Worker:
 
     def _trial_gradient(self, batch: Any) -> None:
         with self.autocast():
-            loss = self.loss(self.to_device(batch))
+            try:
+                loss = self.loss(self.to_device(batch))
+            except (AttributeError, TypeError) as error:
+                if self.loss.loss_fn is None and isinstance(batch, tuple | list):
+                    raise ModelError(
+                        f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
+                        "without "
+                        "loss_fn= the model gets the whole batch and returns the loss; with loss_fn= it gets the inputs"
+                    ) from error
+                raise
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
         loss.backward()

@@ -375,7 +375,7 @@ def test_traffic_adds_up_per_collective_and_survives_saving() -> None:
         "rx_bytes": 4 * 1.5 * 24 + 4 * 24,
     }
     gathered = {"calls": 1, "payload_bytes": 4 * 8, "tx_bytes": 4 * 3 * 8, "rx_bytes": 4 * 3 * 8}
-    buffers = {"calls": 1, "payload_bytes": 4 * 8, "tx_bytes": 3 * 8, "rx_bytes": 3 * 8}
+    buffers = {"calls": 1, "payload_bytes": 8, "tx_bytes": 3 * 8, "rx_bytes": 3 * 8}
     wanted = {"ring all_reduce": reduced, "ring all_gather": gathered, "tree broadcast of buffers": buffers}
     assert comm.ledger.traffic == wanted
     again = Communicator(range(4), 4)

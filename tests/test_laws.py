@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from exogym import LocalTrainer
+from exogym.callbacks import Every
 from exogym.errors import StrategyError
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
@@ -22,7 +24,7 @@ from exogym.strategy import (
 from exogym.strategy.communicate import all_reduce
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
-from exogym.testing import LAWS, check_strategy
+from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 NODES, STEPS, P = 4, 24, 178
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
@@ -84,7 +86,7 @@ STRATEGIES = {
     ),
     "sparta topk 8 bit": (
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8, interval=4),
-        lambda row, steps: QUANTISED + 6 * 18 * 4 + row,
+        lambda row, steps: QUANTISED + 6 * 18 * 4 / NODES + row,  # one node in turn announces the indices
     ),
     "sparta diloco": (lambda: SPARTADiLoCoStrategy(lr=0.02, p_sparta=0.1, H=6), None),
     "fedavg": (lambda: FedAvgStrategy("adamw", lr=0.02, H=5), lambda row, steps: row * math.ceil(steps / 5)),
@@ -100,6 +102,7 @@ STRATEGIES = {
         # chunks of weight (16, 6), bias, BatchNorm's two, weight (2, 16), bias; at most 4 of each, 4 + 1 bytes
         lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
     ),
+    "demo clipped": (lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8), None),
     "composition": (composition, None),
     "one node": (lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
     "stacked": (lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
@@ -149,6 +152,34 @@ class Broken(PeriodicModule):
                 fleet.comm.all_reduce(x, "mean")
             if self.law == "learns":
                 x.copy_(self.first)
+
+
+class Counting(PeriodicModule):
+    """Averages every second time it is asked, by a plain counter."""
+
+    interval_steps = 5
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def communicate(self, fleet, step):
+        self.asked += 1
+        if self.asked % 2:
+            for block in fleet.blocks:
+                fleet.comm.all_reduce(block.params, "mean", out=block.params)
+
+
+def test_a_counter_of_a_module_survives_a_stop(tmp_path):
+    def train(*callbacks, **options):
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+        strategy = CommunicateOptimizeStrategy("adamw", [Counting()], lr=0.02)
+        trainer.fit(strategy, num_nodes=4, max_steps=20, batch_size=8, device="cpu", callbacks=callbacks, **options)
+        return fingerprint(model)
+
+    train(Every(5, lambda loop: True), save_dir=tmp_path)
+    assert train(save_dir=tmp_path, resume=True) == train()
 
 
 def test_the_sound_version_passes():

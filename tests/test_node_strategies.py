@@ -183,7 +183,7 @@ class Starting(MyCustomStrategy):
         second.data = torch.full_like(second, rank + 0.5)
 
     def step(self):
-        pass
+        Strategy.step(self)
 
 
 def test_what_init_node_does_to_the_parameters_stays():
@@ -378,10 +378,17 @@ def test_a_forgotten_call_of_super_is_named_before_training(what, error, words):
         fit(Forgets(what))
 
 
-def test_a_schedule_that_is_never_advanced_is_an_error():
+def test_a_step_that_does_not_end_the_step_is_an_error():
     with pytest.raises(StrategyError, match=r"step must call super\(\).step"):
-        fit(Forgets("step", lr=0.1, lr_scheduler="cosine"))
-    fit(Forgets("step", lr=0.1))  # a constant rate needs no advancing
+        fit(Forgets("step", lr=0.1))
+
+
+def test_a_strategy_without_a_step_is_an_error():
+    class Nothing(Strategy):
+        pass
+
+    with pytest.raises(StrategyError, match=r"Nothing does not override step\(\)"):
+        fit(Nothing(lr=0.1))
 
 
 def test_collectives_outside_a_step_are_refused():

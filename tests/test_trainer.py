@@ -14,6 +14,7 @@ import exogym.assembly
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.data.stream import Stream
+from exogym.errors import ModelError
 from exogym.history import COLUMNS
 from exogym.outputs import Output, accuracy
 from exogym.strategy import (
@@ -24,7 +25,7 @@ from exogym.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from exogym.testing import fingerprint
+from exogym.testing import fingerprint, small_problem
 
 BATCH = 8
 
@@ -550,3 +551,18 @@ def test_stretches_change_no_bit(name):
     marks = [fingerprint(run.model) for run in ends]
     assert marks[:2] == marks[2:] and marks[0] != marks[1]
     assert averaged(ends[0], "train_loss") == averaged(ends[2], "train_loss")
+
+
+def test_the_last_synchronisation_is_in_every_row_of_its_step():
+    """H does not divide T: the bytes of the synchronisation at the end are in the nodes' rows too."""
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, loss_fn=nn.functional.mse_loss)
+    trainer.fit(DiLoCoStrategy(H=4, lr=0.01), num_nodes=4, max_steps=10, batch_size=8, device="cpu")
+    last = [row for row in trainer.history if row["step"] == 10]
+    assert len(last) == 5 and {row["payload_bytes"] for row in last} == {3 * 712.0}
+
+
+def test_a_model_that_is_given_the_whole_batch_by_mistake():
+    _, data = small_problem()
+    with pytest.raises(ModelError, match="without loss_fn= the model gets the whole batch"):
+        LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), data).fit(SimpleReduceStrategy(lr=0.1), device="cpu")

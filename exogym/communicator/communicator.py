@@ -186,7 +186,7 @@ class Communicator:
         n, size = len(self.present), _row_bytes(x)
         at_src = np.array([member == src for member in self.present])
         sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
-        self._add("scatter", "direct", self.present, size, sent, got)
+        self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
         return self._dealt(row)
 
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
@@ -277,13 +277,21 @@ class Communicator:
         down = np.array([children((k - at) % n, n) * float(size) for k in range(n)])
         up = np.array([0.0 if k == at else float(size) for k in range(n)])
         sent, got = (down, up) if kind == "broadcast" else (up, down)
-        self._add(kind, "tree", members, size, sent, got)
+        self._add(kind, "tree", members, size, sent, got, givers=[root] if kind == "broadcast" else None)
 
     def _add(
-        self, kind: str, algorithm: str, members: Sequence[int], size: float, tx: np.ndarray, rx: np.ndarray
+        self,
+        kind: str,
+        algorithm: str,
+        members: Sequence[int],
+        size: float,
+        tx: np.ndarray,
+        rx: np.ndarray,
+        givers: Sequence[int] | None = None,
     ) -> None:
         payload = size if len(members) > 1 else 0.0
-        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag))
+        gave = tuple(members if givers is None else givers)
+        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave))
 
 
 def _row_bytes(x: Tensor) -> int:

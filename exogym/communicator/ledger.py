@@ -19,7 +19,8 @@ class Event:
     Attributes:
         kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
         members: global ids that took part.
-        payload_bytes: what each member handed over.
+        payload_bytes: what each giver handed over.
+        givers: the members that hand something over: all, or the root of a broadcast or scatter.
         tx_bytes, rx_bytes: (members,) what each member sent and received.
         tag: "parameters" or "buffers"; they are counted apart.
     """
@@ -31,6 +32,7 @@ class Event:
     tx_bytes: np.ndarray
     rx_bytes: np.ndarray
     tag: str
+    givers: tuple[int, ...]
 
 
 @dataclass
@@ -56,12 +58,12 @@ class Ledger:
         if event.tag == "buffers":
             self.buffer_bytes[members] += event.tx_bytes
         else:
-            self.payload_bytes[members] += event.payload_bytes
+            self.payload_bytes[list(event.givers)] += event.payload_bytes
             self.tx_bytes[members] += event.tx_bytes
             self.rx_bytes[members] += event.rx_bytes
         name = f"{event.algorithm} {event.kind}" + ("" if event.tag == "parameters" else f" of {event.tag}")
         row = self.traffic.setdefault(name, dict.fromkeys(TRAFFIC, 0.0))
-        seen = (1.0, event.payload_bytes * len(members), float(event.tx_bytes.sum()), float(event.rx_bytes.sum()))
+        seen = (1.0, event.payload_bytes * len(event.givers), float(event.tx_bytes.sum()), float(event.rx_bytes.sum()))
         for key, value in zip(TRAFFIC, seen, strict=True):
             row[key] += value
         for listen in self.listeners:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from exogym.errors import StrategyError, check_choice
 
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
 OPERATIONS = ("sum", "mean", "max", "min")
 
 

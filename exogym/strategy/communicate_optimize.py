@@ -143,6 +143,9 @@ class CommunicateOptimizeStrategy(Strategy):
         gradient_modules: Sequence[GradientModule] = (),
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+        for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
+            if not isinstance(given, list | tuple):
+                raise ArgumentError(f"{name}={given!r} must be a list of modules")
         self.communication_modules = list(communication_modules)
         self.gradient_modules = list(gradient_modules)
         for kind, modules in (

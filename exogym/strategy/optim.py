@@ -90,13 +90,13 @@ class OptimSpec:
             kwargs[name] = value
         return OptimSpec(spec.cls, **kwargs)
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter], may_fuse: bool = True) -> Optimizer:
         """Return the optimizer over `parameters`; the fused kernel where torch has one and none is asked for."""
         kwargs = dict(self.kwargs)
         parameters = list(parameters)
         chosen = any(kwargs.get(name) is not None for name in ("fused", "foreach", "differentiable"))
         dense = all(p.device.type in ("cpu", "cuda", "mps") and p.is_contiguous() for p in parameters)
-        if self.cls in _FUSED and not chosen and dense:
+        if self.cls in _FUSED and may_fuse and not chosen and dense:
             kwargs["fused"] = True
         cls = _FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
         try:

@@ -114,7 +114,8 @@ class Strategy:
         self.model, self.rank, self.num_nodes = model, rank, num_nodes
         self.local_step = 0
         self.schedule = self.inner.schedule(self.total_steps)
-        self.optim = self.inner.spec.build(p for p in model.parameters() if p.requires_grad)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optim = self.inner.spec.build(trainable, may_fuse=not self.stacked)  # one row fuses, several cannot
         self._set_lr()
 
     def communicate_gradients(self) -> None:
@@ -165,7 +166,11 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
         return
-    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
-    factor = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    # Row by row: a kernel over several rows may add up in another order than over one.
+    rows = zip(*(g.unbind(0) for g in grads), strict=True)
+    norms = torch.stack(
+        [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
+    )
+    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
