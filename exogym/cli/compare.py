@@ -39,7 +39,9 @@ def compare(
     ] = None,
     partition: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="Who gets which data: iid, dirichlet:0.3, shards:2. [default: the task's]"),
+        typer.Option(
+            metavar="HOW", help="Who gets which data: iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]"
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(help="Processes to train in; this version has one.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
