@@ -242,6 +242,10 @@ class Mine(Strategy):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
 
+    def step(self):
+        self.update_parameters()
+        super().step()
+
 
 STRATEGIES = [
     (lambda: DiLoCoStrategy(inner_optimizer="adamw"), "did you mean 'inner_optim'"),
