@@ -25,9 +25,10 @@ from exogym.checkpoint import (
     remove_folders,
     remove_leftovers,
 )
+from exogym.communicator import Wire
 from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
-from exogym.errors import ArgumentError, CheckpointError, ModelError
+from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelError
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.history import History
@@ -59,15 +60,19 @@ class Subject:
     metrics: dict[str, Metric] | None = None
 
 
-def assemble(subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None) -> TrainingLoop:
+def assemble(
+    subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
+) -> TrainingLoop:
     """Return the loop of a run, at its start or where its checkpoint stands; nothing is trained yet.
 
-    The model's parameters point at the fleet from here on; the loop's `end` gives it its own memory back.
+    `wire` says which rows are here. The model's parameters point at the fleet from here on; the loop's `end` gives it
+    its own memory back.
 
     Raises:
         ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
     """
-    sinks, bar = combine(options.logger), Progress(None, options.progress)
+    sinks = combine(options.logger if wire.is_main else None)
+    bar = Progress(None, options.progress if wire.is_main else False)
     for name in ("val_size", "val_interval"):
         if getattr(options, name) is not None and subject.val_dataset is None:
             raise ArgumentError(f"{name} needs a val_dataset: give the trainer one")
@@ -88,7 +93,7 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         first_batch = next(iter(stream.batches(0, 0, 1)))
         _initialise_lazy(worker, first_batch)
         worker.probe(first_batch)
-        fleet = Fleet(model, range(options.num_nodes), options.num_nodes, device)
+        fleet = Fleet(model, wire.ranks, options.num_nodes, device, wire)
         worker.bind(fleet)
         undo.callback(worker.go_home)
 
@@ -96,15 +101,17 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         description = _description(options, fleet, stream, total_steps, device)
         folder = None if options.save_dir is None else Path(options.save_dir)
         if folder is not None:
-            undo.callback(remove_folders, _prepare_folder(folder, options))
+            made = _on_main(wire, lambda: [str(path) for path in _prepare_folder(folder, options)])
+            undo.callback(remove_folders, [Path(path) for path in made] if wire.is_main else [])
             description["shared"] = _sum_of_shared(model, fleet)
-            snapshot = _matching_snapshot(folder, description) if options.resume else None
+            snapshot = _matching_snapshot(folder, description, wire) if options.resume else None
         if snapshot is None:
-            description["chosen"] = _choose(options, worker, stream, first_batch)
+            description["chosen"] = _on_main(wire, lambda: _choose(options, worker, stream, first_batch))
         worker.micro_batch_size = description["chosen"]["micro_batch_size"]
         driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"])
         undo.callback(driver.close)
-        _warn_if_never(driver, total_steps, options)
+        if wire.is_main:
+            _warn_if_never(driver, total_steps, options)
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
@@ -121,6 +128,25 @@ def assemble(subject: Subject, options: FitOptions, device: torch.device, max_st
         sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
         undo.pop_all()
     return loop
+
+
+def _on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
+    """Return what `choose` gives (JSON-able) in the main process, in every process.
+
+    Raises:
+        ExoGymError: what it raised there, in every process.
+    """
+    found: list[Any] = [None, None]
+    if wire.is_main:
+        try:
+            found[0] = choose()
+        except ExoGymError as error:
+            wire.tell([None, str(error)])
+            raise
+    result, problem = wire.tell(found)
+    if problem is not None:
+        raise ExoGymError(problem)
+    return result
 
 
 def make_driver(
@@ -162,19 +188,20 @@ def _description(
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
     return options.description() | {
         "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
+        "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement},
     }  # fmt: skip
 
 
-def _matching_snapshot(folder: Path, description: dict[str, Any]) -> Snapshot | None:
+def _matching_snapshot(folder: Path, description: dict[str, Any], wire: Wire) -> Snapshot | None:
     """Return the newest good checkpoint of this very run; what it had chosen for itself is taken over."""
-    snapshot, complaints = load_newest(folder)
-    for complaint in complaints:
+    snapshot, complaints = load_newest(folder, wire)
+    for complaint in complaints if wire.is_main else []:
         notice(f"{complaint}; using the one before")
     if snapshot is None:
         return None
     saved = snapshot.meta["description"]
     description["chosen"] = saved["chosen"]
-    free = ("limits",)
+    free = ("limits", "placement")
     unlike = differences(
         {k: v for k, v in saved.items() if k not in free}, {k: v for k, v in description.items() if k not in free}
     )
@@ -183,10 +210,11 @@ def _matching_snapshot(folder: Path, description: dict[str, Any]) -> Snapshot | 
         raise CheckpointError(
             f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
         )
-    if snapshot.meta["step"] > description["limits"]["total_steps"]:
+    stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
+    if stands_at > description["limits"]["total_steps"]:
         raise CheckpointError(
-            f"the checkpoint in {folder} stands at step {snapshot.meta['step']}, past the "
-            f"{description['limits']['total_steps']} steps asked for: raise max_steps or num_epochs"
+            f"the checkpoint in {folder} stands at step {stands_at}, past the {description['limits']['total_steps']} "
+            "steps asked for: raise max_steps or num_epochs"
         )
     return snapshot
 

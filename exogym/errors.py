@@ -6,7 +6,8 @@
     ├── DataError        a data set, shard or batch that cannot be used
     ├── StrategyError    a strategy that breaks the rules it was written under
     ├── TrainingError    training itself went wrong (a loss that is not a number, ...)
-    └── CheckpointError  a checkpoint that is missing, torn, or of another run
+    ├── CheckpointError  a checkpoint that is missing, torn, or of another run
+    └── WorkerError      a process of the run is gone (killed, out of memory, cut off)
 
 Each message says what was given, what was wanted, and what to do.
 """
@@ -46,6 +47,10 @@ class TrainingError(ExoGymError):
 
 class CheckpointError(ExoGymError):
     """A checkpoint is missing, torn, or belongs to another run."""
+
+
+class WorkerError(ExoGymError):
+    """A process of the run is gone: it was killed, ran out of memory or was cut off."""
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

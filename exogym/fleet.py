@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from exogym.communicator import Communicator
+from exogym.communicator import Communicator, Wire
 from exogym.layout import Layout, Slot, layouts_of
 
 ALIGNMENT_BYTES = 64
@@ -73,10 +73,12 @@ class Fleet:
         comm: the `Communicator`.
     """
 
-    def __init__(self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device):
+    def __init__(
+        self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None
+    ):
         self.ranks = list(ranks)
         self.num_nodes = num_nodes
-        self.comm = Communicator(self.ranks, num_nodes)
+        self.comm = Communicator(self.ranks, num_nodes, wire)
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
         parameters = dict(module.named_parameters())

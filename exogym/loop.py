@@ -6,9 +6,11 @@ of an epoch (where there is an evaluation) and the end of training.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,9 +21,10 @@ from exogym.callbacks import Every
 from exogym.checkpoint import Snapshot, save
 from exogym.fleet import Fleet
 from exogym.history import History
+from exogym.interrupt import Interrupt
 from exogym.logger import Logger
 from exogym.metrics import Evaluator, spread, usage
-from exogym.progress import Progress
+from exogym.progress import Progress, notice
 from exogym.worker import Worker
 
 
@@ -30,7 +33,7 @@ class Driver(Protocol):
 
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
-    def advance(self, first: int, last: int) -> Tensor: ...
+    def advance(self, first: int, last: int, begun: Tensor | None) -> tuple[Tensor, bool]: ...
     def finish(self, step: int) -> None: ...
     def consensus(self) -> list[Tensor]: ...
     def close(self) -> None: ...
@@ -65,6 +68,9 @@ class TrainingLoop:
         step: steps done; `epoch`: of the last one, from 0; `logged`: the last one given to the logger.
         history, fleet: as they stand.
         stopped: whether a callback ended the training.
+
+    With several processes each runs this loop over its own rows; the main one evaluates, records, logs and calls
+    callbacks, and the others serve it meanwhile.
     """
 
     def __init__(
@@ -75,7 +81,12 @@ class TrainingLoop:
         self.evaluator, self.history, self.logger, self.progress = evaluator, history, logger, progress
         self.callbacks = list(callbacks)
         self.endings: list[Callable[[], None]] = [driver.close]
+        self.wire = fleet.comm.wire
         self.step, self.stopped = 0, False
+        self._begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
+        self._begun_end = 0
+        self.together = False  # whether all processes have come to the end, and may meet once more
+        self._calling_back = False
         self._evaluated_at = -1
         self._wall_before, self._examples = 0.0, 0
         self.logged = -1
@@ -85,26 +96,43 @@ class TrainingLoop:
         return max(0, self.step - 1) // self.plan.steps_per_epoch
 
     def run(self) -> None:
-        """Train to the end."""
+        """Train to the end.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came; with a `save_dir` the run is saved where
+                each node stands.
+        """
         try:
-            with self.progress:
-                self._run()
+            with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
+                self.worker.should_stop = interrupt
+                if self._run():
+                    self.together = True
+                    return
+            self._leave(interrupt.received)
         finally:
             self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
     def end(self) -> None:
-        """Give the model its own memory back, holding the consensus, and end what the run had started."""
+        """Give the model its own memory back, holding the consensus, and end what the run had started.
+
+        After a failure the other processes may be gone, so the model then holds the average of the rows here.
+        """
         try:
             with torch.no_grad():
-                self.worker.set_home(self.driver.consensus(), self.fleet.average_buffers())
+                if self.together or not self.wire.is_shared:
+                    self.worker.set_home(*self._model_of(None))
+                else:
+                    buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
+                    self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
         finally:
             for ending in self.endings:
                 ending()
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
+        """Train; return False where a signal stopped it."""
         plan = self.plan
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        if self.step < plan.total_steps:
+        if self.step < plan.total_steps and self._begun is None:
             # On resume: what a checkpoint from the end of a shorter run could not know of.
             if self._evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
                 self._evaluate()
@@ -113,7 +141,11 @@ class TrainingLoop:
         while self.step < plan.total_steps and not self.stopped:
             first, last = self.step, self._stretch_end()
             before, bytes_before = self._wall_s(), self._bytes()
-            losses = self.driver.advance(first, last)
+            losses, finished = self.driver.advance(first, last, self._begun)
+            if not finished:
+                self._begun, self._begun_end = losses, last
+                return False
+            self._begun = None
             self.step = last
             self._record(first, losses, before, bytes_before)
             at_end = last == plan.total_steps
@@ -129,24 +161,70 @@ class TrainingLoop:
         self._evaluate()
         self._call_back(every=False)
         self._log()
+        return True
+
+    def _signals(self) -> list[signal.Signals]:
+        """Return the signals that wait for a good moment: one to save at, or one at which all processes meet."""
+        if self.plan.save_dir is not None:
+            return [signal.SIGINT, signal.SIGTERM]
+        return [signal.SIGINT] if self.wire.is_shared else []
+
+    def _leave(self, received: signal.Signals | None) -> None:
+        """Save, say what resumes, and end as the signal asks."""
+        name = received.name if received is not None else "a signal to another process"
+        if self.plan.save_dir is not None:
+            path = self.save()
+            if self.wire.is_main:
+                notice(
+                    f"stopped by {name} after step {self.step}{self._in_stretch()}; saved in {path}. The same fit with "
+                    f"save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
+                )
+        self.together = True
+        if received is signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt(f"{name} after step {self.step}")
+
+    def _in_stretch(self) -> str:
+        if self._begun is None:
+            return ""
+        taken = (~torch.isnan(self._begun)).sum(1).tolist()
+        return f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
         """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one."""
         if self.evaluator is None:
             return {}
-        if node is None:
-            return self.evaluator(self.driver.consensus(), self.fleet.average_buffers())
-        wire = self.fleet.comm.wire
-        vectors = [wire.rows(block.params, [node])[0] for block in self.fleet.blocks]
-        return self.evaluator(vectors, {name: wire.rows(x, [node])[0] for name, x in self.fleet.buffers.items()})
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["evaluate", node])
+        vectors, buffers = self._model_of(node)
+        values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
+        return self._known_to_all(values)
 
-    def save(self) -> None:
-        """Write a checkpoint of this moment."""
+    def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
+        """Return what the main process found in every process that somebody looks at."""
+        return values if self.wire.forked else self.wire.tell(values)
+
+    def _model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        if node is None:
+            return self.driver.consensus(), self.fleet.average_buffers()
+        rows = self.wire.rows
+        vectors = [rows(block.params, [node])[0] for block in self.fleet.blocks]
+        return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment; return its folder."""
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["save", None])
+        return save(self.plan.save_dir, self._snapshot(), self.plan.keep_checkpoints, self.wire)
+
+    def _snapshot(self) -> Snapshot:
         fleet, rows = self.fleet, {}
         for row, rank in enumerate(fleet.ranks):
             state = {f"params.{b}": block.params[row] for b, block in enumerate(fleet.blocks)}
             state |= {f"buffer.{name}": x[row] for name, x in fleet.buffers.items()}
             state |= {f"driver.{name}": value for name, value in self.driver.row_state(row).items()}
+            if self._begun is not None:
+                state["begun"] = self._begun[row]
             scale = [float(self.worker.scales[row]), float(self.worker.good_steps[row])]
             rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
         shared = {f"driver.{name}": value for name, value in self.driver.shared_state().items()}
@@ -159,12 +237,12 @@ class TrainingLoop:
                 history[name] = value
         counters: dict[str, Any] = {
             "step": self.step,
+            "begun_end": self._begun_end if self._begun is not None else None,
             "logged": self.logged,
             "evaluated": self._evaluated_at,
             "wall_s": self._wall_s(),
         }
-        meta = counters | {"history": history, "description": self.plan.description}
-        save(self.plan.save_dir, Snapshot(rows, shared, meta), self.plan.keep_checkpoints)
+        return Snapshot(rows, shared, counters | {"history": history, "description": self.plan.description})
 
     def load(self, snapshot: Snapshot) -> None:
         """Stand where `snapshot` was taken."""
@@ -177,6 +255,9 @@ class TrainingLoop:
                 x[row] = state[f"buffer.{name}"]
             self.driver.load_row_state(row, _below("driver.", state))
             self.worker.scales[row], self.worker.good_steps[row] = state["scale"].tolist()
+        if snapshot.meta.get("begun_end") is not None:
+            self._begun_end = snapshot.meta["begun_end"]
+            self._begun = torch.stack([snapshot.rows[rank]["begun"] for rank in fleet.ranks]).to(self.worker.device)
         self.driver.load_shared_state(_below("driver.", snapshot.shared))
         fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
         arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
@@ -187,6 +268,8 @@ class TrainingLoop:
     # Between stretches
 
     def _stretch_end(self) -> int:
+        if self._begun is not None:
+            return self._begun_end
         plan, step = self.plan, self.step
         ends = [plan.total_steps, self.driver.next_event(step)]
         intervals = [
@@ -210,6 +293,9 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         values: dict[str, Any] = dict(self.evaluate())
         values |= spread(self.fleet)
+        self._evaluated_at = self.step
+        if self.wire.is_hidden:
+            return
         payload, tx, rx = self._bytes()
         wall_s = self._wall_s()
         span = wall_s - self._wall_before
@@ -227,19 +313,45 @@ class TrainingLoop:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
         self.history.add_evaluation(self.step, self.epoch, values)
         self.progress.update(self.step, **{k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
-        self._evaluated_at = self.step
 
     def _call_back(self, every: bool = True) -> None:
-        for callback in self.callbacks:
-            if isinstance(callback, Every):
-                due = every and self._due(callback.steps)
+        due = [callback for callback in self.callbacks if self._is_due(callback, every)]
+        if not due:
+            return
+        if not self.wire.is_main:
+            self._serve()
+            return
+        self._calling_back = True
+        try:
+            for callback in due:
+                if callback(self) is True:
+                    self.stopped = True
+        finally:
+            self._calling_back = False
+        self.wire.tell(["go on", self.stopped])
+
+    def _is_due(self, callback: Callable[[Any], Any], every: bool) -> bool:
+        if isinstance(callback, Every):
+            return every and self._due(callback.steps)
+        return self._evaluated_at == self.step
+
+    def _serve(self) -> None:
+        """Take part in what the main process's callbacks ask of all, until they are done."""
+        while True:
+            wish, value = self.wire.tell(None)
+            if wish == "evaluate":
+                self.evaluate(value)
+            elif wish == "save":
+                self.save()
             else:
-                due = self._evaluated_at == self.step
-            if due and callback(self) is True:
-                self.stopped = True
+                self.stopped = value
+                return
 
     def _record(self, first: int, losses: Tensor, wall_before: float, bytes_before: tuple[float, float, float]) -> None:
         plan, last = self.plan, self.step
+        losses = self.wire.rows(losses, range(self.fleet.num_nodes))
+        if self.wire.is_hidden:
+            return
         steps = np.arange(first + 1, last + 1)
         logged = steps[(steps % plan.log_interval == 0) | (steps == plan.total_steps)]
         values = losses.float().cpu().numpy()
@@ -249,7 +361,7 @@ class TrainingLoop:
         self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
         self.history.add_stretch(
             steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
-            lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=self.fleet.ranks,
+            lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=range(self.fleet.num_nodes),
             payload_bytes=bytes_before[0], tx_bytes=bytes_before[1], rx_bytes=bytes_before[2],
             final_bytes=bytes_after, wall_s=(wall_before, self._wall_s()), span=(first + 1, last),
         )  # fmt: skip

@@ -115,10 +115,12 @@ class NodeDriver:
         assert self.schedule is not None
         return self.schedule.lr(step)
 
-    def advance(self, first: int, last: int) -> Tensor:
-        """Take one step of all nodes; returns their losses, (rows, 1)."""
+    def advance(self, first: int, last: int, begun: Tensor | None) -> tuple[Tensor, bool]:
+        """Take one step of all nodes; returns their losses, (rows, 1), and False where the run is to stop before it."""
         self._step = last
         losses = torch.full((len(self.fleet), 1), torch.nan, device=self.worker.device)
+        if self.fleet.comm.wire.agree(self.worker.should_stop()):
+            return losses, False
         if self.vmap is not None:
             batches = [next(iter(n.stream.batches(n.rank, first, 1))) for n in self.nodes]
             losses[:, 0] = self.vmap([n.row for n in self.nodes], batches)
@@ -147,7 +149,7 @@ class NodeDriver:
         self._meet([strategy.step for strategy in self.strategies])
         self.steps += 1
         self._refuse_standing_still(first)
-        return losses
+        return losses, True
 
     def _refuse_standing_still(self, first: int) -> None:
         """Raise StrategyError where `step` did not call `super().step()`."""

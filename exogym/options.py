@@ -17,7 +17,7 @@ from exogym.strategy.strategy import Strategy
 from exogym.worker import check_precision
 
 COMPUTE = ("loop", "vmap", "auto")
-COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints", "processes")
+COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints")
 OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
@@ -47,7 +47,7 @@ class FitOptions:
     device: str | torch.device = "auto"
     devices: Sequence[int] | None = None
     compute: str = "loop"
-    processes: int = 1
+    processes: int | str = 1
     reduction: str = "tree"
     final_sync: bool = True
     logger: Any = None
@@ -58,6 +58,7 @@ class FitOptions:
     checkpoint_interval: int | None = None
     keep_checkpoints: int = 2
     resume: bool = False
+    max_restarts: int = 0
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -77,21 +78,25 @@ class FitOptions:
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_choice("compute", self.compute, COMPUTE)
-        check_choice("reduction", self.reduction, ("tree",))
+        check_choice("reduction", self.reduction, ("tree", "native"))
+        if self.processes != "auto":
+            check_count("processes", self.processes)
+        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
+            raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
         check_precision(self.precision)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed={self.seed!r} must be a whole number")
-        if self.processes != 1 or self.devices is not None:
+        if self.devices is not None:
             raise ArgumentError(
-                f"processes={self.processes!r}, devices={self.devices!r}: this version trains in one process on one "
-                "device; leave them out"
+                f"devices={self.devices!r}: one process trains on one device, named by device=; for several GPUs start "
+                "the script with python -m exogym.launch --nproc_per_node, which gives each process its own"
             )
         if self.autocast and self.precision not in ("fp32", "bf16"):
             raise ArgumentError(f"autocast=True means precision='bf16', but precision={self.precision!r} is given too")
         usage = self.max_memory_usage
         if usage is not None and not (is_number(usage) and 0 < usage <= 1):
             raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
-        for name in ("checkpoint_interval", "resume"):
+        for name in ("checkpoint_interval", "resume", "max_restarts"):
             if getattr(self, name) and self.save_dir is None:
                 raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to")
         if not isinstance(self.callbacks, Sequence):

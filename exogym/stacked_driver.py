@@ -44,29 +44,42 @@ class StackedDriver:
     def lr(self, step: int) -> float:
         return self.inner.schedule.lr(step)
 
-    def advance(self, first: int, last: int) -> Tensor:
+    def advance(self, first: int, last: int, begun: Tensor | None) -> tuple[Tensor, bool]:
         """Train from step `first` to `last`, at most up to the next event, and communicate if it is one.
 
+        Args:
+            begun: losses of this stretch that are there already, where it was stopped in the middle.
+
         Returns:
-            (rows, last - first) losses, NaN where a node did not act.
+            (rows, last - first) losses, NaN where a node did not act, and False where the run is to stop before the
+            stretch is done.
         """
-        losses = torch.full((len(self.fleet), last - first), torch.nan, device=self.worker.device)
+        losses = begun
+        if losses is None:
+            losses = torch.full((len(self.fleet), last - first), torch.nan, device=self.worker.device)
+        done = (~torch.isnan(losses)).sum(1).tolist()
         work = self.strategy.local_steps(first, last)
         counts = [last - first if work is None else int(work[rank]) for rank in self.fleet.ranks]
+        wire = self.fleet.comm.wire
         if self.strategy.needs_gradients:
+            if wire.agree(self.worker.should_stop()):
+                return losses, False
             self._step_with_gradients(last, losses)
         elif self.vmap is not None:
-            self._vmap_steps(counts, losses)
+            self._vmap_steps(done, counts, losses)
         else:
-            for node, count in zip(self.nodes, counts, strict=True):
-                if count:
-                    losses[node.row, :count] = node.train(count)
+            for node, start, count in zip(self.nodes, done, counts, strict=True):
+                if start < count:
+                    taken = node.train(count - start)
+                    losses[node.row, start : start + len(taken)] = taken
+        if not self.strategy.needs_gradients and wire.agree(self.worker.should_stop()):
+            return losses, False
         with torch.no_grad():
             fresh = self.strategy.communicate(self.fleet, last)
         if fresh:
             for node in self.nodes:
                 self.inner.reset(node.row)
-        return losses
+        return losses, True
 
     def _step_with_gradients(self, step: int, losses: Tensor) -> None:
         blocks = self.fleet.blocks
@@ -97,10 +110,13 @@ class StackedDriver:
             self.inner.step(node.row, clip=False, skip=overflowed)
             self.worker.update_scale(node.row)
 
-    def _vmap_steps(self, counts: list[int], losses: Tensor) -> None:
+    def _vmap_steps(self, done: list[int], counts: list[int], losses: Tensor) -> None:
         assert self.vmap is not None
-        for k in range(max(counts)):
-            nodes = [node for node, count in zip(self.nodes, counts, strict=True) if k < count]
+        for k in range(min(done), max(counts)):
+            if self.worker.should_stop():
+                return
+            spans = zip(self.nodes, done, counts, strict=True)
+            nodes = [node for node, start, count in spans if start <= k < count]
             rows = [node.row for node in nodes]
             losses[rows, k] = self.vmap(rows, [self._batch(node) for node in nodes])
             for node in nodes:

@@ -217,7 +217,7 @@ class _MeetingWire(Wire):
         matrix = communicate._meet("all_gather", x.contiguous())[0]
         return matrix[[self.everyone.index(i) for i in ids]]
 
-    def reduce(self, x: Tensor, ids: Any, op: str, weights: Tensor | None = None) -> Tensor:
+    def reduce(self, x: Tensor, ids: Any, op: str, weights: Tensor | None = None, everywhere: bool = True) -> Tensor:
         return Wire(list(ids)).reduce(self.rows(x, ids), ids, op, weights)
 
 
@@ -228,10 +228,8 @@ def _mix_blocks(strategy: CommunicateOptimizeStrategy, blocks: list[list[int]], 
     run = Run(nodes, 0, steps, torch.full((nodes,), 64).numpy(), 8)
     fleets = []
     for ranks in blocks:
-        fleet = Fleet(model, ranks, nodes, torch.device("cpu"))
-        if len(blocks) > 1:
-            fleet.comm = Communicator(ranks, nodes, _MeetingWire(ranks, everyone))
-        fleets.append(fleet)
+        wire = _MeetingWire(ranks, everyone) if len(blocks) > 1 else None
+        fleets.append(Fleet(model, ranks, nodes, torch.device("cpu"), wire))
     copies = [copy.deepcopy(strategy) for _ in blocks]
 
     def program(k: int) -> None:

@@ -95,7 +95,7 @@ class TrainNode:
         self.worker, self.stream, self.inner = worker, stream, inner
 
     def train(self, count: int) -> Tensor:
-        """Take `count` local steps one after the other; return their losses, (count,).
+        """Take `count` local steps one after the other; return their losses, (count,), or fewer if told to stop.
 
         Raises:
             TrainingError: a loss is not a number; the message names node and step.
@@ -110,6 +110,9 @@ class TrainNode:
             losses[k] = worker.gradient(batch, row)
             inner.step(row, skip=worker.overflowed)
             worker.update_scale(row)
+            if worker.should_stop():
+                losses = losses[: k + 1]
+                break
         worker.check(row)
         self.refuse_nan(losses, first)
         return losses

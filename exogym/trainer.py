@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from exogym.assembly import Subject, assemble
+from exogym.communicator import Wire
 from exogym.data.partition import Partitioner
 from exogym.devices import OneThread, resolve_device
+from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, checked
 from exogym.history import History
 from exogym.metrics import Metric
 from exogym.options import FitOptions, option_names
+from exogym.placement import run_placed
 from exogym.rng import preserved_state
 from exogym.strategy.strategy import Strategy
 
@@ -68,7 +71,7 @@ class Trainer(ABC):
 
 
 class LocalTrainer(Trainer):
-    """Trains on this machine: N simulated nodes, a row each, in one process.
+    """Trains on this machine: N simulated nodes, a row each, in one process or several; or in torchrun's world.
 
     >>> import torch
     >>> from exogym import LocalTrainer
@@ -106,7 +109,7 @@ class LocalTrainer(Trainer):
         device: str | torch.device = "auto",
         devices: Sequence[int] | None = None,
         compute: str = "loop",
-        processes: int = 1,
+        processes: int | str = 1,
         reduction: str = "tree",
         final_sync: bool = True,
         logger: Any = None,
@@ -117,6 +120,7 @@ class LocalTrainer(Trainer):
         checkpoint_interval: int | None = None,
         keep_checkpoints: int = 2,
         resume: bool = False,
+        max_restarts: int = 0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -136,7 +140,11 @@ class LocalTrainer(Trainer):
             seed: fixes everything; the caller's random state is left as it was.
             device: "auto" takes a GPU where there is one (CUDA, then Apple's MPS), or a torch device.
             compute: "loop" (one node after another, exact), "vmap" (rows at once), "auto" (times both and says).
-            processes, devices, reduction: placement; this version trains in one process on one device.
+            processes: so many processes share the nodes, forked from this one (Linux, CPU); the result has the same
+                bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
+                torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
+            devices: GPUs by number, one for each process under torchrun.
+            reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).
             log_interval: steps between records.
@@ -144,31 +152,43 @@ class LocalTrainer(Trainer):
             callbacks: see `exogym.callbacks`.
             save_dir, checkpoint_interval, keep_checkpoints: where and how often to checkpoint (also at the end),
                 and how many are kept.
-            resume: go on from the newest good checkpoint of `save_dir`, or start where there is none.
+            resume: go on from the newest good checkpoint of `save_dir`, or start where there is none; another number
+                of processes will do.
+            max_restarts: so often, where one of several processes dies, all start again from the last checkpoint.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
             ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known.
             TrainingError: a loss that is not a number; node and step are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
+            WorkerError: one of several processes was killed; none of the others is left.
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C), or with `save_dir` SIGTERM; the run was saved first, where
+                each node stood.
 
-        After an error or Ctrl-C in training the model holds the average of where the nodes stood, and
-        `trainer.history` what happened until then.
+        After an error or Ctrl-C in training the model holds the average of where the nodes stood (after an error
+        with several processes: the nodes here), and `trainer.history` what happened until then.
         """
         given = locals()
         options = FitOptions(**{name: given[name] for name in option_names()})
-        place = resolve_device(options.device)
+        self._place(options)
+        return self.model
+
+    def _place(self, options: FitOptions) -> None:
+        place = resolve_device(local_device(options.device))
         with preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
-                loop = assemble(self.subject, options, place, self.max_stretch)
-                self.history, self.description = loop.history, loop.plan.description
-                try:
-                    loop.run()
-                finally:
-                    self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
-                    loop.end()
+                run_placed(self.subject, options, place, lambda given, wire: self._train(given, place, wire))
             finally:
                 for module, training in modes:
                     module.training = training
-        return self.model
+
+    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
+        """Train the rows that `wire` says are here."""
+        loop = assemble(self.subject, options, device, self.max_stretch, wire)
+        self.history, self.description = loop.history, loop.plan.description
+        try:
+            loop.run()
+        finally:
+            self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            loop.end()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class Worker:
     Attributes:
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
+        should_stop: asked after each step; True ends the stretch there.
         changing: names of the buffers that a training step changes; these have rows.
     """
 
@@ -55,6 +56,7 @@ class Worker:
         self.dtype, self.micro_batch_size = AUTOCAST[precision], micro_batch_size
         self.scaled = precision == "fp16"
         self.draws_torch = self.draws_python = True
+        self.should_stop: Callable[[], bool] = lambda: False
         self.changing: list[str] = []
 
     # Looking at the model before training

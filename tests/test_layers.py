@@ -15,7 +15,7 @@ import exogym
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
     {"errors", "rng", "layout", "devices"},
-    {"fleet", "communicator", "network"},
+    {"fleet", "communicator", "network", "clock", "faults"},
     {"strategy", "compress", "data", "models", "engine"},
     {
         "gradients",
@@ -36,8 +36,10 @@ FLOORS: list[set[str]] = [
         "callbacks",
         "options",
         "assembly",
+        "interrupt",
+        "placement",
     },
-    {"trainer", "tasks", "compare", "comparison", "plots", "sweep", "testing"},
+    {"trainer", "tasks", "compare", "comparison", "plots", "sweep", "testing", "distributed", "launch", "advise"},
     {"cli", "wizard", "dashboard", "__main__"},
     {"__init__"},  # of exogym itself
 ]

@@ -17,6 +17,6 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 
 from exogym.communicator.communicator import Communicator
 from exogym.communicator.ledger import Event, Ledger
-from exogym.communicator.wire import CHUNK_ELEMENTS, Wire, tree_sum
+from exogym.communicator.wire import CHUNK_ELEMENTS, Wire, reduce_rows, tree_sum
 
-__all__ = ["CHUNK_ELEMENTS", "Communicator", "Event", "Ledger", "Wire", "tree_sum"]
+__all__ = ["CHUNK_ELEMENTS", "Communicator", "Event", "Ledger", "Wire", "reduce_rows", "tree_sum"]

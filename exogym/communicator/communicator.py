@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children
-from exogym.communicator.wire import Wire
+from exogym.communicator.wire import Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -78,6 +78,7 @@ class Communicator:
             which a row outside all groups keeps its own value.
         """
         check_choice("op", op, OPERATIONS)
+        apart = groups is not None
         groups = self._sorted(groups)
         flat = x.reshape(len(x), -1)
         everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
@@ -91,7 +92,7 @@ class Communicator:
                 if op != "mean":
                     raise ArgumentError(f"weights need op='mean', not {op!r}")
                 share = _share(weights, group)
-            result = self.wire.reduce(flat, group, op, share)
+            result = self.wire.reduce(flat, group, op, share, everywhere=not apart)
             self._record("all_reduce", algorithm, group, _row_bytes(x))
             if target is not None:
                 for row in self._rows_here(group):
@@ -113,8 +114,10 @@ class Communicator:
         expanded; a row outside all groups has its own decoded value.
         """
         groups = self._sorted(groups)
-        decoded = decode(*payload)
         size = sum(_row_bytes(part) for part in payload)
+        if self.wire.packs:
+            return self._sum_packed(payload, decode, op, groups, size)
+        decoded = decode(*payload)
         flat = decoded.reshape(len(decoded), -1)
         if len(groups) == 1 and len(groups[0]) == self.num_nodes:
             self._record("all_gather", "ring", groups[0], size)
@@ -127,6 +130,29 @@ class Communicator:
             for row in self._rows_here(group):
                 result[row] = reduced
         return result.view_as(decoded)
+
+    def _sum_packed(
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str, groups: list[list[int]], size: float
+    ) -> Tensor:
+        """`sum_decoded` where the packed bytes travel and everyone decodes all of them."""
+        packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
+        widths = [_row_bytes(part) for part in payload]
+        result = None if len(groups) == 1 and len(groups[0]) == self.num_nodes else decode(*payload).clone()
+        for group in groups:
+            self._record("all_gather", "ring", group, size)
+            pieces = self.wire.rows(packed, group).split(widths, 1)
+            parts = [
+                piece.contiguous().view(part.dtype).view(len(group), *part.shape[1:])
+                for piece, part in zip(pieces, payload, strict=True)
+            ]
+            decoded = decode(*parts)
+            reduced = reduce_rows(decoded.reshape(len(group), -1), group, op).view(1, *decoded.shape[1:])
+            if result is None:
+                return reduced.expand(len(self.ranks), *decoded.shape[1:])
+            for row in self._rows_here(group):
+                result[row] = reduced[0]
+        assert result is not None
+        return result
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +56,34 @@ def _tree_sparse(x: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 class Wire:
-    """What carries rows between blocks. In one process every row is here, so nothing moves."""
+    """What carries rows between blocks. In one process every row is here, so nothing moves.
 
-    def __init__(self, ranks: Sequence[int]):
+    Every process of a run makes the same calls in the same order; the main one holds the first rows.
+
+    Args:
+        ranks: global ids of the rows here, ascending.
+        native: reduce by torch's own sums, each process its rows and then all together, instead of the exact tree.
+
+    Attributes:
+        placement: the ids of each process; `is_main`, `is_shared`: whether this is the main process of them, and
+            whether there are others.
+        forked: whether the processes are forks of the main one, made for this run alone.
+        is_hidden: whether this is such a fork: it leaves signals, history and callbacks to the main process.
+        packs: whether compressed contributions travel as they are and are decoded by everyone; where memory is
+            shared it is faster to decode them first.
+    """
+
+    is_main, forked, is_hidden, packs = True, True, False, False
+
+    def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
         self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
+        self.native = native
+        self.placement = [self.ranks]
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.placement) > 1
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         """Return the rows of `x` (rows, ...) that belong to global `ids`, as (len(ids), ...)."""
@@ -67,14 +91,61 @@ class Wire:
             return x
         return x[[self.row_of[i] for i in ids]]
 
-    def reduce(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-        """Reduce rows `ids` of `x` (rows, F) to (F,); `weights` (len(ids),) scale the rows first."""
-        members = self.rows(x, ids)
-        if op == "max":
-            return members.amax(0)
-        if op == "min":
-            return members.amin(0)
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        """Reduce rows `ids` (ascending) of `x` (rows, F) to (F,); `weights` (len(ids),) scale the rows first.
+
+        With `everywhere=False` only the processes that hold a row of `ids` need the result; others may get an
+        empty tensor.
+        """
+        if self.native:
+            return self._reduce_native(x, ids, op, weights)
+        return reduce_rows(self.rows(x, ids), ids, op, weights)
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether any process says True."""
+        return flag
+
+    def ask_to_stop(self) -> None:
+        """Ask all processes to stop, without meeting them, where they share memory."""
+
+    def asked_to_stop(self) -> bool:
+        """Say whether a process asked so."""
+        return False
+
+    def tell(self, value: Any) -> Any:
+        """Return the main process's `value` (JSON-able) in every process."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+    def _reduce_native(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None) -> Tensor:
+        """Reduce the rows here, then those results over the processes: equal to the tree up to rounding."""
+        here = [k for k, i in enumerate(ids) if i in self.row_of]
+        mine = x[[self.row_of[ids[k]] for k in here]]
+        if op in ("max", "min"):
+            info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+            nobody = x.new_full(x.shape[1:], info.min if op == "max" else info.max)
+            return self._combine((mine.amax(0) if op == "max" else mine.amin(0)) if here else nobody, op)
         if weights is not None:
-            return tree_sum(members * weights[:, None].to(members), ids)
-        total = tree_sum(members, ids)
+            return self._combine((mine * weights[here, None].to(mine)).sum(0), "sum")
+        total = self._combine(mine.sum(0), "sum")
         return total.div_(len(ids)) if op == "mean" else total
+
+    def _combine(self, partial: Tensor, op: str) -> Tensor:
+        """Combine the (F,) `partial` of every process by "sum", "max" or "min"."""
+        return partial
+
+
+def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
+    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min"."""
+    if op == "max":
+        return members.amax(0)
+    if op == "min":
+        return members.amin(0)
+    if weights is not None:
+        return tree_sum(members * weights[:, None].to(members), ids)
+    total = tree_sum(members, ids)
+    return total.div_(len(ids)) if op == "mean" else total

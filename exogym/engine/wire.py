@@ -2,20 +2,26 @@
 
 The exact reduction keeps the bits of one process. Columns are cut into one slice per process; an all-to-all gives
 each process its slice of every row; it sums the slice in the fixed tree over global ids; an all-gather puts the
-slices together. That is the ring's number of bytes where each process holds one row.
+slices together. That is the ring's number of bytes where each process holds one row. Only the processes of a
+group's members take part where nobody else needs the result. `native` is torch's own all-reduce instead.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.communicator import Wire
+from exogym.communicator import Wire, reduce_rows
+from exogym.errors import ArgumentError
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def place(num_nodes: int, processes: int) -> list[list[int]]:
@@ -23,7 +29,14 @@ def place(num_nodes: int, processes: int) -> list[list[int]]:
 
     >>> place(5, 2)
     [[0, 1, 2], [3, 4]]
+
+    Raises:
+        ArgumentError: more processes than nodes.
     """
+    if processes > num_nodes:
+        raise ArgumentError(
+            f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
+        )
     return [part.tolist() for part in np.array_split(np.arange(num_nodes), processes)]
 
 
@@ -33,73 +46,153 @@ class ProcessWire(Wire):
     Args:
         placement: global ids of each process, in the group's rank order; together 0..N-1 ascending.
         group: the process group; the default one if None.
+        native: reduce with torch's all-reduce, equal to the tree up to rounding.
     """
 
-    def __init__(self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None):
+    packs, forked = True, False
+
+    def __init__(
+        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False
+    ):
+        self.group, self.rank = group, dist.get_rank(group)
+        super().__init__(placement[self.rank], native)
         self.placement = [list(ids) for ids in placement]
-        self.group = group
-        self.rank = dist.get_rank(group)
-        super().__init__(self.placement[self.rank])
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
-        self.everyone = [i for ids in self.placement for i in ids]
+        self.is_main = self.rank == 0
+        on_gpu = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    # Rows
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        if x.device.type != self._device.type:
+            return self.rows(x.to(self._device), ids).to(x.device)
         ids = list(ids)
-        owners = sorted({self.owner[i] for i in ids})
-        parts: dict[int, Tensor] = {}
-        if len(owners) == len(self.placement) and len(owners) > 1:
-            most = max(len(p) for p in self.placement)
-            mine = x.new_zeros(most, *x.shape[1:])
-            mine[: len(x)] = x
-            gathered = [torch.empty_like(mine) for _ in self.placement]
-            dist.all_gather(gathered, mine, group=self.group)
-            for process, rows in enumerate(gathered):
-                parts |= dict(zip(self.placement[process], rows, strict=False))
+        wanted = [[i for i in held if i in set(ids)] for held in self.placement]
+        mine = [self.row_of[i] for i in wanted[self.rank]]
+        flat = _bytes(x if len(mine) == len(x) else x[mine], len(mine))
+        width = _width(x)
+        if sum(map(bool, wanted)) == 1:
+            (owner,) = (process for process, some in enumerate(wanted) if some)
+            here = flat if owner == self.rank else flat.new_empty(len(wanted[owner]), width)
+            dist.broadcast(here, self._global(owner), group=self.group)
+            parts = [here]
         else:
-            for owner in owners:
-                wanted = [i for i in ids if self.owner[i] == owner]
-                if owner == self.rank:
-                    part = torch.stack([x[self.row_of[i]] for i in wanted])
-                else:
-                    part = x.new_empty(len(wanted), *x.shape[1:])
-                dist.broadcast(part, self._global(owner), group=self.group)
-                parts |= dict(zip(wanted, part, strict=True))
-        return torch.stack([parts[i] for i in ids])
+            sizes = [len(some) * width for some in wanted]
+            gathered = self._all_gather(flat.flatten(), sizes)
+            parts = [p.view(len(some), width) for p, some in zip(gathered, wanted, strict=True)]
+        held = [i for some in wanted for i in some]
+        rows = torch.cat(parts).view(x.dtype).view(len(held), *x.shape[1:])
+        return rows if held == ids else rows[[held.index(i) for i in ids]]
 
-    def reduce(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-        width, processes = x.shape[1], len(self.placement)
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        if x.device.type != self._device.type:
+            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
         members = set(ids)
         counts = [sum(i in members for i in held) for held in self.placement]
+        team = [process for process, count in enumerate(counts) if count]
+        if self.native and len(team) == len(counts):
+            return self._reduce_native(x, ids, op, weights)
+        if everywhere or len(team) == len(counts):
+            team = list(range(len(counts)))
+        elif self.rank not in team:
+            return x.new_empty(0)
+        return self._reduce_in_tree(x, ids, op, weights, team, counts)
+
+    def _reduce_in_tree(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None, team: list[int], counts: list[int]
+    ) -> Tensor:
+        """Reduce among the processes of `team`, which hold `counts` of the members each."""
+        width, here = x.shape[1], team.index(self.rank)
+        members = set(ids)
         own = [row for i, row in self.row_of.items() if i in members]
         mine = x if len(own) == len(x) else x[own]
-        cuts = np.linspace(0, width, processes + 1).astype(int)
+        cuts = np.linspace(0, width, len(team) + 1).astype(int)
         sizes = np.diff(cuts).tolist()
         outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
-        slice_ = sizes[self.rank]
-        incoming = [x.new_empty(n * slice_) for n in counts]
-        self._all_to_all(incoming, outgoing)
-        stacked = torch.cat(incoming).view(len(members), slice_)
-        part = Wire(sorted(members)).reduce(stacked, sorted(members), op, weights)
-        parts = [x.new_empty(size) for size in sizes]
-        self._all_gather_uneven(parts, part)
-        return torch.cat(parts)
+        incoming = self._all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
+        part = reduce_rows(torch.cat(incoming).view(len(members), sizes[here]), sorted(members), op, weights)
+        size = part.element_size()
+        parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
+        return torch.cat([p.view(part.dtype) for p in parts])
 
-    def _all_to_all(self, incoming: list[Tensor], outgoing: list[Tensor]) -> None:
-        flat = torch.cat(outgoing)
-        out = flat.new_empty(sum(len(t) for t in incoming))
-        got, sent = [len(t) for t in incoming], [len(t) for t in outgoing]
-        dist.all_to_all_single(out, flat, got, sent, group=self.group)
-        for target, piece in zip(incoming, out.split(got), strict=True):
-            target.copy_(piece)
+    def _combine(self, partial: Tensor, op: str) -> Tensor:
+        total = partial.contiguous()
+        dist.all_reduce(total, OPERATIONS[op], group=self.group)
+        return total
 
-    def _all_gather_uneven(self, parts: list[Tensor], mine: Tensor) -> None:
-        largest = max(len(p) for p in parts)
-        padded = mine.new_zeros(largest)
-        padded[: len(mine)] = mine
-        gathered = [torch.empty_like(padded) for _ in parts]
-        dist.all_gather(gathered, padded, group=self.group)
-        for target, piece in zip(parts, gathered, strict=True):
-            target.copy_(piece[: len(target)])
+    # Agreement
+
+    def agree(self, flag: bool) -> bool:
+        x = torch.tensor([int(flag)], device=self._device)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return bool(x.item())
+
+    def barrier(self) -> None:
+        self.agree(False)
+
+    def tell(self, value: Any) -> Any:
+        text = torch.tensor(list(json.dumps(value).encode()) if self.is_main else [], dtype=torch.uint8)
+        length = torch.tensor([len(text)], device=self._device)
+        dist.broadcast(length, self._global(0), group=self.group)
+        told = text.to(self._device) if self.is_main else torch.empty(int(length), dtype=torch.uint8).to(self._device)
+        dist.broadcast(told, self._global(0), group=self.group)
+        return json.loads(told.cpu().numpy().tobytes())
+
+    # Moving
+
+    def _all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
+        """Give process team[k] the (n,) `outgoing[k]`; return what each of the team gave, `sizes` elements."""
+        incoming = [outgoing[0].new_empty(size) for size in sizes]
+        if len(team) < len(self.placement):
+            self._swap(outgoing, incoming, team)
+            return incoming
+        flat = _bytes(torch.cat(outgoing), 1).flatten()
+        item = outgoing[0].element_size()
+        out = flat.new_empty(sum(sizes) * item)
+        dist.all_to_all_single(
+            out, flat, [n * item for n in sizes], [len(t) * item for t in outgoing], group=self.group
+        )
+        return list(out.view(outgoing[0].dtype).split(sizes))
+
+    def _all_gather(self, mine: Tensor, sizes: list[int], team: list[int] | None = None) -> list[Tensor]:
+        """Return the (sizes[k],) bytes of each process of the team; `mine` is what this one gives."""
+        if team is not None and len(team) < len(self.placement):
+            incoming = [mine.new_empty(size) for size in sizes]
+            self._swap([mine] * len(team), incoming, team)
+            return incoming
+        largest = max(sizes)
+        padded = mine if len(mine) == largest else torch.cat([mine, mine.new_zeros(largest - len(mine))])
+        pieces = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(pieces, padded, group=self.group)
+        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
+
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
+        """Send `outgoing[k]` to process team[k] and take `incoming[k]` from it."""
+        sends, calls = [], []
+        for process, give, take in zip(team, outgoing, incoming, strict=True):
+            if process == self.rank:
+                take.copy_(give)
+                continue
+            sends.append(_bytes(give, 1).flatten())
+            peer = self._global(process)
+            calls.append(dist.P2POp(dist.isend, sends[-1], peer, self.group))
+            calls.append(dist.P2POp(dist.irecv, take.view(torch.uint8), peer, self.group))
+        calls = [call for call in calls if call.tensor.numel()]
+        if calls:
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _width(x: Tensor) -> int:
+    return int(np.prod(x.shape[1:])) * x.element_size()
+
+
+def _bytes(x: Tensor, rows: int) -> Tensor:
+    """Return `x` as (rows, n) bytes: moving data needs no arithmetic, so any dtype will do."""
+    return x.contiguous().view(-1).view(torch.uint8).view(rows, -1) if x.numel() else x.new_empty(rows, 0).byte()

@@ -1,0 +1,126 @@
+"""Who holds which rows: one process, several forked from this one, or the world that torchrun started."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from exogym.assembly import Subject, assemble
+from exogym.communicator import Wire
+from exogym.engine.shared import SharedWire, can_fork, run_forked
+from exogym.engine.wire import ProcessWire, place
+from exogym.engine.world import join_world, world_size
+from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
+from exogym.options import FitOptions
+from exogym.progress import notice
+
+Result = TypeVar("Result")
+NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyError)  # by starting again
+# What `processes="auto"` reckons with; measured, see benchmarks/RESULTS.md.
+START_S, MEETING_S, SHARED_BYTES_PER_S = 0.1, 3e-4, 1.5e9
+WORTH_IT = 0.8  # of the time of one process, or less
+TRIAL_S = 0.3
+
+
+def run_placed(
+    subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result]
+) -> Result:
+    """Run `body` wherever `options` and the environment say, and give back what it gives here.
+
+    Raises:
+        ArgumentError: a layout that cannot be.
+        WorkerError, or what a process raised: after `max_restarts` new starts from the last checkpoint.
+    """
+    processes, nodes, native = options.processes, options.num_nodes, options.reduction == "native"
+    world = world_size()
+    if world > 1:
+        if processes not in (1, "auto", world):
+            raise ArgumentError(f"processes={processes}, but this script runs as {world} processes: leave it out")
+        placement = place(nodes, world)
+        join_world(device)
+        return body(options, ProcessWire(placement, native=native))
+    if processes == "auto":
+        processes = _choose(subject, options, device)
+    if processes == 1:
+        return body(options, Wire(range(nodes), native))
+    placement = place(nodes, int(processes))
+    if device.type != "cpu" or not can_fork():
+        raise ArgumentError(
+            f"processes={processes} forks this process, which is safe on Linux and on the CPU only, not with device "
+            f"{str(device)!r} here: leave it out, and start the script with python -m exogym.launch "
+            f"--nproc_per_node {processes}"
+        )
+    for attempt, given in enumerate(_attempts(subject.model, options)):
+        try:
+            return run_forked(placement, lambda wire, given=given: body(given, wire), native)  # type: ignore[misc]
+        except NOT_CURED:
+            raise
+        except Exception as error:
+            if attempt == options.max_restarts:
+                raise
+            notice(f"{error}; starting again from the last checkpoint ({attempt + 1} of {options.max_restarts})")
+    raise AssertionError
+
+
+def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
+    """Yield the options of the first try, and of each further one with the model as it was at first."""
+    if not options.max_restarts:
+        yield options
+        return
+    kept = {name: x.detach().clone() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    yield options
+    for _ in range(options.max_restarts):
+        with torch.no_grad():
+            for name, x in [*model.named_parameters(), *model.named_buffers()]:
+                if name in kept:
+                    x.copy_(kept[name])
+        yield replace(options, resume=True)
+
+
+def _choose(subject: Subject, options: FitOptions, device: torch.device) -> int:
+    """Return how many processes pay, after a short trial; say which and why."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = min(cores, options.num_nodes)
+    if most == 1 or device.type != "cpu" or not can_fork():
+        notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
+        return 1
+    step_s, meetings, moved_bytes, steps = run_forked([[0], [1]], lambda wire: _trial(wire, subject, options, device))
+    nodes = options.num_nodes
+    alone_s = steps * nodes * step_s
+    shared_s = START_S + steps * -(-nodes // most) * step_s
+    shared_s += meetings * MEETING_S + moved_bytes / SHARED_BYTES_PER_S
+    chosen = most if shared_s < WORTH_IT * alone_s else 1
+    notice(
+        f"processes='auto' chose {chosen} (a step of a node takes {1e3 * step_s:.2f} ms: about {alone_s:.1f} s in one "
+        f"process, {shared_s:.1f} s in {most})"
+    )
+    return chosen
+
+
+def _trial(wire: SharedWire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
+    """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps."""
+    found = torch.zeros(1, 4, dtype=torch.float64)
+    if wire.is_hidden:
+        quiet = replace(
+            options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
+            resume=False, max_restarts=0,
+        )  # fmt: skip
+        loop = assemble(subject, quiet, device, None, Wire(range(options.num_nodes)))
+        total, first_event = loop.plan.total_steps, min(loop.driver.next_event(0), loop.plan.total_steps)
+        seconds, start = [], time.perf_counter()
+        for step in range(min(total, 20)):
+            before = time.perf_counter()
+            loop.driver.advance(step, step + 1, None)
+            seconds.append(time.perf_counter() - before)
+            if time.perf_counter() - start > TRIAL_S:
+                break
+        meetings = total / first_event
+        moved = meetings * 2.0 * options.num_nodes * loop.fleet.parameter_bytes
+        found[0] = torch.tensor([min(seconds) / options.num_nodes, meetings, moved, total])
+    return wire.rows(found, [1])[0].tolist()
