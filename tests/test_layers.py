@@ -37,6 +37,7 @@ FLOORS: list[set[str]] = [
         "options",
         "assembly",
         "interrupt",
+        "export",
         "placement",
     },
     {"trainer", "tasks", "compare", "comparison", "plots", "sweep", "testing", "distributed", "launch", "advise"},
