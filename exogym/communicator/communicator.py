@@ -294,7 +294,7 @@ class Communicator:
     def _record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
-        moved = np.full(n, FACTORS[kind, algorithm](n) * size if n > 1 else 0.0)
+        moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
         self._add(kind, algorithm, members, size, moved, moved)
 
     def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
@@ -315,9 +315,13 @@ class Communicator:
         rx: np.ndarray,
         givers: Sequence[int] | None = None,
     ) -> None:
-        payload = size if len(members) > 1 else 0.0
+        payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
         self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave))
+
+    def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
+        """Say whether there is anyone to send to; the server is there even for one client of several nodes."""
+        return len(members) > 1 or (algorithm == "server" and self.num_nodes > 1)
 
 
 def _row_bytes(x: Tensor) -> int:
