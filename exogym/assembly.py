@@ -41,9 +41,11 @@ from exogym.options import FitOptions
 from exogym.outputs import Loss
 from exogym.progress import Progress, notice
 from exogym.rng import seed_torch, stream_seed
+from exogym.snapshots import put_back
 from exogym.stacked_driver import StackedDriver
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
+from exogym.timing import Timing
 from exogym.worker import Worker
 
 EVALUATION_BATCH = 256
@@ -108,9 +110,12 @@ def assemble(
         if snapshot is None:
             description["chosen"] = _on_main(wire, lambda: _choose(options, worker, stream, first_batch))
         worker.micro_batch_size = description["chosen"]["micro_batch_size"]
-        driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"])
+        timing = None
+        if options.network is not None:
+            timing = Timing(fleet, options.network, options.step_seconds, options.timeline)
+        driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"], timing)
         undo.callback(driver.close)
-        if wire.is_main:
+        if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
@@ -118,9 +123,9 @@ def assemble(
             np.minimum(options.step_examples, stream.examples),
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
-        loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks)
+        loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
         if snapshot is not None:
-            loop.load(snapshot)
+            put_back(loop, snapshot)
         if folder is not None:  # what cannot be saved is to be known now
             driver.row_state(0)
             driver.shared_state()
@@ -150,12 +155,15 @@ def _on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
 
 
 def make_driver(
-    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str
-) -> Driver:  # fmt: skip
+    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None
+) -> Driver:
     """Return what takes the strategy, copied so that it starts fresh, through training."""
-    if isinstance(options.strategy, CommunicateOptimizeStrategy):
-        return StackedDriver(copy.deepcopy(options.strategy), fleet, worker, stream, run, compute)
-    return NodeDriver(options.strategy, fleet, worker, stream, run, compute)
+    strategy = options.strategy
+    lockstep = not isinstance(strategy, CommunicateOptimizeStrategy) or strategy.needs_gradients
+    attendance = None if options.faults is None else options.faults.bind(options.num_nodes, lockstep)
+    if isinstance(strategy, CommunicateOptimizeStrategy):
+        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
+    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing)
 
 
 def _prepare_folder(folder: Path, options: FitOptions) -> list[Path]:

@@ -95,13 +95,13 @@ class Fleet:
         return sum(block.layout.numel * block.layout.dtype.itemsize for block in self.blocks)
 
     def average(self) -> list[Tensor]:
-        """Return the mean over all nodes of each block, (P,) each, without recording traffic."""
-        wire, everyone = self.comm.wire, list(range(self.num_nodes))
+        """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
+        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
         return [wire.reduce(block.params, everyone, "mean") for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
         """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
-        wire, everyone = self.comm.wire, list(range(self.num_nodes))
+        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
         result = {}
         for name, rows in self.buffers.items():
             if rows.is_floating_point():

@@ -7,18 +7,17 @@ made when asked for.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import math
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.files import replacing
 
 if TYPE_CHECKING:
     import pandas
@@ -29,9 +28,15 @@ COLUMNS = (
     *("consensus_distance", "lr", "wall_s"),
 )
 BYTES = ("payload_bytes", "tx_bytes", "rx_bytes")
-OF_THE_STEP = ("epoch", *BYTES, "lr", "wall_s")  # the same in every row of a step, unless an evaluation says otherwise
+OF_THE_STEP = (
+    "epoch",
+    *BYTES,
+    "lr",
+    "wall_s",
+    "time_s",
+)  # the same in every row of a step, unless an evaluation says otherwise
 # A record for each step. `block`, `position`: where its losses lie (-1: an evaluation only). `rows`: how many dicts.
-WHOLE, REAL = ("step", "epoch", "block", "position", "rows"), ("train_loss", *BYTES, "lr", "wall_s")
+WHOLE, REAL = ("step", "epoch", "block", "position", "rows"), ("train_loss", *BYTES, "lr", "wall_s", "time_s")
 LINE = np.dtype([*((name, np.int64) for name in WHOLE), *((name, np.float64) for name in REAL)])
 NAMES = LINE.names or ()
 
@@ -57,7 +62,8 @@ class History(Sequence[Row]):
     Keys: `step`, `epoch`, `node` (None: the averaged model), `train_loss` (averaged row: the mean over the nodes that
     acted, in float64), `val_loss`, `val_accuracy`, `payload_bytes`, `tx_bytes`, `rx_bytes` (since the start of the
     run, mean over the nodes, in every row of a step), `consensus_distance`, `lr`, `wall_s` (seconds since the start),
-    and a column for each further metric that was reported. What is missing is None. A node that did not act has no row.
+    `time_s` (predicted seconds, where there is a virtual clock) and a column for each further metric that was reported.
+    What is missing is None. A node that did not act has no row.
 
     >>> history = History()
     >>> history.add_evaluation(0, 0, {"val_loss": 2.5})
@@ -80,7 +86,7 @@ class History(Sequence[Row]):
         self._evaluations: dict[int, dict[int | None, Row]] = {}
         self._extra: list[str] = []
         self._last = 0  # the last step of the last stretch
-        self._totals = [0.0, 0.0, 0.0, 0.0]  # BYTES and wall_s after it
+        self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
         self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
 
     @property
@@ -103,6 +109,7 @@ class History(Sequence[Row]):
         final_bytes: tuple[float, float, float],
         wall_s: tuple[float, float],
         span: tuple[int, int] | None = None,
+        time_s: tuple[float, float] | None = None,
     ) -> None:
         """Add the steps between two communications.
 
@@ -115,6 +122,7 @@ class History(Sequence[Row]):
             payload_bytes, tx_bytes, rx_bytes: mean per node since the start of the run, before this stretch.
             final_bytes: the three after its last step, where communication happens.
             wall_s: seconds since the start of the run, before and after the stretch; linear in between.
+            time_s: predicted seconds, likewise.
             span: first and last step of the stretch, where not all of them are logged; else those of `steps`.
 
         Raises:
@@ -163,9 +171,13 @@ class History(Sequence[Row]):
         for name, before, after in zip(BYTES, (payload_bytes, tx_bytes, rx_bytes), final_bytes, strict=True):
             kept[name] = np.where(kept["step"] < span[1], before, after)
         done = np.minimum((kept["step"] - span[0] + 1) / (span[1] - span[0] + 1), 1.0)
-        kept["wall_s"] = wall_s[0] * (1 - done) + wall_s[1] * done
+        for name, (before, after) in {"wall_s": wall_s, "time_s": time_s or (math.nan, math.nan)}.items():
+            kept[name] = before * (1 - done) + after * done
+        if time_s is not None and "time_s" not in self._extra:
+            self._extra.append("time_s")
         self._write(start, kept)
-        self._last, self._totals = span[1], [*map(float, final_bytes), float(wall_s[1])]
+        self._last = span[1]
+        self._totals = [*map(float, final_bytes), float(wall_s[1]), math.nan if time_s is None else float(time_s[1])]
         for step in tail["step"].tolist():
             self._count(self._line(step))
 
@@ -186,12 +198,12 @@ class History(Sequence[Row]):
         if line == self._size or self._buffer["step"][line] != step:
             new = self._blank(1)
             new["step"], new["epoch"], new["lr"] = step, epoch, np.nan
-            for name, total in zip((*BYTES, "wall_s"), self._totals, strict=True):
+            for name, total in zip((*BYTES, "wall_s", "time_s"), self._totals, strict=True):
                 new[name] = total
             self._write(line, np.concatenate([new, self._buffer[line : self._size]]))
         self._extra += [name for name in clean if name not in COLUMNS and name not in self._extra]
         if node is None:  # what belongs to the whole step stands in all its rows
-            for name in (*BYTES, "wall_s"):
+            for name in (*BYTES, "wall_s", "time_s"):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
         self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
@@ -201,7 +213,7 @@ class History(Sequence[Row]):
     @staticmethod
     def _blank(count: int) -> np.ndarray:
         lines = np.zeros(count, LINE)
-        lines["block"], lines["train_loss"] = -1, np.nan
+        lines["block"], lines["train_loss"], lines["time_s"] = -1, np.nan, np.nan
         return lines
 
     def _write(self, start: int, lines: np.ndarray) -> None:
@@ -243,7 +255,8 @@ class History(Sequence[Row]):
         """Yield the rows of a line: those in a slice, or that of one node."""
         record = dict(zip(NAMES, self._buffer[line].item(), strict=True))
         given = {name: None if math.isnan(value) else value for name, value in record.items()}
-        shared = dict.fromkeys(self.columns) | {name: given[name] for name in ("step", *OF_THE_STEP)}
+        shared = dict.fromkeys(self.columns)
+        shared |= {name: given[name] for name in ("step", *OF_THE_STEP) if name in shared}
         losses: dict[Any, Any] = {} if nodes is None else self._losses(line)
         evaluated = self._evaluations.get(record["step"], {})
         here = self._nodes(line, losses)
@@ -383,17 +396,3 @@ class History(Sequence[Row]):
         history._extra = list(state["extra_columns"])
         history._last, history._totals = int(state["last_step"]), list(state["totals"])
         return history
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that takes the place of `path` when the block ends well, and leaves nothing when it does not."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(beside, "w", encoding="utf-8", newline="") as file:
-            yield file
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

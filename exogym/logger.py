@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from exogym.errors import ArgumentError, ExoGymError, checked
-from exogym.history import OF_THE_STEP, plain, replacing
+from exogym.files import replacing
+from exogym.history import OF_THE_STEP, plain
 
 Record = Mapping[str, Any]
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

@@ -18,18 +18,23 @@ import torch
 from torch import Tensor
 
 from exogym.callbacks import Every
-from exogym.checkpoint import Snapshot, save
+from exogym.checkpoint import save
+from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.history import History
 from exogym.interrupt import Interrupt
 from exogym.logger import Logger
 from exogym.metrics import Evaluator, spread, usage
 from exogym.progress import Progress, notice
+from exogym.snapshots import snapshot_of
+from exogym.timing import Timing
 from exogym.worker import Worker
 
 
 class Driver(Protocol):
-    """What the loop needs of a strategy in training."""
+    """What the loop needs of a strategy in training; `attendance` says who is there, where faults are planned."""
+
+    attendance: Attendance | None
 
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
@@ -75,20 +80,21 @@ class TrainingLoop:
 
     def __init__(
         self, plan: Plan, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None, history: History,
-        logger: Logger, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
+        logger: Logger, progress: Progress, callbacks: Sequence[Callable[[Any], Any]], timing: Timing | None = None,
     ):  # fmt: skip
+        self.timing = timing
         self.plan, self.driver, self.fleet, self.worker = plan, driver, fleet, worker
         self.evaluator, self.history, self.logger, self.progress = evaluator, history, logger, progress
         self.callbacks = list(callbacks)
         self.endings: list[Callable[[], None]] = [driver.close]
         self.wire = fleet.comm.wire
         self.step, self.stopped = 0, False
-        self._begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
-        self._begun_end = 0
+        self.begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
+        self.begun_end = 0
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = False
-        self._evaluated_at = -1
-        self._wall_before, self._examples = 0.0, 0
+        self.evaluated_at = -1
+        self.wall_before, self._examples = 0.0, 0
         self.logged = -1
 
     @property
@@ -132,22 +138,22 @@ class TrainingLoop:
         """Train; return False where a signal stopped it."""
         plan = self.plan
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        if self.step < plan.total_steps and self._begun is None:
+        if self.step < plan.total_steps and self.begun is None:
             # On resume: what a checkpoint from the end of a shorter run could not know of.
-            if self._evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
+            if self.evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
                 self._evaluate()
                 self._call_back(every=False)
             self._log()
         while self.step < plan.total_steps and not self.stopped:
             first, last = self.step, self._stretch_end()
-            before, bytes_before = self._wall_s(), self._bytes()
-            losses, finished = self.driver.advance(first, last, self._begun)
+            before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
+            losses, finished = self.driver.advance(first, last, self.begun)
             if not finished:
-                self._begun, self._begun_end = losses, last
+                self.begun, self.begun_end = losses, last
                 return False
-            self._begun = None
+            self.begun = None
             self.step = last
-            self._record(first, losses, before, bytes_before)
+            self._record(first, losses, before, bytes_before, time_before)
             at_end = last == plan.total_steps
             if not at_end and self._evaluation_due():
                 self._evaluate()
@@ -159,6 +165,9 @@ class TrainingLoop:
         if plan.final_sync:
             self.driver.finish(self.step)
         self._evaluate()
+        if self.timing is not None and not self.wire.is_hidden:
+            for node in range(self.fleet.num_nodes):
+                self.history.add_evaluation(self.step, self.epoch, self.timing.values(node), node=node)
         self._call_back(every=False)
         self._log()
         return True
@@ -185,9 +194,9 @@ class TrainingLoop:
         raise KeyboardInterrupt(f"{name} after step {self.step}")
 
     def _in_stretch(self) -> str:
-        if self._begun is None:
+        if self.begun is None:
             return ""
-        taken = (~torch.isnan(self._begun)).sum(1).tolist()
+        taken = (~torch.isnan(self.begun)).sum(1).tolist()
         return f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
@@ -215,61 +224,13 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
-        return save(self.plan.save_dir, self._snapshot(), self.plan.keep_checkpoints, self.wire)
-
-    def _snapshot(self) -> Snapshot:
-        fleet, rows = self.fleet, {}
-        for row, rank in enumerate(fleet.ranks):
-            state = {f"params.{b}": block.params[row] for b, block in enumerate(fleet.blocks)}
-            state |= {f"buffer.{name}": x[row] for name, x in fleet.buffers.items()}
-            state |= {f"driver.{name}": value for name, value in self.driver.row_state(row).items()}
-            if self._begun is not None:
-                state["begun"] = self._begun[row]
-            scale = [float(self.worker.scales[row]), float(self.worker.good_steps[row])]
-            rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
-        shared = {f"driver.{name}": value for name, value in self.driver.shared_state().items()}
-        shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
-        history: dict[str, Any] = {}
-        for name, value in self.history.state().items():
-            if isinstance(value, np.ndarray):
-                shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
-            else:
-                history[name] = value
-        counters: dict[str, Any] = {
-            "step": self.step,
-            "begun_end": self._begun_end if self._begun is not None else None,
-            "logged": self.logged,
-            "evaluated": self._evaluated_at,
-            "wall_s": self._wall_s(),
-        }
-        return Snapshot(rows, shared, counters | {"history": history, "description": self.plan.description})
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Stand where `snapshot` was taken."""
-        fleet = self.fleet
-        for row, rank in enumerate(fleet.ranks):
-            state = snapshot.rows[rank]
-            for b, block in enumerate(fleet.blocks):
-                block.params[row] = state[f"params.{b}"]
-            for name, x in fleet.buffers.items():
-                x[row] = state[f"buffer.{name}"]
-            self.driver.load_row_state(row, _below("driver.", state))
-            self.worker.scales[row], self.worker.good_steps[row] = state["scale"].tolist()
-        if snapshot.meta.get("begun_end") is not None:
-            self._begun_end = snapshot.meta["begun_end"]
-            self._begun = torch.stack([snapshot.rows[rank]["begun"] for rank in fleet.ranks]).to(self.worker.device)
-        self.driver.load_shared_state(_below("driver.", snapshot.shared))
-        fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
-        arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
-        self.history = History.from_state(snapshot.meta["history"] | arrays)
-        self.step, self.logged, self._evaluated_at = (snapshot.meta[name] for name in ("step", "logged", "evaluated"))
-        self._wall_before = snapshot.meta["wall_s"]
+        return save(self.plan.save_dir, snapshot_of(self), self.plan.keep_checkpoints, self.wire)
 
     # Between stretches
 
     def _stretch_end(self) -> int:
-        if self._begun is not None:
-            return self._begun_end
+        if self.begun is not None:
+            return self.begun_end
         plan, step = self.plan, self.step
         ends = [plan.total_steps, self.driver.next_event(step)]
         intervals = [
@@ -293,12 +254,12 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         values: dict[str, Any] = dict(self.evaluate())
         values |= spread(self.fleet)
-        self._evaluated_at = self.step
+        self.evaluated_at = self.step
         if self.wire.is_hidden:
             return
         payload, tx, rx = self._bytes()
-        wall_s = self._wall_s()
-        span = wall_s - self._wall_before
+        wall_s = self.wall_s()
+        span = wall_s - self.wall_before
         values |= {
             "payload_bytes": payload,
             "tx_bytes": tx,
@@ -311,6 +272,8 @@ class TrainingLoop:
             values["examples_per_s"] = self._examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
+        if self.timing is not None:
+            values |= self.timing.values()
         self.history.add_evaluation(self.step, self.epoch, values)
         self.progress.update(self.step, **{k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
 
@@ -333,7 +296,7 @@ class TrainingLoop:
     def _is_due(self, callback: Callable[[Any], Any], every: bool) -> bool:
         if isinstance(callback, Every):
             return every and self._due(callback.steps)
-        return self._evaluated_at == self.step
+        return self.evaluated_at == self.step
 
     def _serve(self) -> None:
         """Take part in what the main process's callbacks ask of all, until they are done."""
@@ -347,7 +310,10 @@ class TrainingLoop:
                 self.stopped = value
                 return
 
-    def _record(self, first: int, losses: Tensor, wall_before: float, bytes_before: tuple[float, float, float]) -> None:
+    def _record(
+        self, first: int, losses: Tensor, wall_before: float, bytes_before: tuple[float, float, float],
+        time_before: float,
+    ) -> None:  # fmt: skip
         plan, last = self.plan, self.step
         losses = self.wire.rows(losses, range(self.fleet.num_nodes))
         if self.wire.is_hidden:
@@ -363,7 +329,8 @@ class TrainingLoop:
             steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
             lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=range(self.fleet.num_nodes),
             payload_bytes=bytes_before[0], tx_bytes=bytes_before[1], rx_bytes=bytes_before[2],
-            final_bytes=bytes_after, wall_s=(wall_before, self._wall_s()), span=(first + 1, last),
+            final_bytes=bytes_after, wall_s=(wall_before, self.wall_s()), span=(first + 1, last),
+            time_s=None if self.timing is None else (time_before, self._time_s()),
         )  # fmt: skip
 
     def _log(self, last: int | None = None) -> None:
@@ -380,9 +347,8 @@ class TrainingLoop:
         ledger = self.fleet.comm.ledger
         return float(ledger.payload_bytes.mean()), float(ledger.tx_bytes.mean()), float(ledger.rx_bytes.mean())
 
-    def _wall_s(self) -> float:
-        return self._wall_before + time.perf_counter() - self._start
+    def _time_s(self) -> float:
+        return 0.0 if self.timing is None else self.timing.time_s
 
-
-def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+    def wall_s(self) -> float:
+        return self.wall_before + time.perf_counter() - self._start

@@ -48,11 +48,12 @@ class Meeting:
         members = range(len(comm.ranks)) if rows is None else range(len(rows))
         self.places = [_Place(index, rows is not None) for index in members]
 
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run `functions[k]` as block k's program, to the end of all of them."""
-        places = self.places
-        for place, function in zip(places, functions, strict=True):
-            place.begin(function)
+    def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
+        """Run `functions[k]` as block k's program, to the end of all of them; None: its nodes are away."""
+        for place, function in zip(self.places, functions, strict=True):
+            if function is not None:
+                place.begin(function)
+        places = self.taking_part = [p for p, f in zip(self.places, functions, strict=True) if f is not None]
         try:
             moving = list(places)
             while moving:
@@ -82,8 +83,8 @@ class Meeting:
     def _meet(self, waiting: list[_Place]) -> None:
         calls = {self._name(place): place.request for place in waiting}
         first_name, first = next(iter(calls.items()))
-        if len(waiting) < len(self.places):
-            missing = next(p for p in self.places if p.done)
+        if len(waiting) < len(self.taking_part):
+            missing = next(p for p in self.taking_part if p.done)
             raise StrategyError(
                 f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: "
                 "every node must make the same collective calls"
@@ -103,15 +104,22 @@ class Meeting:
             comm.barrier()
             return [None] * len(waiting)
         tensors = [place.request.tensor for place in waiting]
-        x = torch.stack(tensors) if self.rows is None else torch.cat(tensors)
+        everyone = len(waiting) == len(self.places)
+        if self.rows is not None:
+            x = torch.cat(tensors)
+        elif everyone:
+            x = torch.stack(tensors)
+        else:  # rows of nodes that are away are not looked at
+            x = tensors[0].new_zeros(len(self.places), *tensors[0].shape)
+            x[[place.index for place in waiting]] = torch.stack(tensors)
         if call.kind == "agree":
-            everyone = comm.wire.reduce(x.float(), comm.present, "max") > 0
-            return [everyone] * len(waiting)
+            agreed = comm.wire.reduce(x.float(), comm.present, "max") > 0
+            return [agreed] * len(waiting)
         result: Tensor = getattr(comm, call.kind)(x, **options)
         if call.kind == "gather":
-            return [result if rank == options["dst"] else None for rank in comm.ranks]
+            return [result if comm.ranks[place.index] == options["dst"] else None for place in waiting]
         if self.rows is None:
-            return list(result.unbind(0))
+            return [result[place.index] for place in waiting]
         return [result[list(rows)] for rows in self.rows]
 
     def _name(self, place: _Place) -> str:

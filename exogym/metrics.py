@@ -82,13 +82,13 @@ class Evaluator:
 
 
 def spread(fleet: Fleet) -> dict[str, float]:
-    """Return how far the nodes are apart.
+    """Return how far the nodes that are there are apart.
 
     consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
     Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.
     Chunks of columns stay in the cache; sums over chunks are in float64.
     """
-    n = fleet.num_nodes
+    n = len(_there(fleet))
     if n == 1:
         return {"consensus_distance": 0.0}
     width = sum(block.layout.numel for block in fleet.blocks)
@@ -108,10 +108,14 @@ def spread(fleet: Fleet) -> dict[str, float]:
     return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
 
 
+def _there(fleet: Fleet) -> list[int]:
+    return fleet.comm.present or list(range(fleet.num_nodes))
+
+
 def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
-    """Yield (N, columns) pieces of all rows."""
-    everyone = list(range(fleet.num_nodes))
-    step = max(1, CHUNK_ELEMENTS // fleet.num_nodes)
+    """Yield (n, columns) pieces of the rows of the n nodes that are there."""
+    everyone = _there(fleet)
+    step = max(1, CHUNK_ELEMENTS // len(everyone))
     for block in fleet.blocks:
         for start in range(0, block.layout.numel, step):
             piece = fleet.comm.wire.rows(block.params[:, start : start + step], everyone)

@@ -7,6 +7,7 @@ step it is compared with one row at a time on random gradients.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from exogym.data.stream import Stream
-from exogym.errors import StrategyError
+from exogym.errors import ArgumentError, StrategyError
+from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.meeting import Meeting
 from exogym.object_state import load_object_state, object_state
 from exogym.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.strategy.presence import take_rows, take_state
 from exogym.strategy.strategy import Run, Strategy
+from exogym.timing import Timing
 from exogym.train_node import TrainNode
 from exogym.worker import Worker
 
@@ -49,7 +53,16 @@ class NodeDriver:
         strategies: one per node, or a single one for all rows where `stacked`.
     """
 
-    def __init__(self, strategy: Strategy, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str):
+    def __init__(
+        self, strategy: Strategy, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str,
+        attendance: Attendance | None = None, timing: Timing | None = None,
+    ):  # fmt: skip
+        self.attendance, self.timing = attendance, timing
+        if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
+            raise ArgumentError(
+                f"faults with {type(strategy).__name__}: a strategy written for one node can miss nodes in one process "
+                "and without stacked = True only; leave those out, or write it as a CommunicationModule"
+            )
         self.fleet, self.worker, self.run = fleet, worker, run
         self.steps = np.zeros(len(fleet), dtype=np.int64)
         self.nodes = [TrainNode(rank, row, worker, stream, self) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
@@ -121,40 +134,90 @@ class NodeDriver:
         losses = torch.full((len(self.fleet), 1), torch.nan, device=self.worker.device)
         if self.fleet.comm.wire.agree(self.worker.should_stop()):
             return losses, False
-        if self.vmap is not None:
-            batches = [next(iter(n.stream.batches(n.rank, first, 1))) for n in self.nodes]
-            losses[:, 0] = self.vmap([n.row for n in self.nodes], batches)
-            for node in self.nodes:
+        there = self._there(first)
+        nodes = [self.nodes[rank] for rank in there]
+        if self.vmap is not None and nodes:
+            batches = [next(iter(n.stream.batches(n.rank, int(self.steps[n.row]), 1))) for n in nodes]
+            rows = [n.row for n in nodes]
+            losses[rows, 0] = self.vmap(rows, batches)
+            for node in nodes:
                 node.refuse_nan(losses[node.row], first)
-        per_row: list[list[Tensor | None]] = []
+        per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in self.nodes]
         overflowed = False
-        for node in self.nodes:
+        for node in nodes:
             if self.vmap is None:
+                if self.timing is not None:
+                    self.timing.begin()
                 losses[node.row, 0] = node.compute_gradient()
+                if self.timing is not None:
+                    self.timing.end(node.row)
                 overflowed = overflowed or self.worker.overflowed
-                per_row.append([p.grad for p in self.worker.parameters])
+                per_row[node.row] = [p.grad for p in self.worker.parameters]
             else:
-                per_row.append([s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout])
+                grads = [s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout]
+                per_row[node.row] = list(grads)
         if self.worker.scaled:
             flags = torch.full((len(self.nodes), 1), float(overflowed))
             overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
         if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
             per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         self.worker.overflowed = overflowed
-        for node in self.nodes:
+        for node in nodes:
             self.worker.update_scale(node.row)
-        for strategy in self.strategies:
+        moving = self.strategies if self.attendance is None else [self.strategies[rank] for rank in there]
+        for strategy in moving:
             strategy.overflowed = overflowed
+        if self.timing is not None:
+            counts = np.zeros(self.fleet.num_nodes, dtype=np.int64)
+            counts[there if self.attendance is not None else slice(None)] = 1
+            self.timing.computed(counts)
         self._take_gradients(per_row)
-        self._meet([strategy.step for strategy in self.strategies])
-        self.steps += 1
-        self._refuse_standing_still(first)
+        before = [strategy.local_step for strategy in moving]
+        self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
+        self.steps[[node.row for node in nodes]] += 1
+        self._refuse_standing_still(moving, before)
         return losses, True
 
-    def _refuse_standing_still(self, first: int) -> None:
-        """Raise StrategyError where `step` did not call `super().step()`."""
-        for strategy in self.strategies:
-            if strategy.local_step == first:
+    def _there(self, first: int) -> list[int]:
+        """Return the rows that take the step after `first`; nodes that come back take over a node that stayed."""
+        if self.attendance is None:
+            return list(range(len(self.fleet)))
+        back, source = self.attendance.returning(first + 1)
+        there = self.fleet.comm.present = self.attendance.up(first + 1)
+        for rank in there:
+            self.strategies[rank].present = list(there)
+        if source is not None:
+            self._bring_back(back, source, first)
+        return there
+
+    def _bring_back(self, nodes: list[int], source: int, step: int) -> None:
+        """Give `nodes` the parameters, the buffers and all that the strategy of `source` keeps but its rank."""
+        fleet = self.fleet
+        self.worker.point(source)
+        state = object_state(self.strategies[source], self.worker.model)
+        taken = take_state(fleet, state, source, nodes, self.worker.device)
+        for block in fleet.blocks:
+            take_rows(fleet, block.params, source, nodes)
+        with fleet.comm.counted_as("buffers"):
+            for rows in fleet.buffers.values():
+                take_rows(fleet, rows, source, nodes)
+        for rank in nodes:
+            self.worker.point(rank)
+            load_object_state(self.strategies[rank], self.worker.model, {k: x.clone() for k, x in taken.items()})
+            self.strategies[rank].rank = rank
+            self.steps[rank] = step
+        there = fleet.comm.present
+        self._meet(
+            [
+                functools.partial(strategy.rejoin, nodes, source) if rank in there else None
+                for rank, strategy in enumerate(self.strategies)
+            ]
+        )
+
+    def _refuse_standing_still(self, moved: Sequence[Strategy], before: Sequence[int]) -> None:
+        """Raise StrategyError where `step` did not call `super().step()`; their local steps were `before`."""
+        for strategy, step in zip(moved, before, strict=True):
+            if strategy.local_step == step:
                 raise StrategyError(
                     f"{type(strategy).__name__}.step must call super().step(): it counts local_step and advances the "
                     "learning-rate schedule"
@@ -172,7 +235,7 @@ class NodeDriver:
                     continue
                 p.grad = torch.stack([torch.zeros_like(p[0]) if g is None else g for g in mine])
 
-    def _meet(self, functions: Sequence[Callable[[], None]]) -> None:
+    def _meet(self, functions: Sequence[Callable[[], None] | None]) -> None:
         self._resumed = [0] * len(functions)
         self.meeting.run(functions)
 

@@ -13,6 +13,8 @@ import torch
 
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.faults import Faults
+from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 from exogym.worker import check_precision
 
@@ -49,6 +51,10 @@ class FitOptions:
     compute: str = "loop"
     processes: int | str = 1
     reduction: str = "tree"
+    faults: Faults | None = None
+    network: Any = None
+    step_seconds: Any = None
+    timeline: bool = False
     final_sync: bool = True
     logger: Any = None
     log_interval: int = 1
@@ -103,7 +109,16 @@ class FitOptions:
             raise ArgumentError(f"callbacks={self.callbacks!r} must be a list of functions of the training loop")
         if not isinstance(self.save_dir, str | os.PathLike | None):
             raise ArgumentError(f"save_dir={self.save_dir!r} must be the path of a folder")
-        for name in ("shuffle", "autocast", "final_sync", "resume"):
+        if self.network is not None:
+            object.__setattr__(self, "network", Network.of(self.network))
+        for name in ("step_seconds", "timeline"):
+            if getattr(self, name) and self.network is None:
+                raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
+        if not isinstance(self.faults, Faults | None):
+            raise ArgumentError(
+                f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
+            )
+        for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         for callback in self.callbacks:
@@ -136,7 +151,10 @@ class FitOptions:
     def description(self) -> dict[str, Any]:
         """Return what decides the result of a run, as JSON."""
         given = {name: getattr(self, name) for name in DECISIVE} | {"precision": self.chosen_precision}
-        return given | {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
+        given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
+        if self.network is not None:
+            given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
+        return given | ({} if self.faults is None else {"faults": describe(self.faults)})
 
 
 def is_number(value: Any) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -104,9 +107,14 @@ def _choose(subject: Subject, options: FitOptions, device: torch.device) -> int:
 
 
 def _trial(wire: SharedWire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
-    """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps."""
+    """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps.
+
+    What the run has to say, it says when it is run.
+    """
     found = torch.zeros(1, 4, dtype=torch.float64)
     if wire.is_hidden:
+        warnings.simplefilter("ignore")
+        sys.stdout = sys.stderr = io.StringIO()
         quiet = replace(
             options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
             resume=False, max_restarts=0,

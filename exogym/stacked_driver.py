@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.buckets import Buckets
 from exogym.data.stream import Stream
+from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
+from exogym.strategy.presence import rows_of, take_state
 from exogym.strategy.strategy import Run
+from exogym.timing import Timing
 from exogym.train_node import InnerOptimizer, TrainNode
 from exogym.worker import Worker
 
@@ -31,15 +38,30 @@ class StackedDriver:
         stream: Stream,
         run: Run,
         compute: str,
+        attendance: Attendance | None = None,
+        timing: Timing | None = None,
     ):
+        self.attendance, self.timing = attendance, timing
         self.strategy, self.fleet, self.worker = strategy, fleet, worker
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
         self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
         self.vmap = VmapGradients(worker) if compute == "vmap" else None
         strategy.start(fleet, run)
+        self.buckets: Buckets | None = None
+        size = strategy.bucket_bytes
+        if (
+            size is not None
+            and attendance is None
+            and fleet.comm.wire.overlaps
+            and self.vmap is None
+            and not worker.scaled
+        ):
+            self.buckets = Buckets(worker, fleet, size)
+            worker.before_last_backward = self.buckets.arm
 
     def next_event(self, step: int) -> int:
-        return self.strategy.next_event(step)
+        event = self.strategy.next_event(step)
+        return event if self.attendance is None else min(event, self.attendance.next_change(step))
 
     def lr(self, step: int) -> float:
         return self.inner.schedule.lr(step)
@@ -57,57 +79,113 @@ class StackedDriver:
         losses = begun
         if losses is None:
             losses = torch.full((len(self.fleet), last - first), torch.nan, device=self.worker.device)
+            self._bring_back(first)
         done = (~torch.isnan(losses)).sum(1).tolist()
-        work = self.strategy.local_steps(first, last)
+        work = self._work(first, last)
         counts = [last - first if work is None else int(work[rank]) for rank in self.fleet.ranks]
-        wire = self.fleet.comm.wire
+        comm = self.fleet.comm
+        wire = comm.wire
+        if self.attendance is not None:
+            comm.present = self.attendance.present(last)
+        everyone = last - first if work is None else work  # steps of all N nodes
         if self.strategy.needs_gradients:
             if wire.agree(self.worker.should_stop()):
                 return losses, False
-            self._step_with_gradients(last, losses)
+            self._step_with_gradients(last, losses, counts, everyone)
         elif self.vmap is not None:
             self._vmap_steps(done, counts, losses)
         else:
             for node, start, count in zip(self.nodes, done, counts, strict=True):
                 if start < count:
-                    taken = node.train(count - start)
+                    with self._timed(node):
+                        taken = node.train(count - start)
                     losses[node.row, start : start + len(taken)] = taken
-        if not self.strategy.needs_gradients and wire.agree(self.worker.should_stop()):
-            return losses, False
+        if not self.strategy.needs_gradients:
+            if wire.agree(self.worker.should_stop()):
+                return losses, False
+            if self.timing is not None:
+                self.timing.computed(everyone)
         with torch.no_grad():
             fresh = self.strategy.communicate(self.fleet, last)
         if fresh:
             for node in self.nodes:
                 self.inner.reset(node.row)
+        if self.attendance is not None:
+            comm.present = self.attendance.up(last)
         return losses, True
 
-    def _step_with_gradients(self, step: int, losses: Tensor) -> None:
+    def _work(self, first: int, last: int) -> np.ndarray | None:
+        """Return (N,) local steps of each node from step `first` to `last`; None: all."""
+        if self.attendance is None:
+            return self.strategy.local_steps(first, last)
+        return self.attendance.steps_between(first, last, self.strategy.local_steps)
+
+    def _bring_back(self, step: int) -> None:
+        """Let nodes that were away at `step` and are there for the next one take over what the others hold."""
+        if self.attendance is None:
+            return
+        fleet = self.fleet
+        nodes, source = self.attendance.returning(step + 1)
+        if source is None:
+            return
+        fleet.comm.present = self.attendance.up(step + 1)
+        with torch.no_grad():
+            takes_all = self.strategy.bring_back(fleet, nodes, source, step + 1)
+        if not takes_all:
+            return
+        state = self.inner.save_row(fleet.ranks.index(source)) if source in fleet.ranks else None
+        taken = take_state(fleet, state, source, nodes, self.worker.device)
+        for row in rows_of(fleet, nodes):
+            self.inner.load_row(row, {name: x.clone() for name, x in taken.items()})
+            self.inner.steps[row] = step
+
+    @contextlib.contextmanager
+    def _timed(self, node: TrainNode) -> Iterator[None]:
+        if self.timing is None:
+            yield
+            return
+        self.timing.begin()
+        yield
+        self.timing.end(node.row)
+
+    def _step_with_gradients(self, step: int, losses: Tensor, counts: list[int], everyone: np.ndarray | int) -> None:
         blocks = self.fleet.blocks
+        nodes = [node for node, count in zip(self.nodes, counts, strict=True) if count]
         overflowed = False
         if self.vmap is not None:
-            losses[:, 0] = self.vmap([n.row for n in self.nodes], [self._batch(n) for n in self.nodes])
-            for node in self.nodes:
+            if nodes:
+                rows = [n.row for n in nodes]
+                losses[rows, 0] = self.vmap(rows, [self._batch(n) for n in nodes])
+            for node in nodes:
                 node.refuse_nan(losses[node.row], step - 1)
         else:
             for block in blocks:
                 block.own_grads()
-            for node in self.nodes:
-                losses[node.row, 0] = node.compute_gradient()
+            for node in nodes:
+                with self._timed(node):
+                    losses[node.row, 0] = node.compute_gradient()
                 overflowed = overflowed or self.worker.overflowed
-                self._copy_gradients(node.row)
+                if self.buckets is None:
+                    self._copy_gradients(node.row)
+                else:
+                    self.buckets.finish()
+                    self.worker.clear_grads()
         if self.worker.scaled:
             flags = torch.full((len(self.nodes), 1), float(overflowed))
             overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
         self.worker.overflowed = overflowed
+        if self.timing is not None:
+            self.timing.computed(everyone)
         if not overflowed:
             with torch.no_grad():
                 self.strategy.transform_gradients(self.fleet, step, self.lr(step - 1))
-        for node in self.nodes:
+        for node in nodes:
             self.worker.point(node.row)
             self.inner.enter(node.row)
             if not overflowed:
                 self._point_gradients(node.row)
-            self.inner.step(node.row, clip=False, skip=overflowed)
+            with self._timed(node):  # where it is measured, it counts in the next step
+                self.inner.step(node.row, clip=False, skip=overflowed)
             self.worker.update_scale(node.row)
 
     def _vmap_steps(self, done: list[int], counts: list[int], losses: Tensor) -> None:
@@ -159,8 +237,12 @@ class StackedDriver:
 
     def finish(self, step: int) -> None:
         """Synchronise what is left at the end of training."""
+        if self.attendance is not None:
+            self.fleet.comm.present = self.attendance.present(step)
         with torch.no_grad():
             self.strategy.finish(self.fleet, step)
+        if self.attendance is not None:
+            self.fleet.comm.present = self.attendance.up(step)
 
     def consensus(self) -> list[Tensor]:
         """Return the model to evaluate: the outer parameters where there are some, else the mean; (P,) per block."""
@@ -168,7 +250,8 @@ class StackedDriver:
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
     def close(self) -> None:
-        """Nothing to end."""
+        if self.buckets is not None:
+            self.buckets.close()
 
     # State
 

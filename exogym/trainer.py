@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from exogym.assembly import Subject, assemble
+from exogym.clock import Clock
 from exogym.communicator import Wire
 from exogym.data.partition import Partitioner
 from exogym.devices import OneThread, resolve_device
 from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, checked
+from exogym.faults import Faults
 from exogym.history import History
 from exogym.metrics import Metric
+from exogym.network import Network
 from exogym.options import FitOptions, option_names
 from exogym.placement import run_placed
 from exogym.rng import preserved_state
@@ -37,6 +40,7 @@ class Trainer(ABC):
     Attributes:
         history: a `History` of the last fit; a sequence of dicts.
         description: the last run as one JSON-able value.
+        clock: the virtual clock of the last fit with a `network`, else None.
         traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
     """
 
@@ -60,6 +64,7 @@ class Trainer(ABC):
         self.history = History()
         self.description: dict[str, Any] = {}
         self.traffic: dict[str, dict[str, float]] = {}
+        self.clock: Clock | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -111,6 +116,10 @@ class LocalTrainer(Trainer):
         compute: str = "loop",
         processes: int | str = 1,
         reduction: str = "tree",
+        faults: Faults | None = None,
+        network: Network | str | None = None,
+        step_seconds: Any = None,
+        timeline: bool = False,
         final_sync: bool = True,
         logger: Any = None,
         log_interval: int = 1,
@@ -143,8 +152,15 @@ class LocalTrainer(Trainer):
             processes: so many processes share the nodes, forked from this one (Linux, CPU); the result has the same
                 bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
                 torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
-            devices: GPUs by number, one for each process under torchrun.
+            devices: refused; a process trains on one device.
             reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+            faults: nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`); what
+                each strategy does then is in its docstring. A node that is away has no row in the history.
+            network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
+                "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
+            step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
+                measured here.
+            timeline: keep what each node did when, in `trainer.clock.spans`.
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).
             log_interval: steps between records.
@@ -187,6 +203,7 @@ class LocalTrainer(Trainer):
         """Train the rows that `wire` says are here."""
         loop = assemble(self.subject, options, device, self.max_stretch, wire)
         self.history, self.description = loop.history, loop.plan.description
+        self.clock = None if loop.timing is None else loop.timing.clock
         try:
             loop.run()
         finally:

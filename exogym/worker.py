@@ -39,6 +39,7 @@ class Worker:
     Attributes:
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
+        before_last_backward: called before the backward pass of a step's last micro-batch.
         should_stop: asked after each step; True ends the stretch there.
         changing: names of the buffers that a training step changes; these have rows.
     """
@@ -57,6 +58,7 @@ class Worker:
         self.scaled = precision == "fp16"
         self.draws_torch = self.draws_python = True
         self.should_stop: Callable[[], bool] = lambda: False
+        self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
 
     # Looking at the model before training
@@ -267,13 +269,19 @@ class Worker:
         batch = self.to_device(batch)
         if self.micro_batch_size is None and self.dtype is None:
             loss = self.loss(batch)
+            if self.before_last_backward is not None:
+                self.before_last_backward()
             loss.backward()
             return loss.detach()
         total = None
         scale = float(self.scales[row])
+        done = 0.0
         for part, share in split_batch(batch, self.micro_batch_size or 1 << 62):
             with self.autocast():
                 loss = self.loss(part)
+            done += share
+            if self.before_last_backward is not None and done > 1 - 1e-6:
+                self.before_last_backward()
             (loss * (share * scale)).backward()
             total = loss.detach() * share if total is None else total + loss.detach() * share
         if self.scaled:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.history import COLUMNS, History, replacing
+from exogym.files import replacing
+from exogym.history import COLUMNS, History
 
 NAN = float("nan")
 

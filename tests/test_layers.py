@@ -14,7 +14,7 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "rng", "layout", "devices"},
+    {"errors", "rng", "layout", "devices", "files"},
     {"fleet", "communicator", "network", "clock", "faults"},
     {"strategy", "compress", "data", "models", "engine"},
     {
@@ -38,9 +38,24 @@ FLOORS: list[set[str]] = [
         "assembly",
         "interrupt",
         "export",
+        "timing",
+        "snapshots",
+        "buckets",
         "placement",
     },
-    {"trainer", "tasks", "compare", "comparison", "plots", "sweep", "testing", "distributed", "launch", "advise"},
+    {
+        "trainer",
+        "tasks",
+        "compare",
+        "comparison",
+        "plots",
+        "sweep",
+        "testing",
+        "distributed",
+        "launch",
+        "advise",
+        "remote",
+    },
     {"cli", "wizard", "dashboard", "__main__"},
     {"__init__"},  # of exogym itself
 ]

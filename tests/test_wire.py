@@ -1,24 +1,32 @@
-"""The wire between processes gives the bits of one process, for real gloo processes on loopback."""
+"""The wires between processes give the bits of one process: over shared memory, and over gloo on loopback."""
 
-import multiprocessing
+import contextlib
+import mmap
 import os
-import tempfile
+import signal
+import time
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from exogym.communicator import Wire
+from exogym.communicator import Communicator, Wire
+from exogym.engine import shared
+from exogym.engine.shared import Lost, SharedWire, run_forked
 from exogym.engine.wire import ProcessWire, place
+from exogym.errors import ArgumentError, WorkerError
 
 WIDTH = 1001
+LAYOUTS = [(2, 5), (3, 8), (4, 4)]
+DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
-def matrix(nodes: int) -> torch.Tensor:
+def matrix(nodes):
     return torch.randn(nodes, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def calls(wire: Wire, x: torch.Tensor, nodes: int) -> list[torch.Tensor]:
+def calls(wire, x, nodes):
     """Every kind of call, as a strategy would make it, on the rows `x` that are here."""
     everyone, some, one = list(range(nodes)), list(range(0, nodes, 2)), [nodes - 1]
     results = []
@@ -28,38 +36,309 @@ def calls(wire: Wire, x: torch.Tensor, nodes: int) -> list[torch.Tensor]:
         results.append(wire.reduce(x, ids, "mean", weights))
         results.append(wire.rows(x, ids))
     results.append(wire.reduce(x[:, :2], everyone, "sum"))  # fewer columns than processes
-    results.append(wire.rows((x[:, :4] * 100).int(), some))
+    results.append(wire.reduce(x.t().contiguous().t(), some, "sum"))  # columns first
+    results.append(wire.reduce(x[:, :0], everyone, "mean"))
+    results.append(wire.rows(x[:, :0], some))
+    results.append(wire.rows(x[:, 0], everyone))
+    results.append(wire.rows(x[:, :6].view(-1, 2, 3), everyone[::-1]))
+    for dtype in DTYPES:
+        odd = (x[:, :37] * 100).to(dtype)
+        results += [wire.rows(odd, ids) for ids in (everyone, some, one)]
+        results += [wire.reduce(odd, some, op) for op in ("max", "min")]
+        if dtype.is_floating_point or dtype == torch.int64:
+            results.append(wire.reduce(odd, everyone, "sum"))
     return results
 
 
-def member(rank: int, processes: int, nodes: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+def same(got, wanted):
+    """Assert that two lists hold the same tensors, bit by bit."""
+    assert len(got) == len(wanted)
+    for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b), k
+
+
+def everywhere(processes, body):
+    """Run `body(rank)` in so many processes forked from this one; AssertionError with what failed in any."""
+    pids = []
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.alarm(30)
+                body(rank)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0] * processes
+
+
+def over_gloo(processes, nodes, folder, body, native=False):
+    """Run `body(wire, rows)` in processes that meet over gloo."""
     placement = place(nodes, processes)
-    wire = ProcessWire(placement)
-    torch.save(calls(wire, matrix(nodes)[placement[rank]], nodes), os.path.join(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+
+    def member(rank):
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), processes), rank=rank,
+                                world_size=processes)  # fmt: skip
+        body(ProcessWire(placement, native=native), matrix(nodes)[placement[rank]])
+        dist.destroy_process_group()
+
+    everywhere(processes, member)
 
 
-@pytest.mark.parametrize(("processes", "nodes"), [(2, 5), (3, 8), (4, 4)])
-def test_bits_do_not_depend_on_the_number_of_processes(processes, nodes):
+def over_memory(processes, nodes, folder, body, native=False):
+    """Run `body(wire, rows)` in processes that share memory."""
+    placement = place(nodes, processes)
+    run_forked(placement, lambda wire: body(wire, matrix(nodes)[wire.ranks]), native)
+
+
+WIRES = {"memory": over_memory, "gloo": over_gloo}
+
+
+@pytest.fixture(params=WIRES)
+def over(request):
+    return WIRES[request.param]
+
+
+@pytest.mark.parametrize(("processes", "nodes"), LAYOUTS)
+def test_bits_do_not_depend_on_the_number_of_processes(over, processes, nodes, tmp_path):
     wanted = calls(Wire(range(nodes)), matrix(nodes), nodes)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        members = [context.Process(target=member, args=(r, processes, nodes, folder)) for r in range(processes)]
-        for process in members:
-            process.start()
-        for process in members:
-            process.join(120)
-        assert [process.exitcode for process in members] == [0] * processes
-        for rank in range(processes):
-            got = torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=True)
-            assert len(got) == len(wanted)
-            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    over(processes, nodes, tmp_path, lambda wire, x: same(calls(wire, x, nodes), wanted))
 
 
 def test_a_plain_sum_has_other_bits():
     """The control: the order of a sum matters, so the tree is needed."""
     x = matrix(8)
     assert not torch.equal(Wire(range(8)).reduce(x, list(range(8)), "sum"), x.flip(0).cumsum(0)[-1])
+
+
+@pytest.mark.parametrize("half_bytes", [64, 4096])
+def test_what_does_not_fit_the_memory_goes_in_pieces(half_bytes, monkeypatch):
+    monkeypatch.setattr(shared, "HALF_BYTES", half_bytes)
+    wanted = calls(Wire(range(5)), matrix(5), 5)
+    over_memory(3, 5, None, lambda wire, x: same(calls(wire, x, 5), wanted))
+
+
+def test_native_is_the_tree_up_to_rounding(over, tmp_path):
+    nodes = 7
+    x = matrix(nodes)
+    here = Wire(range(nodes))
+
+    def body(wire, mine):
+        for op in ("sum", "mean", "max", "min"):
+            for ids in (list(range(nodes)), [0, 6], [2, 3]):
+                assert torch.allclose(wire.reduce(mine, ids, op), here.reduce(x, ids, op), rtol=1e-5, atol=1e-5)
+        weights = torch.rand(nodes)
+        wanted = here.reduce(x, range(nodes), "mean", weights)
+        assert torch.allclose(wire.reduce(mine, range(nodes), "mean", weights), wanted, rtol=1e-5, atol=1e-5)
+        numbers = (mine * 100).long()
+        assert torch.equal(wire.reduce(numbers, [1, 5], "max"), here.reduce((x * 100).long(), [1, 5], "max"))
+        # and it really is another order of adding
+        assert not torch.equal(wire.reduce(mine, range(nodes), "sum"), here.reduce(x, range(nodes), "sum"))
+
+    over(3, nodes, tmp_path, body, native=True)
+
+
+def test_of_a_group_apart_only_its_processes_need_the_result(over, tmp_path):
+    """Groups that lie in one process, over two, and over all; each process makes all the calls."""
+    nodes = 8
+    groups = [[0, 1], [2, 3, 4], [5], [6, 7], [0, 3, 7]]
+    wanted = [Wire(range(nodes)).reduce(matrix(nodes), group, "mean") for group in groups]
+
+    def body(wire, x):
+        for group, result in zip(groups, wanted, strict=True):
+            got = wire.reduce(x, group, "mean", everywhere=False)
+            if set(group) & set(wire.ranks):
+                assert torch.equal(got, result)
+
+    over(3, nodes, tmp_path, body)
+
+
+def collectives(comm, x):
+    """What a communication module may ask for, on rows (rows, 12)."""
+    n, rows = comm.num_nodes, len(comm.ranks)
+    partner = [i ^ 1 if i ^ 1 < n else i for i in range(n)]
+    ring = torch.zeros(n, n)
+    for i in range(n):
+        ring[i, i] = ring[i, (i + 1) % n] = 0.5
+    parts = x[:, :n].contiguous()
+    results = [
+        comm.all_reduce(x, "mean"),
+        comm.all_reduce(x, "mean", groups=[[0, 2], [1, 4]]),
+        comm.all_reduce(x, "mean", weights=torch.arange(1.0, n + 1)),
+        comm.reduce(x, dst=3),
+        comm.reduce_scatter(parts),
+        comm.broadcast(x, src=n - 1),
+        comm.broadcast(x, src=1, members=[0, 1, 4]),
+        comm.all_gather(x)[:rows],
+        comm.scatter(parts, src=2),
+        comm.exchange(x, partner),
+        comm.mix(x, ring),
+        comm.sum_decoded([x[:, :5].contiguous(), x[:, 5:].to(torch.bfloat16)], lambda a, b: torch.cat([a, b.to(a)], 1)),
+        comm.sum_decoded([x], lambda a: a * 2, groups=[[0, 1, 3], [2, 4]]),
+    ]
+    return [result.clone() for result in results] + [comm.gather(x, dst=1).expand(rows, -1, -1)]
+
+
+def test_every_collective_gives_each_row_what_one_process_gives_it(over, tmp_path):
+    nodes = 5
+    alone = Communicator(range(nodes), nodes)
+    wanted = collectives(alone, matrix(nodes)[:, :12])
+
+    def body(wire, x):
+        comm = Communicator(wire.ranks, nodes, wire)
+        same(collectives(comm, x[:, :12].contiguous()), [result[wire.ranks] for result in wanted])
+        assert comm.ledger.tx_bytes.tolist() == alone.ledger.tx_bytes.tolist()
+
+    over(3, nodes, tmp_path, body)
+
+
+def test_agreeing_telling_waiting(over, tmp_path):
+    value = {"text": "π and — more", "numbers": [1, 2.5, None, True, float("inf")], "long": "x" * 100_000, "": ""}
+
+    def body(wire, x):
+        assert not wire.agree(False) and wire.agree(True)
+        for process in range(3):
+            assert wire.agree(wire.process == process if isinstance(wire, SharedWire) else wire.rank == process)
+        assert wire.tell(value if wire.is_main else "not this") == value
+        assert wire.tell(None) is None
+        assert wire.is_shared and wire.placement == place(5, 3)
+        time.sleep(0.02 * wire.ranks[0])
+        wire.barrier()
+
+    over(3, 5, tmp_path, body)
+
+
+def test_nobody_passes_a_barrier_before_all_are_there():
+    board = mmap.mmap(-1, 3)
+
+    def body(wire):
+        for k in range(1, 200):
+            board[wire.process] = k
+            wire.barrier()
+            assert min(board[:]) >= k
+            wire.barrier()
+
+    run_forked(place(3, 3), body)
+
+
+def test_asking_to_stop_needs_no_meeting():
+    def body(wire):
+        assert not wire.asked_to_stop()
+        wire.barrier()
+        if wire.process == 2:
+            wire.ask_to_stop()
+        wire.barrier()
+        assert wire.asked_to_stop()
+
+    run_forked(place(3, 3), body)
+
+
+# When a process is gone
+
+
+@pytest.mark.parametrize("gone", ["the other", "main"])
+def test_a_closed_pipe_is_a_lost_process(gone):
+    """Whether it is noticed while reading or while writing."""
+    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes())
+    (up_read, up_write), (down_read, down_write) = os.pipe(), os.pipe()
+    main = SharedWire(placement, 0, memory, [(up_read, down_write)])
+    other = SharedWire(placement, 1, memory, [(down_read, up_write)])
+    wire, number, far = (main, 1, (up_write, down_read)) if gone == "the other" else (other, 0, (up_read, down_write))
+    for pipe in far:
+        os.close(pipe)
+    for meet in (
+        wire.barrier,
+        lambda: wire.rows(torch.ones(2, 3), [0]),
+        lambda: wire.reduce(torch.ones(2, 3), [0, 3], "sum"),
+    ):
+        with pytest.raises(Lost) as lost:
+            meet()
+        assert lost.value.args == (number,)
+    for pipe in {up_read, up_write, down_read, down_write} - set(far):
+        os.close(pipe)
+
+
+def children():
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == os.getpid()]
+
+
+def parent_of(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def ends(wire):
+    if wire.process == 1:
+        os._exit(7)
+    wire.barrier()
+
+
+def is_killed(wire):
+    if wire.process == 1:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    wire.barrier()
+
+
+def fails(wire):
+    if wire.process == 1:
+        raise LookupError("long ago " + "é" * 200_000)  # more than a pipe holds
+    wire.barrier()
+
+
+def fails_last(wire):
+    wire.barrier()
+    if wire.process == 1:
+        raise LookupError("long ago, and late")
+
+
+FAILURES = {
+    "exit": (ends, WorkerError, r"worker process 1 \(nodes 2 to 3\) ended with exit code 7"),
+    "signal": (is_killed, WorkerError, r"worker process 1 \(nodes 2 to 3\) was killed by SIGUSR2"),
+    "error": (fails, LookupError, "long ago"),
+    "error after the last meeting": (fails_last, LookupError, "long ago"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_how_a_process_ended_is_said_and_none_is_left(name):
+    body, kind, text = FAILURES[name]
+    before, pipes = children(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(kind, match=text):
+        run_forked(place(6, 3), body)
+    assert children() == before and len(os.listdir("/proc/self/fd")) == pipes
+
+
+def test_other_processes_come_to_their_end(tmp_path):
+    """What they do after the last meeting is done when `run_forked` returns."""
+
+    def body(wire):
+        wire.barrier()
+        if not wire.is_main:
+            time.sleep(0.1)
+            (tmp_path / str(wire.process)).touch()
+        return wire.process
+
+    assert run_forked(place(3, 3), body) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_an_error_in_the_main_process_ends_the_others(tmp_path):
+    def body(wire):
+        if wire.is_main:
+            raise LookupError("here")
+        time.sleep(60)
+
+    before = children()
+    with pytest.raises(LookupError, match="here"):
+        run_forked(place(3, 3), body)
+    assert children() == before
+
+
+def test_more_processes_than_nodes_are_refused():
+    with pytest.raises(ArgumentError, match=r"4 processes for num_nodes=3: .* start at most 3"):
+        place(3, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class Communicator:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self._tag = "parameters"
+        self._in_flight: dict[int, list[Any]] = {}
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
@@ -92,7 +94,7 @@ class Communicator:
                 if op != "mean":
                     raise ArgumentError(f"weights need op='mean', not {op!r}")
                 share = _share(weights, group)
-            result = self.wire.reduce(flat, group, op, share, everywhere=not apart)
+            result = self._reduced(flat, group, op, share, everywhere=not apart)
             self._record("all_reduce", algorithm, group, _row_bytes(x))
             if target is not None:
                 for row in self._rows_here(group):
@@ -103,6 +105,22 @@ class Communicator:
             return out if out is not None else target.view_as(x)
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
+
+    def begin_sum(self, x: Tensor, start: int, stop: int) -> None:
+        """Begin to sum the columns of `x` (1, F) over all nodes, in place, without waiting.
+
+        The next `all_reduce(x)` waits for all sums begun on `x`, which must cover its columns, and takes them; it is
+        recorded there. Only where the wire can (`Wire.begin`).
+        """
+        self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
+
+    def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
+        works = self._in_flight.pop(x.data_ptr(), None)
+        if works is None:
+            return self.wire.reduce(x, group, op, share, everywhere=everywhere)
+        for work in works:
+            work.wait()
+        return x[0] / len(group) if op == "mean" else x[0].clone()
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *, groups: Groups | None = None

@@ -69,11 +69,12 @@ class Wire:
             whether there are others.
         forked: whether the processes are forks of the main one, made for this run alone.
         is_hidden: whether this is such a fork: it leaves signals, history and callbacks to the main process.
+        overlaps: whether `begin` sums while the caller goes on.
         packs: whether compressed contributions travel as they are and are decoded by everyone; where memory is
             shared it is faster to decode them first.
     """
 
-    is_main, forked, is_hidden, packs = True, True, False, False
+    is_main, forked, is_hidden, packs, overlaps = True, True, False, False, False
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
@@ -102,6 +103,10 @@ class Wire:
         if self.native:
             return self._reduce_native(x, ids, op, weights)
         return reduce_rows(self.rows(x, ids), ids, op, weights)
+
+    def begin(self, x: Tensor) -> Any:
+        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Where `overlaps`."""
+        raise NotImplementedError
 
     def agree(self, flag: bool) -> bool:
         """Return whether any process says True."""

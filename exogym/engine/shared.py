@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import pickle
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -29,6 +32,7 @@ from exogym.errors import TrainingError, WorkerError
 Result = TypeVar("Result")
 HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written
 HEAD_BYTES = 64  # holds the flag that asks all processes to stop
+PATIENCE_S, POLL_S = 2.0, 0.01  # for processes that were asked to stop; between looks at whether one has ended
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -159,8 +163,9 @@ class SharedWire(Wire):
 
     def _write_rows(self, piece: Tensor, x: Tensor, ids: Sequence[int]) -> None:
         here = [(k, self.row_of[i]) for k, i in enumerate(ids) if i in self.row_of]
-        if here and len(here) == len(x) == here[-1][0] - here[0][0] + 1:
-            piece[here[0][0] : here[-1][0] + 1] = x
+        first = here[0][0] if here else 0
+        if here == [(first + row, row) for row in range(len(x))]:
+            piece[first : first + len(x)] = x
             return
         for k, row in here:
             piece[k] = x[row]
@@ -168,7 +173,7 @@ class SharedWire(Wire):
     def _pieces(self, x: Tensor, rows: int) -> Any:
         """Yield (start, stop, place): columns of `x` and shared memory (rows, stop - start) for them."""
         width, size = x.shape[1], x.element_size()
-        most = max(1, HALF_BYTES // (rows * size))
+        most = max(1, HALF_BYTES // (max(1, rows) * size))
         for start in range(0, width, most):
             stop = min(start + most, width)
             self._turn ^= 1
@@ -206,13 +211,22 @@ def run_forked(
             pipes.append((children[-1].read, children[-1].write))
         wire = SharedWire(placement, 0, memory, pipes, native)
         try:
-            return body(wire)
+            result = body(wire)
+            for child in children:
+                child.hang_up()
+                child.wait()
+                if child.status:
+                    raise Lost(child.process)
+            return result
         except Lost as lost:
             error = children[lost.args[0] - 1].why(placement[lost.args[0]])
         raise error
     finally:
+        patience_s = PATIENCE_S if memory[0] else 0.0  # asked to stop, they come to an end of their own
         for child in children:
-            child.end()
+            child.hang_up()
+        for child in children:
+            child.end(patience_s)
 
 
 def _fork(
@@ -244,6 +258,7 @@ def _fork(
     except Lost:
         pass  # the main process is gone or ending
     except BaseException as error:
+        os.close(up_write)  # so the main process hears of it, and reads the report
         _report(error_write, error)
     finally:
         with contextlib.suppress(BaseException):
@@ -277,16 +292,38 @@ class _Child:
     def __init__(self, process: int, pid: int, read: int, write: int, errors: int):
         self.process, self.pid, self.read, self.write, self.errors = process, pid, read, write, errors
         self.status: int | None = None
+        self.report = b""
+        self._open = [read, write]
+
+    def hang_up(self) -> None:
+        """Meet the process no more: where it still waits for that, it ends."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def wait(self, patience_s: float = math.inf) -> None:
+        """Wait until the process has ended, so long at most, and take its report."""
+        until = time.monotonic() + patience_s
+        while self.status is None and time.monotonic() <= until:
+            if select.select([self.errors], [], [], POLL_S)[0] and (part := os.read(self.errors, 1 << 16)):
+                self.report += part
+                continue
+            # Processes that it started may hold the pipe open: its end is asked for by number.
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = status if ended else None
+        while self.status is not None and select.select([self.errors], [], [], 0)[0]:
+            part = os.read(self.errors, 1 << 16)
+            if not part:
+                break
+            self.report += part
 
     def why(self, nodes: Sequence[int]) -> BaseException:
         """Return the error to raise for a process that is gone."""
-        parts = []
-        while part := os.read(self.errors, 1 << 16):
-            parts.append(part)
-        _, self.status = os.waitpid(self.pid, 0)
-        who = f"worker process {self.process} (nodes {nodes[0]} to {nodes[-1]})"
-        if parts:
-            given, text = pickle.loads(b"".join(parts))
+        self.wait()
+        assert self.status is not None
+        held = f"nodes {nodes[0]} to {nodes[-1]}" if len(nodes) > 1 else f"node {nodes[0]}"
+        who = f"worker process {self.process} ({held})"
+        if self.report:
+            given, text = pickle.loads(self.report)
             error: BaseException = pickle.loads(given)
             error.add_note(f"raised in {who}:\n{text}")
             return error
@@ -296,14 +333,15 @@ class _Child:
             return WorkerError(f"{who} was killed by {name}{cause}; checkpoints written before stand")
         return WorkerError(f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints stand")
 
-    def end(self) -> None:
-        """Kill the process if it still runs, and leave nothing of it."""
-        if self.status is None:
-            finished, self.status = os.waitpid(self.pid, os.WNOHANG)
-            if not finished:
+    def end(self, patience_s: float) -> None:
+        """Kill the process if it still runs after so many seconds, and leave nothing of it."""
+        self.hang_up()
+        try:
+            if self.status is None:
+                self.wait(patience_s)
+        finally:
+            if self.status is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
                 _, self.status = os.waitpid(self.pid, 0)
-        for pipe in (self.read, self.write, self.errors):
-            with contextlib.suppress(OSError):
-                os.close(pipe)
+            os.close(self.errors)

@@ -59,6 +59,7 @@ class ProcessWire(Wire):
         self.placement = [list(ids) for ids in placement]
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
         self.is_main = self.rank == 0
+        self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -82,7 +83,8 @@ class ProcessWire(Wire):
             gathered = self._all_gather(flat.flatten(), sizes)
             parts = [p.view(len(some), width) for p, some in zip(gathered, wanted, strict=True)]
         held = [i for some in wanted for i in some]
-        rows = torch.cat(parts).view(x.dtype).view(len(held), *x.shape[1:])
+        moved = torch.cat(parts)
+        rows = (moved.view(x.dtype) if moved.numel() else x.new_empty(0)).view(len(held), *x.shape[1:])
         return rows if held == ids else rows[[held.index(i) for i in ids]]
 
     def reduce(
@@ -122,6 +124,9 @@ class ProcessWire(Wire):
         total = partial.contiguous()
         dist.all_reduce(total, OPERATIONS[op], group=self.group)
         return total
+
+    def begin(self, x: Tensor) -> Any:
+        return dist.all_reduce(x, group=self.group, async_op=True)
 
     # Agreement
 
@@ -195,4 +200,7 @@ def _width(x: Tensor) -> int:
 
 def _bytes(x: Tensor, rows: int) -> Tensor:
     """Return `x` as (rows, n) bytes: moving data needs no arithmetic, so any dtype will do."""
-    return x.contiguous().view(-1).view(torch.uint8).view(rows, -1) if x.numel() else x.new_empty(rows, 0).byte()
+    if not x.numel():
+        return x.new_empty(rows, 0).byte()
+    flat = x.contiguous().as_strided((x.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).view(rows, -1)

@@ -1,6 +1,6 @@
 """Collectives for a strategy written for one node: what `torch.distributed` would give it.
 
-Each call waits for all nodes to make the same call. `all_reduce` and `broadcast` change the tensor in
+Each call waits for all nodes that are there to make the same call. `all_reduce` and `broadcast` change the tensor in
 place, as torch's do, and return it. They work inside `Strategy.step` and `Strategy._init_node` only.
 Bytes are counted as `exogym.communicator` says.
 """
@@ -51,7 +51,7 @@ def _in_place(kind: str, tensor: Tensor, **options: Any) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce over all nodes, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
+    """Reduce over all nodes there, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
     check_choice("op", op, OPERATIONS)
     return _in_place("all_reduce", tensor, op=op)
 
@@ -68,23 +68,23 @@ def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all nodes in rank order."""
+    """Return the tensors of all nodes there in rank order."""
     return list(_meet("all_gather", tensor).clone().unbind(0))
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all nodes in rank order on node `dst`, None on the others."""
+    """Return the tensors of all nodes there in rank order on node `dst`, None on the others."""
     gathered: Any = _meet("gather", tensor, dst=dst)
     return None if gathered is None else list(gathered.unbind(0))
 
 
 def scatter(tensors: Tensor, src: int = 0) -> Tensor:
-    """Return slice `rank` of the (num_nodes, ...) tensor of node `src`."""
+    """Return this node's slice of the (n, ...) tensor of node `src`: the k-th of the n nodes there gets slice k."""
     return _meet("scatter", tensors, src=src).clone()
 
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
-    """Reduce a (num_nodes, ...) tensor over all nodes and return slice `rank`."""
+    """Reduce an (n, ...) tensor over the n nodes there and return this node's slice: the k-th gets slice k."""
     check_choice("op", op, OPERATIONS)
     return _meet("reduce_scatter", tensors, op=op).clone()
 
@@ -95,5 +95,5 @@ def agree(flags: Tensor) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait for all nodes."""
+    """Wait for all nodes there."""
     _meet("barrier", None)

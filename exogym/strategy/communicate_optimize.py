@@ -7,6 +7,9 @@ One step of every node, in order:
     3. the communication modules whose turn it is mix the rows, in the order given.
 
 A module acts on the fleet and its communicator and on nothing else. Every tensor is (rows, ...).
+
+With absent nodes (`exogym.faults`): before the steps above the driver sets `fleet.comm.present` to the ids that take
+part, and a module reads and writes their rows only. Nobody present: nobody communicates, and it is not made up for.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.fleet import Fleet
+from exogym.strategy.presence import take_rows
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 
@@ -46,6 +50,9 @@ class Module(ABC):  # noqa: B024
         """Make the state for this fleet. Called once, before training."""
         self.run = run
 
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:  # noqa: B027
+        """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
+
     def save_state(self) -> dict[str, Tensor]:
         """Return the shared state as named tensors."""
         return self.shared_state
@@ -64,6 +71,7 @@ class GradientModule(Module):
     """
 
     clip_first = False
+    bucket_bytes: int | None = None  # of gradients that may travel while backward runs, where the wire can
 
     @abstractmethod
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
@@ -86,6 +94,10 @@ class CommunicationModule(Module):
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
         return None
+
+    def joining(self, nodes: list[int], step: int) -> list[int]:
+        """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
+        return nodes
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         """Synchronise what is left at the end; `since` steps passed after the last event."""
@@ -118,6 +130,9 @@ class CommunicateOptimizeStrategy(Strategy):
         gradient_modules: act on the gradients before the inner step, in this order.
 
     Bytes are the sum over the modules.
+
+    With absent nodes: each module goes on with those that are there, and a node that comes back takes parameters and
+    buffers (`bring_back`): P b bytes, a broadcast from the node it takes them from.
 
     >>> from exogym.strategy import CommunicateOptimizeStrategy
     >>> from exogym.strategy.sparta import SparseCommunicator
@@ -159,7 +174,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     )
 
     def __init_subclass__(cls) -> None:
-        for name in ("step", "_init_node", "communicate_gradients", "update_parameters"):
+        for name in ("step", "_init_node", "communicate_gradients", "update_parameters", "rejoin"):
             if name in cls.__dict__:
                 raise StrategyError(
                     f"{cls.__name__} overrides {name}() of a strategy that acts on rows, where it is never called: "
@@ -183,6 +198,14 @@ class CommunicateOptimizeStrategy(Strategy):
         return [*self.gradient_modules, *self.communication_modules]
 
     @property
+    def bucket_bytes(self) -> int | None:
+        """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
+        first = self.gradient_modules[:1]
+        return (
+            None if any(module.clip_first for module in self.gradient_modules) or not first else first[0].bucket_bytes
+        )
+
+    @property
     def needs_gradients(self) -> bool:
         return bool(self.gradient_modules)
 
@@ -196,6 +219,8 @@ class CommunicateOptimizeStrategy(Strategy):
         return np.minimum.reduce(plans) if plans else None
 
     def transform_gradients(self, fleet: Fleet, step: int, lr: float) -> None:
+        if not fleet.comm.present:
+            return
         clip_first = any(module.clip_first for module in self.gradient_modules)
         if clip_first:
             self._clip(fleet)
@@ -207,6 +232,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def communicate(self, fleet: Fleet, step: int) -> bool:
         """Let the modules whose turn it is act. Returns whether inner states are to start afresh."""
         fresh = False
+        if not fleet.comm.present:
+            return fresh
         for index, module in enumerate(self.communication_modules):
             if module.next_event(step - 1) == step:
                 module.communicate(fleet, step)
@@ -214,7 +241,35 @@ class CommunicateOptimizeStrategy(Strategy):
                 fresh = fresh or module.fresh_inner_state
         return fresh
 
+    def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int) -> bool:
+        """Bring back `nodes`, which were away at step `step - 1` and are there for step `step`.
+
+        They take the outer parameters where there are some, else those of `source`, and its buffers; the modules put
+        their own state in order. Inner optimizer states and step counts stay what they were, unless gradients meet
+        at every step: then replicas are to be equal again.
+
+        Payload P b bytes, broadcast by `source` to `nodes`; buffers counted apart.
+
+        Returns:
+            Whether the nodes are to take over the inner optimizer state of `source` too, and the fleet's step.
+        """
+        joining = list(nodes)
+        for communication in self.communication_modules:
+            joining = communication.joining(joining, step)
+        if joining:
+            outer = self.consensus(fleet)
+            for b, block in enumerate(fleet.blocks):
+                take_rows(fleet, block.params, source, joining, None if outer is None else outer[b][None])
+            with fleet.comm.counted_as("buffers"):
+                for rows in fleet.buffers.values():
+                    take_rows(fleet, rows, source, joining)
+            for module in self.modules:
+                module.rejoin(fleet, joining, step)
+        return self.needs_gradients
+
     def finish(self, fleet: Fleet, step: int) -> None:
+        if not fleet.comm.present:
+            return
         for index, module in enumerate(self.communication_modules):
             module.finish(fleet, step, step - self.last_events[index])
             self.last_events[index] = step

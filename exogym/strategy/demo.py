@@ -11,10 +11,16 @@ Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). With
 
 Payload per node and step: chunks * k * (4-byte value + index of 1 byte up to 256 coefficients a chunk, 2 bytes up to
 32768, else 4), all-gather, tx = rx = (N-1) payload. (The published code sends 8-byte indices: 12 bytes each.)
+
+With absent nodes: only the n nodes that are there send and step, tx = rx = (n-1) payload, and q is the mean over those
+of them that sent. The momentum e_i of a node that is away rests; when it comes back it starts from zero (what was left
+unsent belongs to parameters long gone), at the fleet's step, with the parameters and buffers of a node that stayed: P b
+bytes, broadcast. A lost synchronisation is a missed step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +31,7 @@ from exogym.errors import ArgumentError, check_count, checked
 from exogym.fleet import Block, Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.presence import rows_of, shared_row
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -59,9 +66,19 @@ class DCTMomentum(GradientModule):
             for block in fleet.blocks
         ]
 
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for residual in self.row_state.values():
+            residual[rows_of(fleet, nodes)] = 0
+
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        away = [row for row, rank in enumerate(fleet.ranks) if rank not in fleet.comm.present]
         for b, block in enumerate(fleet.blocks):
-            self._transform_block(fleet, block, self.row_state[f"residual.{b}"], self.transforms[b], lr)
+            e = self.row_state[f"residual.{b}"]
+            resting = e[away]
+            if away and block.grads is not None:
+                block.grads[away] = 0  # nothing was computed there
+            self._transform_block(fleet, block, e, self.transforms[b], lr)
+            e[away] = resting
 
     def _transform_block(self, fleet: Fleet, block: Block, e: Tensor, transforms: list[BlockDCT], lr: float) -> None:
         assert block.grads is not None
@@ -80,7 +97,7 @@ class DCTMomentum(GradientModule):
             dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
             return torch.cat(dense, dim=-1)
 
-        total = fleet.comm.sum_decoded(payload, decode, "sum")[0]
+        total = shared_row(fleet, fleet.comm.sum_decoded(payload, decode, "sum"))[0]
         mean = total[0] / total[1].clamp(min=1)
         update = torch.empty(1, block.layout.numel, dtype=e.dtype, device=e.device)
         for (slot, view), t in zip(block.views(update), transforms, strict=True):

@@ -9,10 +9,16 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
 tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1) and no momentum this is FedAvg.
+
+With absent nodes: Delta is the mean over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
+none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
+lost keeps theta_i and goes on another H steps; its next Delta_i is measured against the theta it last received. A node
+that was down comes back with theta: P b bytes, broadcast by one that stayed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +28,7 @@ from exogym.errors import check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_state
+from exogym.strategy.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -42,7 +49,7 @@ class DiLoCoCommunicator(PeriodicModule):
         outer_lr: eta; 0.7 for 'sgd'.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
-    State: theta and the outer optimizer's, one copy for all nodes.
+    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
     """
 
     @checked
@@ -60,7 +67,9 @@ class DiLoCoCommunicator(PeriodicModule):
         super().start(fleet, run)
         self.weights = example_weights(run, self.weighting)
         self.theta = [block.params[:1].clone() for block in fleet.blocks]
-        self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)}
+        self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
+        self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
+        self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)} | {"received": self.received}
         self.outer_params = [
             nn.Parameter(view[0], requires_grad=False)
             for block, theta in zip(fleet.blocks, self.theta, strict=True)
@@ -70,27 +79,59 @@ class DiLoCoCommunicator(PeriodicModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         grads: list[Tensor] = []
-        for block, theta in zip(fleet.blocks, self.theta, strict=True):
-            torch.sub(theta, block.params, out=block.params)  # Delta_i, in the place of theta_i
-            delta = fleet.comm.all_reduce(block.params, "mean", weights=self.weights)
-            grads += [view[0] for _, view in block.views(delta[:1])]
+        rows = rows_of(fleet, fleet.comm.present)
+        for b, block in enumerate(fleet.blocks):
+            x = block.params
+            if len(rows) == len(x) and not self.earlier:
+                torch.sub(self.theta[b], x, out=x)  # Delta_i, in the place of theta_i
+            else:
+                for row in rows:
+                    torch.sub(self._last_theta(fleet.ranks[row])[b][0], x[row], out=x[row])
+            out = None if all_present(fleet) else x
+            delta = fleet.comm.all_reduce(x, "mean", weights=self.weights, out=out)
+            grads += [view[0] for _, view in block.views(shared_row(fleet, delta))]
+        self._number_theta(fleet)
         for p, g in zip(self.outer_params, grads, strict=True):
             p.grad = g
         self.optimizer.step()
         for p in self.outer_params:
             p.grad = None
         for block, theta in zip(fleet.blocks, self.theta, strict=True):
-            block.params.copy_(theta)
+            block.params.copy_(where_present(fleet, theta.expand_as(block.params), block.params))
         fleet.synchronise_buffers()
+
+    def _last_theta(self, node: int) -> list[Tensor]:
+        """Return the theta that `node` last received, (1, P) per block."""
+        return self.earlier.get(int(self.received[node]), self.theta)
+
+    def _number_theta(self, fleet: Fleet) -> None:
+        """The present nodes are about to receive a new theta; keep this one for those who then last received it."""
+        newest = int(self.received.max())
+        self.received[fleet.comm.present] = newest + 1
+        if bool((self.received == newest).any()):
+            self.earlier[newest] = [theta.clone() for theta in self.theta]
+        self._forget()
+
+    def _forget(self) -> None:
+        held = set(self.received.tolist())
+        self.earlier = {number: theta for number, theta in self.earlier.items() if number in held}
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        self.received[list(nodes)] = self.received.max()
+        self._forget()
 
     def consensus(self, fleet: Fleet) -> list[Tensor]:
         return [theta[0] for theta in self.theta]
 
     def save_state(self) -> dict[str, Tensor]:
-        return self.shared_state | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
+        earlier = {f"earlier.{number}.{b}": x for number, theta in self.earlier.items() for b, x in enumerate(theta)}
+        return self.shared_state | earlier | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        super().load_state({k: v for k, v in tensors.items() if not k.startswith("outer.")})
+        super().load_state({k: v for k, v in tensors.items() if k in self.shared_state})
+        numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("earlier.")}
+        blocks = range(len(self.theta))
+        self.earlier = {n: [tensors[f"earlier.{n}.{b}"].to(self.theta[b]) for b in blocks] for n in numbers}
         load_optimizer_state(self.optimizer, {k[6:]: v for k, v in tensors.items() if k.startswith("outer.")})
 
 

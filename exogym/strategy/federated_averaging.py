@@ -9,6 +9,14 @@ Islands: the nodes of a round are shuffled into groups of s, and each group aver
 
 Payload P b bytes per sampled client every H steps. All clients: ring all-reduce, tx = rx = 2 (n-1)/n P b over
 the n members of an island (N without islands). Sampled clients: through the server, tx = rx = P b; others 0.
+
+With absent nodes: clients and islands are drawn among all nodes, and those of them that are there at the end of the
+round average and send the above, n counting them (one alone in an island sends nothing, one client alone does); with
+none there, theta stays. A node whose synchronisation was lost keeps theta_i and goes on from it, even as a client that
+should have received theta. A node that was down comes back with the parameters of one that stayed, which broadcasts
+them: P b bytes. Where clients are sampled only a client of the running round takes parameters, theta, at that price;
+any other keeps what it had, to receive theta when it next takes part (islands of sampled clients have no theta: there
+all keep what they had).
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.rng import numpy_generator
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.presence import rows_of
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -43,7 +52,7 @@ class AveragingCommunicator(PeriodicModule):
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
 
     The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
-    theta, else the mean of the rows.
+    theta, else the mean of the rows (of the nodes that are there).
     """
 
     @checked
@@ -90,6 +99,7 @@ class AveragingCommunicator(PeriodicModule):
                 raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
             self.work = np.array(self.local_steps_given)
         self.samples = self.client_fraction < 1
+        self.has_server = self.samples and len(self.islands(0)) == 1
         if self.samples:
             self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
 
@@ -127,23 +137,38 @@ class AveragingCommunicator(PeriodicModule):
         groups = [[i for i in island if i in fleet.comm.present] for island in self.islands(round_)]
         groups = [island for island in groups if island]
         algorithm = "server" if self.samples else "ring"
-        server = self.samples and len(groups) == 1
-        for b, block in enumerate(fleet.blocks):
+        for block in fleet.blocks if groups else ():
             x = block.params
             fleet.comm.all_reduce(x, "mean", groups=groups, weights=self.weights, out=x, algorithm=algorithm)
-            if server:
-                theta = self.shared_state[f"theta.{b}"]
-                theta.copy_(fleet.comm.wire.rows(x, groups[0][:1]))
-                for row, rank in enumerate(fleet.ranks):
-                    if rank in self.clients(round_ + 1):
-                        x[row] = theta[0]
-        fleet.synchronise_buffers(groups)
-        if server:  # theta's buffers; nodes that sit out have no use for their own until they get these
-            for rows in fleet.buffers.values():
-                rows.copy_(fleet.comm.wire.rows(rows, groups[0][:1]).clone())
+        if groups:
+            fleet.synchronise_buffers(groups)
+        if self.has_server:
+            self._serve(fleet, round_, groups[0][:1] if groups else [])
+
+    def _serve(self, fleet: Fleet, round_: int, holder: list[int]) -> None:
+        """Take theta from `holder`, if there is one, and give it to the clients of the next round that are there."""
+        clients, present = self.clients(round_ + 1), fleet.comm.present
+        for b, block in enumerate(fleet.blocks):
+            theta = self.shared_state[f"theta.{b}"]
+            if holder:
+                theta.copy_(fleet.comm.wire.rows(block.params, holder))
+            for row in rows_of(fleet, [i for i in clients if i in present]):
+                block.params[row] = theta[0]
+        # theta's buffers; nodes that sit out have no use for their own until they get these
+        lost = [i for i in {*clients, *self.clients(round_)} if i not in present]
+        for rows in fleet.buffers.values() if holder else ():
+            theirs = rows[rows_of(fleet, lost)]
+            rows.copy_(fleet.comm.wire.rows(rows, holder).clone())
+            rows[rows_of(fleet, lost)] = theirs
+
+    def joining(self, nodes: list[int], step: int) -> list[int]:
+        if not self.samples:
+            return nodes
+        clients = self.clients((step - 1) // self.interval_steps) if self.has_server else []
+        return [node for node in nodes if node in clients]
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        if not self.samples or len(self.islands(0)) > 1:
+        if not self.has_server:
             return None
         return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
 

@@ -5,28 +5,45 @@ Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Traini
     g = (1/N) sum_i g_i,   theta <- Opt(theta, clip(g))
 
 Per step: payload P b bytes per node, ring all-reduce, tx = rx = 2 (N-1)/N P b.
+
+With absent nodes: the mean is over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
+none), and only they step. A node that comes back takes parameters, buffers and inner optimizer state of one that
+stayed and goes on at the fleet's step, so all are equal again: P b + the state's bytes, broadcast. A lost
+synchronisation is a missed step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from exogym.errors import checked
+from exogym.errors import ArgumentError, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
+from exogym.strategy.presence import all_present
 from exogym.strategy.schedule import Scheduler
 
 
 class GradientAverage(GradientModule):
     """Replace every node's gradient by the mean over nodes; a parameter no node has a gradient for is left alone.
 
-    Buffers follow torch's DDP (`broadcast_buffers`): all nodes take those of the lowest id; counted apart.
+    Buffers follow torch's DDP (`broadcast_buffers`): all nodes take those of the lowest id there; counted apart.
+
+    Args:
+        bucket_size_mb: size in MiB of the buckets whose sum may begin while backward still runs.
     """
+
+    @checked
+    def __init__(self, bucket_size_mb: float = 25.0):
+        super().__init__()
+        if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:
+            raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} must be a number over 0, in MiB")
+        self.bucket_bytes = max(1, int(min(bucket_size_mb, 1e6) * 2**20))
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         for block in fleet.blocks:
             assert block.grads is not None
-            block.grads = fleet.comm.all_reduce(block.grads, "mean")
+            out = None if all_present(fleet) else block.grads  # else one row expanded; absent rows keep theirs, unused
+            block.grads = fleet.comm.all_reduce(block.grads, "mean", out=out)
             used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
             block.has_grad[:] = used > 0
         with fleet.comm.counted_as("buffers"):
@@ -40,6 +57,9 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the
             averaged gradient.
+        bucket_size_mb: as torch's `bucket_cap_mb`. Where each process holds one node and `reduction="native"`, buckets
+            of gradients are summed while backward still runs; elsewhere it has no effect. A parameter without
+            gradient needs no `find_unused_parameters`, and micro-batches but the last send nothing (`no_sync`).
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
     """
@@ -54,8 +74,9 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
         max_norm: float | None = None,
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
+        bucket_size_mb: float = 25.0,
     ):
         super().__init__(
             inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[GradientAverage()],
+            warmup_steps=warmup_steps, gradient_modules=[GradientAverage(bucket_size_mb)],
         )  # fmt: skip

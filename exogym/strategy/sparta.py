@@ -8,11 +8,17 @@ workshop (openreview stFPf3gzq1). After the inner step, with an index set I_t th
 The index set is a function of (seed, step), so no index is sent: payload p P b bytes per node and step, ring
 all-reduce. Quantised to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight).
 Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
+
+With absent nodes: the mean is over the n nodes that are there (ring: tx = rx = 2 (n-1)/n of the payload; quantised:
+n-1 times), the others keep their values; they draw the same index sets when they are back. One node alone changes and
+sends nothing. Top-k: one of those there announces. A node that was down comes back with the parameters of one that
+stayed: P b bytes, broadcast; its inner optimizer state is its own. One that lost an average goes on with its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +30,7 @@ from exogym.fleet import Block, Fleet
 from exogym.rng import generator
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.presence import rows_of, shared_row, where_present
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -97,7 +104,7 @@ class SparseCommunicator(PeriodicModule):
             self.row_state = {f"reference.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if self.p == 0 or fleet.num_nodes == 1:
+        if self.p == 0 or len(fleet.comm.present) == 1:
             return
         for b, block in enumerate(fleet.blocks):
             x = block.params
@@ -106,9 +113,16 @@ class SparseCommunicator(PeriodicModule):
                 continue
             chosen = chosen.to(x.device)
             mean = self._average(fleet, x[:, chosen] if len(chosen) < x.shape[1] else x)
-            x[:, chosen] = mean
+            x[:, chosen] = where_present(fleet, mean, x[:, chosen])
             if self.method == "topk":
-                self.row_state[f"reference.{b}"][:, chosen] = mean
+                reference = self.row_state[f"reference.{b}"]
+                reference[:, chosen] = where_present(fleet, mean, reference[:, chosen])
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        if self.method == "topk":  # what it has just taken is what it shares with others
+            for b, block in enumerate(fleet.blocks):
+                rows = rows_of(fleet, nodes)
+                self.row_state[f"reference.{b}"][rows] = block.params[rows]
 
     def indices(self, block: Block, b: int, step: int) -> Tensor:
         """Return the ascending index set I_t of block `b`: a function of (seed, block, step) only."""
@@ -139,7 +153,7 @@ class SparseCommunicator(PeriodicModule):
         for row, rank in enumerate(fleet.ranks):
             if rank == announcer:
                 proposal[row] = (x[row] - reference[row]).abs().topk(k).indices.sort().values.int()
-        return fleet.comm.broadcast(proposal, src=announcer)[0].long()
+        return shared_row(fleet, fleet.comm.broadcast(proposal, src=announcer))[0].long()
 
     def _average(self, fleet: Fleet, values: Tensor) -> Tensor:
         if self.bits is None:
@@ -187,6 +201,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
     Bytes per H steps and node: (H / interval) p P b + P b. Since SPARTA keeps the mean of the nodes, one SPARTA
     average right before an outer step does not change it. The last synchronisation is an outer step.
+
+    With absent nodes: as SPARTA and DiLoCo; a node that was down comes back with DiLoCo's theta, P b bytes.
 
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits: of SPARTA.

@@ -78,6 +78,12 @@ class Strategy:
     With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape) and
     `self.rank` is a (rows,) tensor. The first `fit` compares it with one row at a time.
 
+    With absent nodes (`exogym.faults`): a node that is away takes no step, and collectives meet among those in
+    `self.present`, so `op="mean"` divides by their number; ranks and `num_nodes` stay what they are, and a collective
+    from or to a node that is away is an error. A node that comes back takes over parameters, buffers and all that the
+    strategy keeps, but the rank, from one that stayed (their bytes, broadcast); see `rejoin`. A lost synchronisation is
+    a missed step.
+
     >>> class MyStrategy(Strategy):
     ...     def step(self):
     ...         self.communicate_gradients()
@@ -91,6 +97,7 @@ class Strategy:
     model: nn.Module
     rank: Any
     num_nodes: int
+    present: list[int]
     optim: Optimizer
     schedule: Schedule
     local_step: int
@@ -112,6 +119,7 @@ class Strategy:
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
         """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
         self.model, self.rank, self.num_nodes = model, rank, num_nodes
+        self.present = list(range(num_nodes))
         self.local_step = 0
         self.schedule = self.inner.schedule(self.total_steps)
         trainable = [p for p in model.parameters() if p.requires_grad]
@@ -119,7 +127,7 @@ class Strategy:
         self._set_lr()
 
     def communicate_gradients(self) -> None:
-        """Average the gradients over all nodes: all-reduce of P elements, payload P b bytes.
+        """Average the gradients over the nodes that are there: all-reduce of P elements, payload P b bytes.
 
         A node without a gradient, where others have one, gives zeros, as in torch's DDP; a parameter that no node has
         a gradient for is left alone.
@@ -145,6 +153,15 @@ class Strategy:
         """End the step: advance the learning-rate schedule. Overrides call `super().step()` last."""
         self.local_step += 1
         self._set_lr()
+
+    def rejoin(self, nodes: list[int], source: int) -> None:
+        """Called on every node that is there before the step for which `nodes` have come back. Nothing by default.
+
+        They now hold what node `source` holds. Override it to mend what is a node's own (and may call collectives):
+
+            if self.rank in nodes:
+                self.residual.zero_()
+        """
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -1,0 +1,304 @@
+"""Planned faults: nodes that drop out and come back, slow nodes, lost synchronisations.
+
+Who is there is a function of (step, node) alone: the same on every layout, with nothing to carry over a stop, however
+training is cut into stretches. Steps are the fleet's, counted from 1.
+
+    away    the node neither computes nor communicates; back, it takes the others' parameters
+    lost    the synchronisation after that step passes the node by: it keeps its own parameters and goes on
+    slow    the node takes only a share of the local steps, and takes part with what it has
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.rng import numpy_generator
+
+NEVER = 2**62
+FIRST_HORIZON = 1024
+
+
+class Faults:
+    """What goes wrong in a run, as a schedule, as rates with a seed, or both.
+
+    Args:
+        absent: node to its outages [(first, last), ...]: it is away from step `first` on and there again at step
+            `last`; None: it does not come back.
+        drop_rate: probability per step that a node that is there drops out. Each node has its own chain, so it is
+            away drop_rate m / (1 + drop_rate m) of the time, m being the mean outage.
+        mean_outage_steps: m, at least 1; outages last a geometric number of steps.
+        lost: node to the steps whose synchronisation it loses.
+        lost_rate: probability that a node loses a synchronisation.
+        slow: node to the share of its steps that it takes, over 0 and at most 1: floor(share * n) of the first n
+            steps it is there for.
+        seed: of the rates.
+
+    Raises:
+        ArgumentError: a node, step, rate or share that cannot be.
+
+    >>> faults = Faults(absent={3: [(100, 200)], 1: [(150, None)]}, slow={2: 0.5})
+    >>> there = faults.bind(num_nodes=4)
+    >>> there.up(99), there.up(100), there.up(150), there.up(200)
+    ([0, 1, 2, 3], [0, 1, 2], [0, 2], [0, 2, 3])
+    >>> there.steps_between(90, 110).tolist()
+    [20, 20, 10, 9]
+    """
+
+    @checked
+    def __init__(
+        self,
+        absent: Mapping[int, Sequence[tuple[int, int | None]]] | None = None,
+        *,
+        drop_rate: float = 0.0,
+        mean_outage_steps: float = 10.0,
+        lost: Mapping[int, Sequence[int]] | None = None,
+        lost_rate: float = 0.0,
+        slow: Mapping[int, float] | None = None,
+        seed: int = 0,
+    ):
+        for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
+            if not isinstance(given, Mapping | None):
+                raise ArgumentError(f"{name}={given!r} must map nodes, as in {_EXAMPLES[name]}")
+            for node in given or {}:
+                check_count(f"each node of {name}", node, least=0)
+        for name, rate in (("drop_rate", drop_rate), ("lost_rate", lost_rate)):
+            if not (_is_number(rate) and 0 <= rate <= 1):
+                raise ArgumentError(f"{name}={rate!r} must be a probability, from 0 to 1")
+        if not (_is_number(mean_outage_steps) and 1 <= mean_outage_steps < NEVER):
+            raise ArgumentError(f"mean_outage_steps={mean_outage_steps!r} must be a number of at least 1")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ArgumentError(f"seed={seed!r} must be a whole number")
+        self.absent = {node: _intervals(node, given) for node, given in (absent or {}).items()}
+        self.lost = {node: _steps(node, given) for node, given in (lost or {}).items()}
+        for node, share in (slow or {}).items():
+            if not (_is_number(share) and 0 < share <= 1):
+                raise ArgumentError(
+                    f"slow={{{node}: {share!r}}}: wanted the share of its steps that a node takes, over 0, at most 1"
+                )
+        self.slow = dict(slow or {})
+        self.drop_rate, self.mean_outage_steps = drop_rate, mean_outage_steps
+        self.lost_rate, self.seed = lost_rate, seed
+
+    def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
+        """Return who is there in a fleet of `num_nodes`.
+
+        Args:
+            lockstep: the nodes take every step together (gradients meet at each): then a lost synchronisation is
+                a missed step, after which the node comes back, and no node can be slow.
+
+        Raises:
+            ArgumentError: a node that the fleet does not have; slow nodes in lockstep.
+        """
+        check_count("num_nodes", num_nodes)
+        for name in _EXAMPLES:
+            for node in getattr(self, name):
+                if node >= num_nodes:
+                    raise ArgumentError(
+                        f"faults name node {node} in {name}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
+                    )
+        if lockstep and any(share < 1 for share in self.slow.values()):
+            raise ArgumentError(
+                f"faults: slow={self.slow!r} gives nodes fewer local steps, but this strategy takes every step of all "
+                "nodes together: leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)"
+            )
+        return Attendance(self, num_nodes, lockstep)
+
+
+class Attendance:
+    """Who is there at each step of a run; made by `Faults.bind`.
+
+    Every answer is a function of the arguments; what is kept here only saves asking twice.
+    """
+
+    def __init__(self, faults: Faults, num_nodes: int, lockstep: bool):
+        self.faults, self.num_nodes, self.lockstep = faults, num_nodes, lockstep
+        self._outages = [_Outages(faults, node) for node in range(num_nodes)]
+        self._shares = {node: Fraction(str(share)) for node, share in faults.slow.items() if share < 1}
+        self._loses = bool(faults.lost) or faults.lost_rate > 0
+        self._span, self._there = (0, 1), list(range(num_nodes))  # who is there from a step up to another
+
+    def up(self, step: int) -> list[int]:
+        """Return the sorted ids of the nodes that are there for step `step`; before step 1 all are. May be empty."""
+        there = self._not_away(step)
+        if self.lockstep and self._loses:
+            lost = self._losers(step)
+            return [node for node in there if node not in lost]
+        return list(there)
+
+    def present(self, step: int) -> list[int]:
+        """Return the sorted ids of the nodes that take part in the communication after step `step`.
+
+        Empty where all are away or lose it: then nobody communicates.
+        """
+        there = self.up(step)
+        if self.lockstep or not self._loses or not there:
+            return there
+        lost = self._losers(step)
+        return [node for node in there if node not in lost]
+
+    def returning(self, step: int) -> tuple[list[int], int | None]:
+        """Return the nodes that are there at step `step` and were not at the step before, and whose state they take.
+
+        That is the lowest id of those who stayed; where nobody stayed, of those now there who were last there before
+        (it may be one of the returning nodes). ([], None) where nobody returns.
+        """
+        now, before = self.up(step), set(self.up(step - 1))
+        back = [node for node in now if node not in before]
+        if not back:
+            return [], None
+        stayed = [node for node in now if node in before]
+        if not stayed:
+            seen = {node: self._last_up(node, step) for node in now}
+            stayed = [node for node in now if seen[node] == max(seen.values())]
+        return back, stayed[0]
+
+    def next_change(self, step: int) -> int:
+        """Return the last step for which the same nodes are there as for step `step + 1`; a stretch ends there."""
+        if self.lockstep and self._loses:
+            return step + 1
+        self._not_away(step + 1)
+        return self._span[1] - 1
+
+    def steps_between(
+        self, first: int, last: int, work: Callable[[int, int], np.ndarray | None] | None = None
+    ) -> np.ndarray:
+        """Return (N,) local steps that each node takes while the fleet goes from step `first` to `last`.
+
+        Additive: what is taken from a to b and from b to c is what is taken from a to c. `work(first, last)` is what
+        the strategy asks of each node, additive too (None: every step); a node takes the steps that both give it.
+        """
+        if self.lockstep and self._loses:
+            return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))
+        counts = np.array([self._taken(node, last) - self._taken(node, first) for node in range(self.num_nodes)])
+        asked = None if work is None else work(first, last)
+        if work is None or asked is None:
+            return counts
+        if ((counts == 0) | (counts == last - first)).all():
+            return np.where(counts == 0, 0, asked)
+        total = np.zeros_like(counts)
+        for step in range(first + 1, last + 1):
+            wanted = work(step - 1, step)
+            total += (
+                self.steps_between(step - 1, step) if wanted is None else self.steps_between(step - 1, step) * wanted
+            )
+        return total
+
+    def _not_away(self, step: int) -> list[int]:
+        if not self._span[0] <= step < self._span[1]:
+            states = [outages.state(step) for outages in self._outages]
+            self._span = (max(begin for _, begin, _ in states), min(end for _, _, end in states))
+            self._there = [node for node, (away, _, _) in enumerate(states) if not away]
+        return self._there
+
+    def _losers(self, step: int) -> set[int]:
+        lost = {node for node, steps in self.faults.lost.items() if step in steps}
+        if self.faults.lost_rate > 0 and step > 0:
+            drawn = numpy_generator(self.faults.seed, "lost", step).random(self.num_nodes) < self.faults.lost_rate
+            lost.update(np.flatnonzero(drawn).tolist())
+        return lost
+
+    def _flags(self, step: int) -> np.ndarray:
+        flags = np.zeros(self.num_nodes, np.int64)
+        flags[self.up(step)] = 1
+        return flags
+
+    def _taken(self, node: int, step: int) -> int:
+        """Local steps of the node's first `step` steps: floor(share * those it was there for)."""
+        there = step - self._outages[node].steps_until(step)
+        share = self._shares.get(node)
+        return there if share is None else there * share.numerator // share.denominator
+
+    def _last_up(self, node: int, step: int) -> int:
+        """The last step before `step` at which the node was there; 0: before training."""
+        while True:
+            step -= 1
+            away, begin, _ = self._outages[node].state(step)
+            step = begin - 1 if away else step
+            if step <= 0 or not (self.lockstep and self._loses and node in self._losers(step)):
+                return max(step, 0)
+
+
+class _Outages:
+    """The outages of one node, disjoint and in order: the planned ones, and those drawn up to a horizon that grows."""
+
+    def __init__(self, faults: Faults, node: int):
+        self.faults, self.node = faults, node
+        self.horizon = 0
+        self._learn(FIRST_HORIZON)
+
+    def state(self, step: int) -> tuple[bool, int, int]:
+        """Return (whether the node is away at `step`, the first step of that, the first step after that)."""
+        while True:
+            self._learn(step)
+            k = bisect_right(self.begins, step) - 1
+            away = k >= 0 and step < self.ends[k]
+            begin = self.begins[k] if away else self.ends[k] if k >= 0 else 0
+            end = self.ends[k] if away else (*self.begins, NEVER)[k + 1]
+            if end < self.horizon or self.horizon == NEVER or (away and end == NEVER):
+                return away, begin, end
+            self._learn(min(end, 2 * self.horizon))  # an outage that is not drawn yet may begin before that
+
+    def steps_until(self, step: int) -> int:
+        """Return how many of the steps 1 to `step` the node was away."""
+        self._learn(step)
+        k = bisect_right(self.begins, step) - 1
+        return 0 if k < 0 else self.away_before[k] + min(self.ends[k], step + 1) - self.begins[k]
+
+    def _learn(self, step: int) -> None:
+        """Know all outages that begin at `step` or before."""
+        if step < self.horizon:
+            return
+        self.horizon = min(2 * max(step, FIRST_HORIZON), NEVER) if self.faults.drop_rate > 0 else NEVER
+        merged: list[list[int]] = []
+        for begin, end in sorted(self.faults.absent.get(self.node, []) + self._drawn(self.horizon)):
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([begin, end])
+        self.begins, self.ends = [begin for begin, _ in merged], [end for _, end in merged]
+        self.away_before = np.cumsum([0, *(end - begin for begin, end in merged)], dtype=object).tolist()
+
+    def _drawn(self, horizon: int) -> list[tuple[int, int]]:
+        """Draw the outages that begin before `horizon`, one after the other; a longer horizon adds to the same list."""
+        if self.faults.drop_rate == 0:
+            return []
+        g = numpy_generator(self.faults.seed, "outages", self.node)
+        found: list[tuple[int, int]] = []
+        at = 0  # the last step at which it was there
+        while (at := at + int(g.geometric(self.faults.drop_rate))) < horizon:
+            end = at + int(g.geometric(1 / self.faults.mean_outage_steps))
+            found.append((at, end))
+            at = end
+        return found
+
+
+_EXAMPLES = {"absent": "{3: [(100, 200)]}", "lost": "{2: [100, 300]}", "slow": "{2: 0.5}"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _intervals(node: int, given: Any) -> list[tuple[int, int]]:
+    wanted = "a list of (first, last) steps, last being None where the node does not come back, as in [(100, 200)]"
+    if not isinstance(given, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in given):
+        raise ArgumentError(f"absent={{{node}: {given!r}}} must be {wanted}")
+    for first, last in given:
+        check_count(f"first step of an outage of node {node}", first)
+        if last is not None:
+            check_count(f"step at which node {node} is back", last, least=first + 1)
+    return [(first, NEVER if last is None else last) for first, last in given]
+
+
+def _steps(node: int, given: Any) -> set[int]:
+    if not isinstance(given, list | tuple | range):
+        raise ArgumentError(f"lost={{{node}: {given!r}}} must be a list of steps, as in {_EXAMPLES['lost']}")
+    for step in given:
+        check_count(f"each step of lost={{{node}: ...}}", step)
+    return set(given)

@@ -1,0 +1,26 @@
+"""What communication costs: bandwidth and latency of the links, and the time of each collective on them.
+
+`Network` holds the links and prices a collective; `costs` has the algorithms and their sources, `presets` the networks
+by name, `layerwise` the compute utilisation of training whose communication overlaps with computation.
+"""
+
+from exogym.network.costs import NAMES, Cost, algorithms_of
+from exogym.network.layerwise import compute_utilisation, required_bandwidth
+from exogym.network.network import Network
+from exogym.network.presets import PRESETS, Preset
+from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
+
+__all__ = [
+    "NAMES",
+    "PRESETS",
+    "Cost",
+    "Network",
+    "Preset",
+    "algorithms_of",
+    "compute_utilisation",
+    "parse_bandwidth",
+    "parse_seconds",
+    "readable_bandwidth",
+    "readable_seconds",
+    "required_bandwidth",
+]

@@ -1,0 +1,281 @@
+"""What a collective costs: the alpha-beta model.
+
+A message of m bytes over a link takes alpha + m / B: the latency, and the bytes over the bandwidth (Hockney, Parallel
+Computing 20, 1994). Links are full duplex: a node sends and receives at once. **A collective is a list of rounds; a
+round is the pairs that talk at once, and lasts as long as its slowest pair.** Adding numbers up costs no time.
+
+With n members, payload S, one bandwidth B and one latency alpha everywhere, L = ceil(log2 n):
+
+    all_reduce      ring              2(n-1) (alpha + S/(n B))                 Patarasuk, Yuan, JPDC 69, 2009
+                    exact             2(n-1) (alpha + S/(n B))                 slices all to all by pairwise exchange
+                                                                               (Thakur et al. 2005), then a ring
+                                                                               all-gather: exogym.engine.wire
+                    halving_doubling  2k alpha + 2(1 - 2^-k) S/B, n = 2^k      Thakur et al. 2005; other n: + 2(alpha + S/B)
+                    tree              2L (alpha + S/B)                         binomial reduce and broadcast, ibid.
+                    double_tree       2L alpha + 2 S/B                         pipelined; Sanders et al., Par. Comp. 35, 2009
+                    hierarchical      ring inside islands, ring between their first nodes, broadcast inside
+                    server            2 alpha + 2 max(1, n B / B_server) S/B   every member up, then every member down
+    all_gather      ring              (n-1) (alpha + S/B)                      S is one member's own part
+                    bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
+    reduce_scatter  ring              (n-1) (alpha + S/(n B))
+                    halving           k alpha + (1 - 2^-k) S/B, n = 2^k        Thakur et al. 2005
+    broadcast       tree              L (alpha + S/B)                          binomial; reduce likewise
+                    scatter_gather    (L + n-1) alpha + 2(n-1)/n S/B           van de Geijn; Thakur et al. 2005
+    gather          direct            alpha + (n-1) S/B                        the root's line carries all
+    scatter         direct            alpha + (n-1)/n S/B
+    exchange        pairwise          alpha + S/B
+    mix             neighbours        alpha + d S/B                            d: most neighbours of a node
+    barrier         tree              2L alpha;  dissemination: L alpha        Hensgen et al., IJPP 17, 1988
+    push, pull      server            alpha + S/B                              one member to or from the server
+
+Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19, 2005. NCCL calls
+`ring` Ring and `double_tree` Tree; gloo's all-reduces are `ring` and `halving_doubling`. No all-reduce in which every
+member holds S bytes beats 2(n-1)/n S/B (Patarasuk, Yuan): the ring's bytes.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exogym.errors import ArgumentError, check_choice
+from exogym.network.links import GroupLinks, Links, UniformLinks
+
+Pairs = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """How long a collective takes: `latency_s` for its `hops` messages one after the other, and `transfer_s`."""
+
+    latency_s: float = 0.0
+    transfer_s: float = 0.0
+    hops: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_s + self.transfer_s
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.latency_s + other.latency_s, self.transfer_s + other.transfer_s, self.hops + other.hops)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Messages that go at once, `count` times in a row.
+
+    Attributes:
+        bytes_: of each message.
+        pairs: n to the positions of senders and receivers among the members; None: every pair, by its slowest.
+        fan_out, fan_in: messages that share a sender's or receiver's line.
+        hops: latencies of the round; 0 where it follows the one before without a gap.
+    """
+
+    count: int
+    bytes_: float
+    pairs: Pairs | None = None
+    fan_out: float = 1
+    fan_in: float = 1
+    hops: int = 1
+
+
+# Who talks to whom
+
+
+def _ring(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(n), (np.arange(n) + 1) % n
+
+
+def _down(hop: int) -> Pairs:
+    """One level of a binomial tree from position 0: every multiple of 2 hop to the one `hop` on."""
+
+    def pairs(n: int) -> tuple[np.ndarray, np.ndarray]:
+        senders = np.arange(0, n - hop, 2 * hop)
+        return senders, senders + hop
+
+    return pairs
+
+
+def _up(hop: int) -> Pairs:
+    return lambda n: _down(hop)(n)[::-1]
+
+
+def _across(hop: int, size: int) -> Pairs:
+    """Each of the first `size` positions with the one whose number differs in bit `hop`."""
+    return lambda n: (np.arange(size), np.arange(size) ^ hop)
+
+
+def _onto(n: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(n), (np.arange(n) - hop) % n
+
+
+def _hops(n: int) -> list[int]:
+    """1, 2, 4, ... below n: ceil(log2 n) of them."""
+    return [1 << k for k in range((n - 1).bit_length())]
+
+
+# Rounds of each algorithm, for n members and payload S
+
+
+def _tree_down(n: int, S: float) -> list[Round]:
+    return [Round(1, S, _down(hop)) for hop in reversed(_hops(n))]
+
+
+def _tree_up(n: int, S: float) -> list[Round]:
+    return [Round(1, S, _up(hop)) for hop in _hops(n)]
+
+
+def _halving(n: int, S: float, count: int) -> list[Round]:
+    """Vector halving, distance doubling; `count` 2 goes back the same way, which makes an all-reduce of it."""
+    k = n.bit_length() - 1
+    size, extra = 1 << k, n - (1 << k)
+    rounds = [Round(count, S / 2 ** (r + 1), _across(1 << r, size)) for r in range(k)]
+    if extra:  # the members over a power of two hand theirs to a partner first and get the result last
+        late, early = np.arange(size, n), np.arange(extra)
+        back = S if count == 2 else S / n  # of a reduce-scatter, its own slice
+        rounds = [Round(1, S, lambda _: (late, early)), *rounds, Round(1, back, lambda _: (early, late))]
+    return rounds
+
+
+def _bruck(n: int, S: float) -> list[Round]:
+    blocks = [min(hop, n - hop) for hop in _hops(n)]
+    return [Round(1, b * S, lambda n, h=h: _onto(n, h)) for h, b in zip(_hops(n), blocks, strict=True)]  # type: ignore[misc]
+
+
+def _direct(n: int, S: float, inward: bool) -> list[Round]:
+    others, root = np.arange(1, n), np.zeros(n - 1, dtype=np.int64)
+    pairs = (others, root) if inward else (root, others)
+    return [Round(1, S, lambda _: pairs, **{"fan_in" if inward else "fan_out": n - 1})]
+
+
+def _scatter_gather(n: int, S: float) -> list[Round]:
+    scatter = [Round(1, S * min(hop, n - hop) / n, _down(hop)) for hop in reversed(_hops(n))]
+    return [*scatter, Round(n - 1, S / n, _ring)]
+
+
+ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[Round]]]] = {
+    "all_reduce": {
+        "ring": lambda n, S: [Round(2 * (n - 1), S / n, _ring)],
+        "exact": lambda n, S: [Round(n - 1, S / n), Round(n - 1, S / n, _ring)],
+        "halving_doubling": lambda n, S: _halving(n, S, 2),
+        "tree": lambda n, S: _tree_up(n, S) + _tree_down(n, S),
+        "double_tree": lambda n, S: [Round(2 * len(_hops(n)), 0.0), Round(1, 2 * S, hops=0)],
+    },
+    "all_gather": {"ring": lambda n, S: [Round(n - 1, S, _ring)], "bruck": _bruck},
+    "reduce_scatter": {
+        "ring": lambda n, S: [Round(n - 1, S / n, _ring)],
+        "halving": lambda n, S: _halving(n, S, 1),
+    },
+    "broadcast": {"tree": _tree_down, "scatter_gather": _scatter_gather},
+    "reduce": {"tree": _tree_up},
+    "gather": {"direct": lambda n, S: _direct(n, S, True)},
+    "scatter": {"direct": lambda n, S: _direct(n, S / n, False)},
+    "exchange": {"pairwise": lambda n, S: [Round(1, S)]},
+    "mix": {"neighbours": lambda n, S: [Round(1, S, None, n - 1, n - 1)]},
+    "barrier": {
+        "tree": lambda n, S: [Round(2 * len(_hops(n)), 0.0)],
+        "dissemination": lambda n, S: [Round(len(_hops(n)), 0.0)],
+    },
+}
+# What needs more than the members: a server, or islands
+SPECIAL: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("server", "hierarchical"),
+    "push": ("server",),
+    "pull": ("server",),
+}
+NAMES = {
+    "nccl_ring": "ring",
+    "nccl_tree": "double_tree",
+    "gloo_ring": "ring",
+    "gloo_halving_doubling": "halving_doubling",
+}
+
+
+def algorithms_of(kind: str) -> list[str]:
+    """Return the names of the algorithms that carry out `kind`.
+
+    Raises:
+        ArgumentError: an unknown collective.
+
+    >>> algorithms_of("all_gather")
+    ['ring', 'bruck']
+    """
+    check_choice("kind", kind, [*ALGORITHMS, "push", "pull"])
+    return [*ALGORITHMS.get(kind, {}), *SPECIAL.get(kind, ())]
+
+
+def price(rounds: Sequence[Round], links: Links, members: Any) -> Cost:
+    """Return what `rounds` cost among `members` (ids, in order)."""
+    latency = transfer = 0.0
+    hops, ids = 0, None
+    for r in rounds:
+        if isinstance(links, UniformLinks):  # no pair differs from another: no need to name them
+            bandwidth, alpha = links.bandwidth_bps, links.latency_s
+            slots = max(1 / bandwidth, r.fan_out / links.up_bps, r.fan_in / links.down_bps)
+        else:
+            ids = np.asarray(members) if ids is None else ids
+            alpha, slots = _slowest_pair(r, links, ids)
+        latency += r.count * r.hops * alpha
+        transfer += r.count * 8 * r.bytes_ * slots
+        hops += r.count * r.hops
+    return Cost(float(latency), float(transfer), hops)
+
+
+def _slowest_pair(r: Round, links: Links, ids: np.ndarray) -> tuple[float, float]:
+    """Return latency and seconds per bit of the pair that ends last."""
+    if r.pairs is None:
+        bandwidth, alpha = links.slowest(ids)
+        up, down = links.line(ids)
+        return alpha, max(1 / bandwidth, r.fan_out / np.min(up), r.fan_in / np.min(down))
+    senders, receivers = r.pairs(len(ids))
+    i, j = ids[senders], ids[receivers]
+    bandwidth, alpha = links.link(i, j)
+    slots = links.crowd(i, j) / bandwidth
+    if r.fan_out > 1:
+        slots = np.maximum(slots, r.fan_out / links.line(i)[0])
+    if r.fan_in > 1:
+        slots = np.maximum(slots, r.fan_in / links.line(j)[1])
+    alpha, slots = np.broadcast_arrays(alpha, slots)
+    last = int(np.argmax(r.hops * alpha + 8 * r.bytes_ * slots))
+    return float(alpha[last]), float(slots[last])
+
+
+def price_server(links: Links, members: Any, size: float, server_bps: float | None, ways: Sequence[str]) -> Cost:
+    """Return what it costs that every member sends `size` bytes to a server ("up"), or gets them from it ("down").
+
+    The server's line carries all members' bytes, at `server_bps` each way; None: as fast as the fastest member's.
+    """
+    n = len(members)
+    up, down, alpha = links.outside(members if isinstance(links, UniformLinks) else np.asarray(members))
+    far, total = float(np.max(alpha)), Cost()
+    for way in ways:
+        line = up if way == "up" else down
+        server = float(np.max([up, down])) if server_bps is None else server_bps
+        total += Cost(far, 8 * size * max(1 / float(np.min(line)), n / server), 1)
+    return total
+
+
+def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
+    """Return what an all-reduce costs that goes by islands: a ring in each, a ring of their first nodes, a broadcast.
+
+    Islands work at once; the slowest governs.
+
+    Raises:
+        ArgumentError: the network has no islands.
+    """
+    if not isinstance(links, GroupLinks):
+        raise ArgumentError("algorithm='hierarchical' needs a network with islands: Network.groups(...)")
+    ids = np.sort(np.asarray(members))
+    islands = [ids[links.group_of[ids] == g] for g in np.unique(links.group_of[ids])]
+    ring, tree = ALGORITHMS["all_reduce"]["ring"], ALGORITHMS["broadcast"]["tree"]
+
+    def slowest(rounds: Callable[[int, float], list[Round]]) -> Cost:
+        costs = [price(rounds(len(i), size), links, i) for i in islands if len(i) > 1]
+        return max(costs, key=lambda cost: cost.seconds, default=Cost())
+
+    first = np.array([island[0] for island in islands])
+    across = price(ring(len(first), size), links, first) if len(first) > 1 else Cost()
+    return slowest(ring) + across + slowest(tree)

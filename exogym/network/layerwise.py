@@ -1,0 +1,208 @@
+"""Compute utilisation of training that sends each layer as soon as it can and needs it as late as it may.
+
+The simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 3.1, from its description. A step is a
+chain of 3L - 1 equal compute nodes for L layers: forward through layers 1..L, then backward from L to 1, for each
+layer first the gradient of its activations (not for layer 1) and then that of its parameters. Beside it runs one link.
+After a layer's last backward node of a step in which it is sent, its reduction (P/L elements) joins the link, which
+takes them in that order. The forward pass of the layer in a later step waits for it:
+
+    method       a layer is sent                                  and needed
+    ddp          at every step                                    at the next step
+    diloco       at every H-th step                               at the next step
+    streaming    at every H-th step, fragment p of F = L/layers   tau steps later than that
+                 at steps round((p+1) H/F), layers p, p+F, ...
+
+Utilisation is computing time over all time, once the pattern repeats. A reduction of m bytes among N replicas takes
+2 (N-1)/N m/B, the lower bound that the papers use (Patarasuk, Yuan, 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.network.units import parse_bandwidth, parse_seconds
+
+METHODS = ("ddp", "diloco", "streaming")
+CYCLES = 4  # enough for the pattern to repeat: what is sent in one cycle is needed in the next
+SEARCH_BPS = (1.0, 1e18)
+
+
+def compute_utilisation(
+    bandwidth: Any,
+    step_seconds: Any,
+    parameters: float,
+    method: str = "ddp",
+    *,
+    layers: int = 24,
+    H: int = 100,
+    num_nodes: int = 2,
+    bits_per_element: float = 16,
+    fragment_layers: int = 3,
+    overlap_steps: int = 0,
+    latency: Any = 0.0,
+) -> float:
+    """Return the share of time that a replica computes, from 0 to 1.
+
+    Args:
+        bandwidth: of each replica's link, bits per second or text.
+        step_seconds: forward and backward pass of one step.
+        parameters: P; each layer has P / layers.
+        method: "ddp", "diloco" or "streaming".
+        layers: L.
+        H: steps between two sends of the same layer (not for "ddp").
+        num_nodes: N replicas.
+        bits_per_element: on the wire; 16 is bf16.
+        fragment_layers: layers of a fragment (for "streaming"); those of fragment p are p, p + F, p + 2 F, ...
+        overlap_steps: tau, steps that a fragment may be under way (for "streaming").
+        latency: seconds added to each layer's reduction.
+
+    Raises:
+        ArgumentError: an unknown method, a count below 1, or a quantity out of range.
+
+    >>> round(compute_utilisation("13.3Gbps", 0.1, 1e9, "diloco"), 2)  # the paper's table says 90 %
+    0.9
+    """
+    link_bps = parse_bandwidth(bandwidth)
+    schedule = _Schedule(
+        step_seconds,
+        parameters,
+        method,
+        layers,
+        H,
+        num_nodes,
+        bits_per_element,
+        fragment_layers,
+        overlap_steps,
+        latency,
+    )
+    return schedule.utilisation(link_bps)
+
+
+def required_bandwidth(
+    utilisation: float,
+    step_seconds: Any,
+    parameters: float,
+    method: str = "ddp",
+    *,
+    layers: int = 24,
+    H: int = 100,
+    num_nodes: int = 2,
+    bits_per_element: float = 16,
+    fragment_layers: int = 3,
+    overlap_steps: int = 0,
+    latency: Any = 0.0,
+) -> float:
+    """Return the least bandwidth, in bits per second, at which a replica computes this share of the time.
+
+    Args:
+        utilisation: over 0 and under 1.
+        step_seconds, parameters, method, layers, H, num_nodes, bits_per_element, fragment_layers, overlap_steps,
+            latency: as `compute_utilisation`.
+
+    Raises:
+        ArgumentError: no bandwidth reaches it (the latency alone takes too long), or an argument is out of range.
+
+    >>> round(required_bandwidth(0.9, 0.1, 1e9, "diloco", H=100) / 1e9, 1)
+    13.6
+    """
+    if isinstance(utilisation, bool) or not isinstance(utilisation, int | float) or not 0 < utilisation < 1:
+        raise ArgumentError(f"utilisation={utilisation!r} must be over 0 and under 1")
+    schedule = _Schedule(
+        step_seconds,
+        parameters,
+        method,
+        layers,
+        H,
+        num_nodes,
+        bits_per_element,
+        fragment_layers,
+        overlap_steps,
+        latency,
+    )
+    low, high = map(math.log, SEARCH_BPS)
+    most = schedule.utilisation(math.exp(high))
+    if most < utilisation:
+        raise ArgumentError(
+            f"utilisation={utilisation!r} is out of reach: with latency={latency!r} even an infinite bandwidth gives "
+            f"{most:.3f}; send less often (H), or overlap more"
+        )
+    if schedule.utilisation(math.exp(low)) >= utilisation:
+        return SEARCH_BPS[0]
+    while high - low > 1e-5:  # utilisation grows with the bandwidth: halve the interval
+        middle = (low + high) / 2
+        low, high = (low, middle) if schedule.utilisation(math.exp(middle)) >= utilisation else (middle, high)
+    return math.exp(high)
+
+
+class _Schedule:
+    """The checked description of a method: which layers are sent at which step of a cycle of `H` steps."""
+
+    def __init__(
+        self,
+        step_seconds: Any,
+        parameters: float,
+        method: str,
+        layers: int,
+        H: int,
+        num_nodes: int,
+        bits: float,
+        fragment_layers: int,
+        overlap_steps: int,
+        latency: Any,
+    ):
+        check_choice("method", method, METHODS)
+        for name, given in (
+            ("layers", layers),
+            ("H", H),
+            ("num_nodes", num_nodes),
+            ("fragment_layers", fragment_layers),
+        ):
+            check_count(name, given)
+        check_count("overlap_steps", overlap_steps, least=0)
+        for name, number in (("parameters", parameters), ("bits_per_element", bits)):
+            if not 0 < number < math.inf:
+                raise ArgumentError(f"{name}={number!r} must be over 0 and finite")
+        self.step_s = parse_seconds(step_seconds, "step_seconds")
+        if not self.step_s:
+            raise ArgumentError("step_seconds=0: a step must take time")
+        if overlap_steps and (method != "streaming" or overlap_steps >= H):
+            raise ArgumentError(
+                f"overlap_steps={overlap_steps} needs method='streaming' and H over it; method={method!r}, H={H}"
+            )
+        self.layers, self.overlap_steps = layers, overlap_steps
+        self.latency_s = parse_seconds(latency)
+        self.layer_bits = 2 * (num_nodes - 1) / num_nodes * parameters / layers * bits
+        self.H = 1 if method == "ddp" else H
+        self.sent: dict[int, set[int]] = {self.H: set(range(layers))}
+        if method == "streaming":
+            fragments = -(-layers // fragment_layers)
+            self.sent = {}
+            for p in range(fragments):
+                step = max(1, round((p + 1) * H / fragments))
+                self.sent.setdefault(step, set()).update(range(p, layers, fragments))
+
+    def utilisation(self, bandwidth_bps: float) -> float:
+        message_s = self.latency_s + self.layer_bits / bandwidth_bps
+        node_s = self.step_s / (3 * self.layers - 1)
+        cycles = CYCLES + self.layers if self.H == 1 else CYCLES
+        now = link_free = before = 0.0
+        arrivals: dict[int, tuple[int, float]] = {}  # layer -> first step that needs it, when it is there
+        for step in range(1, cycles * self.H + 1):
+            sent = self.sent.get((step - 1) % self.H + 1, set())
+            if not sent and not arrivals:
+                now += self.step_s
+            else:
+                for layer in range(self.layers):
+                    if layer in arrivals and arrivals[layer][0] <= step:
+                        now = max(now, arrivals.pop(layer)[1])
+                    now += node_s
+                for layer in reversed(range(self.layers)):
+                    now += node_s if layer == 0 else 2 * node_s
+                    if layer in sent:
+                        link_free = max(link_free, now) + message_s
+                        arrivals[layer] = (step + 1 + self.overlap_steps, link_free)
+            if step == (cycles - 1) * self.H:
+                before = now
+        return self.H * self.step_s / (now - before)

@@ -1,0 +1,213 @@
+"""Which link two nodes have: all alike, one per pair, or fast inside islands and slow between them.
+
+Each kind answers the same questions, for one id or for arrays of them: `link(i, j)` from i to j; `crowd(i, j)`, how
+many of these messages, sent at once, share the narrowest part of the way; `line(i)`, the node's own connection, which
+all its messages share; `outside(i)`, to a server that is not a node; `slowest(ids)`, when each sends to some other at
+once. A bandwidth is in bits per second, a latency in seconds one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from exogym.errors import ArgumentError
+from exogym.network.units import parse_bandwidth, parse_seconds
+
+Pair = tuple[Any, Any]  # bandwidth_bps and latency_s, numbers or arrays of the ids' shape
+
+
+class Links(Protocol):
+    """What a network must know of its links; `size` nodes, or any number."""
+
+    @property
+    def size(self) -> int | None: ...
+    def link(self, i: Any, j: Any) -> Pair: ...
+    def crowd(self, i: np.ndarray, j: np.ndarray) -> Any: ...
+    def line(self, i: Any) -> Pair: ...
+    def outside(self, i: Any) -> tuple[Any, Any, Any]: ...
+    def slowest(self, ids: np.ndarray) -> Pair: ...
+
+
+@dataclass(frozen=True)
+class UniformLinks:
+    """Every node has the same line, `up_bps` and `down_bps`; between two nodes the slower of the two governs."""
+
+    up_bps: float
+    down_bps: float
+    latency_s: float
+    size: None = None
+
+    @property
+    def bandwidth_bps(self) -> float:
+        return min(self.up_bps, self.down_bps)
+
+    def link(self, i: Any, j: Any) -> Pair:
+        return self.bandwidth_bps, self.latency_s
+
+    def crowd(self, i: np.ndarray, j: np.ndarray) -> Any:
+        return 1.0
+
+    def line(self, i: Any) -> Pair:
+        return self.up_bps, self.down_bps
+
+    def outside(self, i: Any) -> tuple[Any, Any, Any]:
+        return self.up_bps, self.down_bps, self.latency_s
+
+    def slowest(self, ids: np.ndarray) -> Pair:
+        return self.bandwidth_bps, self.latency_s
+
+
+class MatrixLinks:
+    """Each pair its own: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j; diagonals mean nothing.
+
+    A node's line is as fast as its fastest link. A server is as far as the node's farthest peer.
+    """
+
+    def __init__(self, bandwidth: Any, latency: Any):
+        self.bandwidth_bps = _square(bandwidth, "bandwidth", parse_bandwidth)
+        self.size = len(self.bandwidth_bps)
+        if np.ndim(latency) == 0 or isinstance(latency, str):
+            latency = np.full((self.size, self.size), parse_seconds(latency))
+        self.latency_s = _square(latency, "latency", parse_seconds)
+        if len(self.latency_s) != self.size:
+            raise ArgumentError(
+                f"the latency matrix is for {len(self.latency_s)} nodes, the bandwidth matrix for {self.size}: "
+                "give both for the same nodes"
+            )
+        others = ~np.eye(self.size, dtype=bool)
+        fast = np.where(others, self.bandwidth_bps, 0.0)
+        self.up_bps, self.down_bps = fast.max(1), fast.max(0)
+        far = np.where(others, self.latency_s, 0.0)
+        self.far_s = np.maximum(far.max(1), far.max(0))
+
+    def link(self, i: Any, j: Any) -> Pair:
+        return self.bandwidth_bps[i, j], self.latency_s[i, j]
+
+    def crowd(self, i: np.ndarray, j: np.ndarray) -> Any:
+        return 1.0
+
+    def line(self, i: Any) -> Pair:
+        return self.up_bps[i], self.down_bps[i]
+
+    def outside(self, i: Any) -> tuple[Any, Any, Any]:
+        return self.up_bps[i], self.down_bps[i], self.far_s[i]
+
+    def slowest(self, ids: np.ndarray) -> Pair:
+        both = ~np.eye(len(ids), dtype=bool)
+        among = np.ix_(ids, ids)
+        return self.bandwidth_bps[among][both].min(), self.latency_s[among][both].max()
+
+
+class GroupLinks:
+    """Islands: `inside[g]` for pairs of island g, `between` (whose nodes are the islands) for the others.
+
+    `shared`: an island's line to the others carries all its messages; else each pair of nodes has such a line. A
+    node's line is as fast as its faster kind of link. A server is reached over `between`.
+    """
+
+    def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: bool = True):
+        self.group_of = _membership(groups)
+        self.size = len(self.group_of)
+        count = int(self.group_of.max()) + 1
+        if len(inside) != count:
+            raise ArgumentError(f"inside has {len(inside)} networks for {count} groups: give one, or one per group")
+        if between.size is not None and between.size != count:
+            raise ArgumentError(f"between is a network of {between.size} nodes; wanted one node per group, {count}")
+        self.between, self.shared = between, shared
+        self.bandwidth_bps = np.array([links.bandwidth_bps for links in inside])
+        self.latency_s = np.array([links.latency_s for links in inside])
+        self.up_bps, self.down_bps = (np.array([line[k] for line in (x.line(0) for x in inside)]) for k in (0, 1))
+
+    def link(self, i: Any, j: Any) -> Pair:
+        a, b = self.group_of[i], self.group_of[j]
+        bandwidth, latency = self.between.link(a, b)
+        same = a == b
+        return np.where(same, self.bandwidth_bps[a], bandwidth), np.where(same, self.latency_s[a], latency)
+
+    def line(self, i: Any) -> Pair:
+        g = self.group_of[i]
+        up, down = self.between.line(g)
+        return np.maximum(self.up_bps[g], up), np.maximum(self.down_bps[g], down)
+
+    def crowd(self, i: np.ndarray, j: np.ndarray) -> Any:
+        a, b = self.group_of[i], self.group_of[j]
+        across = a != b
+        if not self.shared or not across.any():
+            return np.ones(len(a))
+        if isinstance(self.between, UniformLinks):
+            most = int(max(a.max(), b.max())) + 1
+            out, into = (np.bincount(g[across], minlength=most) for g in (a, b))
+            many = np.maximum(out[a], into[b])
+        else:  # a way of its own for each pair of islands
+            _, place, counts = np.unique(a * (int(b.max()) + 1) + b, return_inverse=True, return_counts=True)
+            many = counts[place]
+        return np.where(across, many, 1)
+
+    def outside(self, i: Any) -> tuple[Any, Any, Any]:
+        g = np.atleast_1d(self.group_of[i])
+        up, down, latency = self.between.outside(g)
+        many = np.bincount(g)[g] if self.shared else 1
+        return up / many, down / many, latency
+
+    def slowest(self, ids: np.ndarray) -> Pair:
+        groups, counts = np.unique(self.group_of[ids], return_counts=True)
+        pairs = groups[counts > 1]
+        bandwidth = self.bandwidth_bps[pairs].min(initial=np.inf)
+        latency = self.latency_s[pairs].max(initial=0.0)
+        if len(groups) > 1:
+            across = self.between.slowest(groups)
+            many = np.minimum(counts, len(ids) - counts).max() if self.shared else 1
+            bandwidth, latency = min(bandwidth, across[0] / many), max(latency, across[1])
+        return bandwidth, latency
+
+
+def _square(given: Any, name: str, read: Any) -> np.ndarray:
+    """Return a square matrix of checked numbers; the diagonal may hold anything."""
+    rows = given.tolist() if hasattr(given, "tolist") else list(given)
+    n = len(rows)
+    lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in rows}
+    if n == 0 or lengths != {n}:
+        shape = ", ".join(map(str, sorted(lengths)))
+        raise ArgumentError(
+            f"the {name} matrix has {n} rows of {shape} numbers: wanted a square one, one row and one column per node"
+        )
+    table = np.asarray(rows)
+    if table.dtype.kind in "if":
+        fine = np.isfinite(table) & (table > 0 if name == "bandwidth" else table >= 0)
+        if (fine | np.eye(n, dtype=bool)).all():
+            return table.astype(float)
+    out = np.full((n, n), np.inf if name == "bandwidth" else 0.0)
+    for i in range(n):
+        for j in range(n):
+            if i != j:
+                try:
+                    out[i, j] = read(rows[i][j], name)
+                except ArgumentError as error:
+                    raise ArgumentError(
+                        f"node {i} cannot reach node {j}: {error}. Every pair needs a {name}; where two nodes have no "
+                        "link, give that of the way between them"
+                    ) from None
+    return out
+
+
+def _membership(groups: Sequence[Any]) -> np.ndarray:
+    """Return (nodes,) the group of each node, from sizes or from lists of ids that cover 0..N-1 once."""
+    if not isinstance(groups, Sequence) or isinstance(groups, str) or not groups:
+        raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of lists of ids")
+    if all(isinstance(g, int) and not isinstance(g, bool) for g in groups):
+        if min(groups) < 1:
+            raise ArgumentError(f"groups={list(groups)}: every group needs at least one node")
+        return np.repeat(np.arange(len(groups)), groups)
+    if any(isinstance(g, int | str) or not len(g) for g in groups):
+        raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of lists of ids, none empty")
+    ids = [i for group in groups for i in group]
+    if sorted(ids) != list(range(len(ids))):
+        raise ArgumentError(f"groups={groups!r} must name each node from 0 to {len(ids) - 1} once")
+    out = np.zeros(len(ids), dtype=np.int64)
+    for number, group in enumerate(groups):
+        out[list(group)] = number
+    return out

@@ -1,0 +1,396 @@
+"""A network: its links, and what a collective costs on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exogym.communicator import Event
+from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
+from exogym.network.costs import (
+    ALGORITHMS,
+    NAMES,
+    Cost,
+    Round,
+    algorithms_of,
+    price,
+    price_hierarchical,
+    price_server,
+)
+from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
+from exogym.network.parse import settings_of
+from exogym.network.presets import PRESETS
+from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
+from exogym.rng import numpy_generator
+
+Members = int | Sequence[int]
+OPTIONS = ("jitter", "loss", "seed", "server")
+SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
+
+
+class Network:
+    """Links with a bandwidth and a latency each, and the time a collective takes on them.
+
+    Every node has a full-duplex line to every other. `Network.matrix` gives each pair its own, `Network.groups` makes
+    islands, `Network.preset` knows some by name, and `Network.parse` reads what a command line gives.
+
+    Args:
+        bandwidth: bits per second, or text such as "1Gbps" or "100MB/s".
+        latency: seconds one way, or text such as "0.5ms".
+        up, down: of a node's line, where they differ; what is not given is `bandwidth`. Two nodes have the slower.
+        jitter: mean seconds by which a message is late, exponentially distributed, drawn for each message of a
+            collective's longest chain from (seed, number of the event).
+        loss: share of packets lost, from 0 and under 1. Each is sent again until it arrives, which takes
+            1 / (1 - loss) times the transfer: the expectation under selective repeat (Bertsekas, Gallager, Data
+            Networks, 2.4). That TCP slows down on loss is not in it.
+        seed: of the jitter.
+        server: bandwidth of a parameter server's line; by default it has the fastest line of the members it serves.
+
+    Raises:
+        ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
+
+    >>> network = Network("1Gbps", "0.5ms")
+    >>> network.link(0, 1)
+    (1000000000.0, 0.0005)
+    >>> round(network.cost("all_reduce", 1e6, 4).seconds, 6)  # ring: 6 (0.0005 + 0.25e6 * 8 / 1e9)
+    0.015
+    >>> network.cheapest("all_reduce", 1000, 8)[0]
+    'halving_doubling'
+    """
+
+    @checked
+    def __init__(
+        self,
+        bandwidth: Any = None,
+        latency: Any = 0.0,
+        *,
+        up: Any = None,
+        down: Any = None,
+        jitter: Any = 0.0,
+        loss: float = 0.0,
+        seed: int = 0,
+        server: Any = None,
+    ):
+        if bandwidth is None and (up is None or down is None):
+            raise ArgumentError("a network needs a bandwidth, as in Network('1Gbps', '0.5ms'), or up= and down=")
+        if bandwidth is not None and up is not None and down is not None:
+            raise ArgumentError(f"bandwidth={bandwidth!r}, up={up!r} and down={down!r} are one too many: leave one out")
+        ways = {name: bandwidth if given is None else given for name, given in (("up", up), ("down", down))}
+        up_bps, down_bps = (
+            parse_bandwidth(given, name if given is not bandwidth else "bandwidth") for name, given in ways.items()
+        )
+        links = UniformLinks(up_bps, down_bps, parse_seconds(latency))
+        self._set(links, jitter, loss, seed, server, {"up": up_bps, "down": down_bps, "latency": links.latency_s})
+
+    @classmethod
+    @checked
+    def matrix(
+        cls, bandwidth: Any, latency: Any = 0.0, *, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0,
+        server: Any = None,
+    ) -> Network:  # fmt: skip
+        """Return a network with a link of its own for each ordered pair of nodes.
+
+        Args:
+            bandwidth, latency: (N, N) numbers or text, entry [i][j] from i to j, the diagonal ignored; one latency
+                may stand for all. Every pair needs a way.
+            jitter, loss, seed, server: as `Network`.
+
+        Raises:
+            ArgumentError: not square, of different sizes, or a pair that cannot reach each other.
+
+        >>> network = Network.matrix([[0, "1Gbps"], ["20Mbps", 0]], "10ms")
+        >>> network.link(1, 0)
+        (20000000.0, 0.01)
+        """
+        links = MatrixLinks(bandwidth, latency)
+        shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, {"matrix": _without_diagonal(shape)})
+
+    @classmethod
+    @checked
+    def groups(
+        cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: bool = True, jitter: Any = 0.0,
+        loss: float = 0.0, seed: int = 0, server: Any = None,
+    ) -> Network:  # fmt: skip
+        """Return islands: fast links inside each, slow ones between them.
+
+        Args:
+            groups: their sizes, as [4, 4], or lists of ids that name each node once.
+            inside: the network inside an island, or one per island: a `Network`, or what `Network.parse` reads.
+            between: the network of two nodes of different islands; a matrix has one row per island.
+            shared: an island has one such line, which all its messages of a moment share; False gives each node its
+                own.
+            jitter, loss, seed, server: as `Network`, for all links.
+
+        Raises:
+            ArgumentError: groups that are empty or miss nodes, or networks that do not fit them.
+
+        >>> network = Network.groups([4, 4], inside="nvlink", between="100Mbps,20ms")
+        >>> network.link(0, 3), network.link(3, 4)
+        ((3600000000000.0, 2e-06), (100000000.0, 0.02))
+        """
+        many = isinstance(inside, Sequence) and not isinstance(inside, str)
+        insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
+        outer = cls.of(between)
+        for part in (*insides, outer):
+            if part.jitter_s or part.loss:
+                raise ArgumentError(
+                    "give jitter and loss to Network.groups(), for all links, not to the networks inside and between"
+                )
+        kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
+        if len(kinds) < len(insides):
+            raise ArgumentError("the network inside an island must be uniform, as Network('10Gbps', '0.1ms')")
+        if isinstance(groups, Sequence) and not many:
+            kinds *= len(groups)
+        links = GroupLinks(groups, kinds, outer.links, shared)
+        shape: dict[str, Any] = {
+            "groups": [g if isinstance(g, int) else list(g) for g in groups],
+            "between": outer.describe(),
+        }
+        shape["inside"] = [part.describe() for part in insides] if many else insides[0].describe()
+        shape["shared"] = bool(shared)
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape)
+
+    @classmethod
+    def preset(cls, name: str) -> Network:
+        """Return a network by name; `exogym.network.PRESETS` lists them, each with its source.
+
+        Raises:
+            ArgumentError: an unknown name.
+
+        >>> Network.preset("lan-1g")
+        Network('941 Mbps', '100 us')
+        """
+        return cls.of({"preset": name})
+
+    @classmethod
+    def parse(cls, text: str) -> Network:
+        """Return the network that a text describes: a preset, a bandwidth and perhaps a latency, or a JSON file.
+
+        `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`, `sites.json`. The file
+        holds one object: the arguments of `Network`; {"matrix": {...}} with those of `Network.matrix`; or "groups",
+        "inside" and "between". `jitter`, `loss`, `seed` and `server` may stand beside each.
+
+        Raises:
+            ArgumentError: none of these; a file that is missing or is no such object.
+
+        >>> Network.parse("100Mbps,20ms,jitter=5ms")
+        Network('100 Mbps', '20 ms', jitter='5 ms')
+        """
+        try:
+            return cls.of(settings_of(text))
+        except ArgumentError as error:
+            if text in str(error):
+                raise
+            raise ArgumentError(f"network {text!r}: {error}") from None
+
+    @classmethod
+    def of(cls, given: Network | str | Mapping[str, Any]) -> Network:
+        """Return a network from one, from text as `parse`, or from what `describe` returned.
+
+        Raises:
+            ArgumentError: a setting that no network has, or settings that do not go together.
+        """
+        if isinstance(given, Network):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"{given!r} is no network: wanted a Network, text as '1Gbps,0.5ms', or settings")
+        settings = dict(given)
+        for name in settings:
+            if name not in SHAPES:
+                raise ArgumentError(f"a network has no setting {name!r}: {nearest(str(name), SHAPES)}")
+        if "preset" in settings:
+            check_choice("network", settings["preset"], PRESETS)
+            return cls.of(PRESETS[settings.pop("preset")].settings | settings)
+        shape = "matrix" if "matrix" in settings else "groups" if "groups" in settings else None
+        if shape is None:
+            return cls(**settings)
+        wanted = {"matrix": ("matrix",), "groups": ("groups", "inside", "between")}[shape]
+        extra = ("shared", *OPTIONS) if shape == "groups" else OPTIONS
+        options = {name: settings.pop(name) for name in extra if name in settings}
+        if sorted(settings) != sorted(wanted):
+            raise ArgumentError(f"a network by {shape} takes {', '.join(wanted)}, not {', '.join(sorted(settings))}")
+        return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
+
+    def _set(self, links: Links, jitter: Any, loss: float, seed: int, server: Any, shape: dict[str, Any]) -> Network:
+        self.links = links
+        self.jitter_s = parse_seconds(jitter, "jitter")
+        if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < 1:
+            raise ArgumentError(f"loss={loss!r} must be a share from 0 and under 1")
+        check_count("seed", seed, least=0)
+        self.loss, self.seed = float(loss), seed
+        self.server_bps = None if server is None else parse_bandwidth(server, "server")
+        options = {"jitter": self.jitter_s, "loss": self.loss, "seed": self.seed, "server": self.server_bps}
+        self._description = shape | {name: value for name, value in options.items() if value}
+        return self
+
+    # What it is
+
+    @property
+    def num_nodes(self) -> int | None:
+        """How many nodes the network is for; None: any number."""
+        return self.links.size
+
+    def describe(self) -> dict[str, Any]:
+        """Return the network as plain numbers, lists and dicts, from which `Network.of` makes it again."""
+        return dict(self._description)
+
+    def __repr__(self) -> str:
+        links = self.links
+        extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
+        extra += f", loss={self.loss:g}" if self.loss else ""
+        if isinstance(links, MatrixLinks):
+            return f"Network.matrix(<{links.size} nodes>{extra})"
+        if isinstance(links, GroupLinks):
+            sizes = np.bincount(links.group_of).tolist()
+            return f"Network.groups({sizes if len(sizes) < 9 else f'<{len(sizes)} islands>'}{extra})"
+        assert isinstance(links, UniformLinks)
+        up, down, latency = readable_bandwidth(links.up_bps), readable_bandwidth(links.down_bps), links.latency_s
+        if up == down:
+            return f"Network({up!r}, {readable_seconds(latency)!r}{extra})"
+        return f"Network(latency={readable_seconds(latency)!r}, up={up!r}, down={down!r}{extra})"
+
+    def link(self, i: Any, j: Any) -> tuple[Any, Any]:
+        """Return bits per second and seconds of latency from node i to node j, for numbers or arrays of ids.
+
+        A node reaches itself at once: infinite bandwidth, no latency.
+
+        Raises:
+            ArgumentError: an id that the network does not have.
+        """
+        i, j = np.broadcast_arrays(np.asarray(i), np.asarray(j))
+        self._check_ids(i, j)
+        bandwidth, latency = self.links.link(i, j)
+        bandwidth, latency = np.where(i == j, np.inf, bandwidth), np.where(i == j, 0.0, latency)
+        return (bandwidth, latency) if i.ndim else (float(bandwidth), float(latency))
+
+    def line_bps(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (num_nodes,) bits per second up and down of each node's own line, which all its messages share."""
+        up, down = self.links.line(np.arange(num_nodes))
+        return np.broadcast_to(up, num_nodes), np.broadcast_to(down, num_nodes)
+
+    # What things cost
+
+    def seconds(self, event: Event, draw: int | None = None, algorithm: str | None = None) -> float:
+        """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
+
+        Args:
+            draw: number of the event, which picks its jitter; None: the mean jitter.
+            algorithm: another way to carry it out than the event names.
+        """
+        members: Sequence[int] = event.members
+        options: dict[str, Any] = {}
+        if event.kind == "mix":
+            options["fan"] = [
+                float(moved.max()) / event.payload_bytes if event.payload_bytes else 0.0
+                for moved in (event.tx_bytes, event.rx_bytes)
+            ]
+        elif not isinstance(self.links, UniformLinks):
+            if len(event.givers) == 1:  # broadcast and scatter have a root that gives, gather and reduce one that gets
+                options["root"] = event.givers[0]
+            elif event.kind in ("gather", "reduce"):
+                options["root"] = members[int(np.argmin(event.tx_bytes))]
+        way = event.algorithm if algorithm is None else algorithm
+        cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
+        return self.duration_s(cost, draw)
+
+    def duration_s(self, cost: Cost, draw: int | None = None) -> float:
+        """Return the seconds of a cost with the network's loss and jitter: of event number `draw`, or the mean."""
+        late = 0.0
+        if self.jitter_s and cost.hops:
+            late = cost.hops * self.jitter_s
+            if draw is not None:
+                late = self.jitter_s * numpy_generator(self.seed, "jitter", draw).gamma(cost.hops)
+        return cost.latency_s + cost.transfer_s / (1 - self.loss) + late
+
+    def cost(
+        self,
+        kind: str,
+        payload_bytes: float,
+        members: Members,
+        algorithm: str | None = None,
+        *,
+        root: int | None = None,
+        fan: Sequence[float] | None = None,
+    ) -> Cost:
+        """Return what a collective costs, before loss and jitter.
+
+        Args:
+            kind: "all_reduce", "all_gather", ...: as the communicator names them.
+            payload_bytes: what each giver hands over.
+            members: ids, or how many (the first ones).
+            algorithm: how; the first of `algorithms_of(kind)` if None. NCCL's and gloo's names are known too.
+            root: of a broadcast, reduce, gather or scatter; the first member if None.
+            fan: of a mix, the most messages a node sends and gets; all others if None.
+
+        Raises:
+            ArgumentError: an unknown collective or algorithm, a bad payload, or a node the network does not have.
+        """
+        names = algorithms_of(kind)
+        way = names[0] if algorithm is None else NAMES.get(algorithm, algorithm)
+        check_choice("algorithm", way, names)
+        if not 0 <= payload_bytes < math.inf:
+            raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
+        ids = self._members(members)
+        n = len(ids)
+        if kind in ("push", "pull") or way == "server":
+            if n == 1 and kind not in ("push", "pull"):
+                return Cost()
+            ways = {"push": ["up"], "pull": ["down"]}.get(kind, ["up", "down"])
+            return price_server(self.links, ids, payload_bytes, self.server_bps, ways)
+        if n == 1:
+            return Cost()
+        if way == "hierarchical":
+            return price_hierarchical(self.links, ids, payload_bytes)
+        if fan is not None:
+            out, into = fan
+            busy = max(out, into) > 0
+            return price([Round(1, payload_bytes, None, out, into)] if busy else [], self.links, ids)
+        if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
+            if root not in ids:
+                raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")
+            at = list(ids).index(root)
+            ids = [*ids[at:], *ids[:at]]
+        return price(ALGORITHMS[kind][way](n, payload_bytes), self.links, ids)
+
+    def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
+        """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
+        names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
+        if not isinstance(self.links, GroupLinks):
+            names = [name for name in names if name != "hierarchical"]
+        times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
+        best = min(times, key=times.__getitem__)
+        return best, times[best]
+
+    def _members(self, members: Members) -> Sequence[int]:
+        if isinstance(members, int):
+            check_count("members", members)
+            members = range(members)
+        if not len(members):
+            raise ArgumentError("members is empty: a collective needs at least one node")
+        if self.links.size is not None:
+            self._check_ids(np.asarray(members))
+        return members
+
+    def _check_ids(self, *ids: np.ndarray) -> None:
+        size = self.links.size
+        for some in ids:
+            if some.size and (some.min() < 0 or (size is not None and some.max() >= size)):
+                wrong = int(some.min() if some.min() < 0 else some.max())
+                raise ArgumentError(
+                    f"node {wrong} is not in this network"
+                    + ("" if size is None else f" of {size} nodes, 0 to {size - 1}")
+                )
+
+
+def _without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Return matrices with zeros on their diagonals, which mean nothing."""
+    return {
+        name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
+        for name, rows in tables.items()
+    }

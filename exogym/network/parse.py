@@ -1,0 +1,65 @@
+"""The settings of a network from text, as on a command line, or from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError
+from exogym.network.presets import PRESETS
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """Return the settings that a text names: a preset, a bandwidth and perhaps a latency, name=value, or a .json file.
+
+    Raises:
+        ArgumentError: the text is none of these, or gives a setting twice; the file is missing or not JSON.
+
+    >>> settings_of("100Mbps,20ms,loss=0.01")
+    {'bandwidth': '100Mbps', 'latency': '20ms', 'loss': 0.01}
+    >>> settings_of("wifi")
+    {'preset': 'wifi'}
+    """
+    if text.endswith(".json"):
+        return _read(Path(text))
+    named: dict[str, Any] = {}
+    bare: list[str] = []
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            bare.append(name)
+        elif name in named:
+            raise ArgumentError(f"network {text!r} gives {name} twice: give it once")
+        else:
+            named[name] = _number(value) if name in ("loss", "seed") else value
+    places: tuple[str, ...] = ("bandwidth", "latency")
+    if bare and not bare[0].startswith((*"0123456789.+-",)):
+        places = ("preset",)
+    if len(bare) > len(places) or any(name in named for name in places[: len(bare)]):
+        raise ArgumentError(
+            f"network {text!r} should be a preset ({', '.join(PRESETS)}), a bandwidth and a latency as in "
+            "'100Mbps,20ms', or a .json file"
+        )
+    return dict(zip(places, bare, strict=False)) | named
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"the network file {str(path)!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ArgumentError(f"the network file {str(path)!r} is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ArgumentError(f'the network file {str(path)!r} must hold one object, as {{"bandwidth": "1Gbps"}}')
+    return settings
+
+
+def _number(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,99 @@
+"""Bandwidths and times as people write them: "1Gbps", "10 MB/s", "0.5ms"."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from exogym.errors import ArgumentError
+
+PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+BITS, BYTES = ("bps", "bit/s", "b/s"), ("Bps", "B/s", "byte/s")
+SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # dividing by these rounds as the decimal does
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan)\s*([^\s\d]*)\s*")
+
+
+def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
+    """Return bits per second, over 0, from a number of them or from text.
+
+    Units: bps, kbps, Mbps, Gbps, Tbps (also bit/s and b/s) are bits, B/s, KB/s, MB/s, GB/s, TB/s (also Bps) bytes,
+    with powers of 1000. A small b is a bit and a capital B a byte; the prefix may be written either way.
+
+    Raises:
+        ArgumentError: no number, an unknown unit, or not over 0.
+
+    >>> parse_bandwidth("1Gbps"), parse_bandwidth("12.5 MB/s"), parse_bandwidth(1e6)
+    (1000000000.0, 100000000.0, 1000000.0)
+    >>> parse_bandwidth("1Gb")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: bandwidth='1Gb' has no known unit: wanted kbps, Mbps, Gbps, Tbps (bits) or KB/s, MB/s, GB/s (bytes), as in '1Gbps'
+    """  # noqa: E501
+    value, unit = _split(given, name, "'1Gbps' or '100MB/s'")
+    scale = 1.0
+    if unit:
+        prefix = unit[0].lower() if unit[0] in "kKmMgGtT" else ""
+        base = unit[1:] if prefix else unit
+        if base not in BITS + BYTES:
+            raise ArgumentError(
+                f"{name}={given!r} has no known unit: wanted kbps, Mbps, Gbps, Tbps (bits) or "
+                "KB/s, MB/s, GB/s (bytes), as in '1Gbps'"
+            )
+        scale = PREFIXES[prefix] * (8 if base in BYTES else 1)
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be over 0 and finite, in bits per second or as '1Gbps'")
+    return value * scale
+
+
+def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> float:
+    """Return seconds, at least `least`, from a number of them or from text: ns, us, ms, s, min, h.
+
+    Raises:
+        ArgumentError: no number, an unknown unit, negative or not finite.
+
+    >>> parse_seconds("0.5ms"), parse_seconds(2), parse_seconds("50 us")
+    (0.0005, 2.0, 5e-05)
+    """
+    value, unit = _split(given, name, "'0.5ms'")
+    if unit and unit not in SECONDS:
+        raise ArgumentError(f"{name}={given!r} has no known unit: wanted ns, us, ms, s, min or h, as in '0.5ms'")
+    seconds = value / PER_SECOND[unit] if unit in PER_SECOND else value * SECONDS.get(unit, 1.0)
+    if not least <= seconds < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be at least {least:g} and finite, in seconds or as '0.5ms'")
+    return seconds
+
+
+def _split(given: Any, name: str, example: str) -> tuple[float, str]:
+    """Return number and unit of a text, or a number and no unit."""
+    if isinstance(given, str):
+        match = _QUANTITY.fullmatch(given)
+        if match is None:
+            raise ArgumentError(f"{name}={given!r} is no number with a unit: wanted something like {example}")
+        return float(match[1]), match[2]
+    if isinstance(given, bool) or (not isinstance(given, int | float) and not hasattr(given, "__float__")):
+        raise ArgumentError(f"{name}={given!r} must be a number or text like {example}")
+    return float(given), ""
+
+
+def readable_bandwidth(bps: float) -> str:
+    """Return bits per second in the unit that suits them.
+
+    >>> readable_bandwidth(941e6), readable_bandwidth(2e4)
+    ('941 Mbps', '20 kbps')
+    """
+    power = 0 if bps < 1000 else min(int(math.log10(bps) // 3), 4)
+    return f"{bps / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}bps"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    >>> readable_seconds(0.0005), readable_seconds(90), readable_seconds(0)
+    ('500 us', '1.5 min', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    unit = next((unit for unit in ("h", "min", "s", "ms", "us") if seconds >= SECONDS[unit]), "ns")
+    return f"{seconds / SECONDS[unit]:.3g} {unit}"

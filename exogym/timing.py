@@ -1,0 +1,91 @@
+"""The virtual clock of a run: how long it would take on a given network, predicted while it trains.
+
+Steps take the seconds that are given, or those that were measured here, node by node. Collectives take what the
+network says. Training does not depend on it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.clock import Clock
+from exogym.communicator import Event
+from exogym.fleet import Fleet
+
+
+class Timing:
+    """Drives a `Clock` with what the nodes of a fleet compute and send.
+
+    Args:
+        fleet: its communicator's events are taken into account from here on.
+        network, step_seconds, timeline: as `Clock`; step_seconds None: measured.
+
+    >>> from exogym.fleet import Fleet
+    >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
+    >>> timing = Timing(fleet, "1Gbps", "10ms")
+    >>> timing.computed(np.array([3, 1]))
+    >>> timing.clock.time_s.tolist()
+    [0.03, 0.01]
+    """
+
+    def __init__(self, fleet: Fleet, network: Any, step_seconds: Any = None, timeline: bool = False):
+        self.fleet = fleet
+        self.is_measured = step_seconds is None
+        self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
+        self.taken_s = np.zeros(len(fleet))
+        self._since = 0.0
+        fleet.comm.ledger.listeners.append(self._hear)
+
+    def begin(self) -> None:
+        """A node starts to compute."""
+        self._since = time.perf_counter()
+
+    def end(self, row: int) -> None:
+        """The node of `row` has computed since `begin`."""
+        self.taken_s[row] += time.perf_counter() - self._since
+
+    def computed(self, counts: np.ndarray | int) -> None:
+        """All nodes have taken `counts` steps, (N,) or one number, and are about to communicate."""
+        counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
+        if not self.is_measured:
+            self.clock.advance(counts)
+            return
+        mine = torch.from_numpy(self.taken_s.copy())[:, None]
+        taken_s = self.fleet.comm.wire.rows(mine, list(range(self.fleet.num_nodes)))[:, 0].numpy()
+        self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
+        self.taken_s[:] = 0
+
+    def _hear(self, event: Event) -> None:
+        self.clock.event(event)
+
+    @property
+    def time_s(self) -> float:
+        """Predicted seconds until the last node is done with what happened so far."""
+        return float(self.clock.time_s.max())
+
+    def values(self, node: int | None = None) -> dict[str, float]:
+        """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""
+        clock = self.clock
+        if node is not None:
+            here: Any = node
+            return {
+                "time_s": float(clock.time_s[here]),
+                "waiting_share": float(clock.waiting_share[here]),
+                "bandwidth_use": float(clock.bandwidth_use[here]),
+            }
+        return {
+            "time_s": self.time_s,
+            "waiting_share": float(clock.waiting_share.mean()),
+            "bandwidth_use": float(clock.bandwidth_use.mean()),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return self.clock.state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.clock.load_state(state)
