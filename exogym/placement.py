@@ -72,11 +72,21 @@ def run_placed(
 
 
 def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
-    """Yield the options of the first try, and of each further one with the model as it was at first."""
+    """Yield the options of the first try, and of each further one with the model as it was at first.
+
+    Raises:
+        ArgumentError: a new start from a model that is not there yet.
+    """
     if not options.max_restarts:
         yield options
         return
-    kept = {name: x.detach().clone() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
+        raise ArgumentError(
+            f"max_restarts={options.max_restarts}, but {lazy[0]!r} has no numbers yet to start again from: give the "
+            "lazy modules of the model one batch before fit, or leave max_restarts out"
+        )
+    kept = {name: x.detach().clone() for name, x in tensors}
     yield options
     for _ in range(options.max_restarts):
         with torch.no_grad():

@@ -80,29 +80,43 @@ class SharedWire(Wire):
     # Meetings
 
     def agree(self, flag: bool) -> bool:
-        token = b"1" if flag else b"0"
-        if not self.is_main:
-            (read, write) = self.pipes[0]
-            self._write(write, token, 0)
-            return self._read(read, 0) == b"1"
-        tokens = [token, *(self._read(read, k + 1) for k, (read, _) in enumerate(self.pipes))]
-        answer = b"1" if b"1" in tokens else b"0"
-        for k, (_, write) in enumerate(self.pipes):
-            self._write(write, answer, k + 1)
-        return answer == b"1"
+        return self._meet("agree", flag=flag)
 
     def barrier(self) -> None:
-        self.agree(False)
+        self._meet("barrier")
 
-    def _read(self, pipe: int, process: int) -> bytes:
+    def _meet(self, *call: Any, flag: bool = False) -> bool:
+        """Wait for all at the same `call`; return whether any has the flag up.
+
+        Raises:
+            TrainingError: the processes do not make the same calls.
+        """
+        mark = hash(call) % 128 << 1  # forks of one process hash alike
+        if not self.is_main:
+            (read, write) = self.pipes[0]
+            self._write(write, mark | flag, 0)
+            return bool(self._read(read, 0) & 1)
+        tokens = [self._read(read, k + 1) for k, (read, _) in enumerate(self.pipes)]
+        if strangers := [k + 1 for k, token in enumerate(tokens) if token & ~1 != mark]:
+            raise TrainingError(
+                f"this process calls {call[0]} where worker process {strangers[0]} makes another call: every process "
+                "must make the same ones in the same order. A callback runs in one process only: let it ask the loop "
+                "(loop.evaluate(node), loop.save()), not the fleet or its communicator"
+            )
+        answer = any(token & 1 for token in tokens) or flag
+        for k, (_, write) in enumerate(self.pipes):
+            self._write(write, mark | answer, k + 1)
+        return answer
+
+    def _read(self, pipe: int, process: int) -> int:
         got = os.read(pipe, 1)
         if not got:
             raise Lost(process)
-        return got
+        return got[0]
 
-    def _write(self, pipe: int, token: bytes, process: int) -> None:
+    def _write(self, pipe: int, token: int, process: int) -> None:
         try:
-            os.write(pipe, token)
+            os.write(pipe, bytes([token]))
         except BrokenPipeError:
             raise Lost(process) from None
 
@@ -123,7 +137,7 @@ class SharedWire(Wire):
         out = flat.new_empty(len(ids), flat.shape[1])
         for start, stop, piece in self._pieces(flat, len(ids)):
             self._write_rows(piece, flat[:, start:stop], ids)
-            self.barrier()
+            self._meet("rows", piece.shape, x.dtype, tuple(ids))
             out[:, start:stop] = piece
         return out.view(len(ids), *x.shape[1:])
 
@@ -137,7 +151,7 @@ class SharedWire(Wire):
         for start, stop, piece in self._pieces(x, len(ids) + 1):
             members, total = piece[:-1], piece[-1]
             self._write_rows(members, x[:, start:stop], ids)
-            self.barrier()
+            self._meet("reduce", piece.shape, x.dtype, tuple(ids), op)
             self._share(members, total, ids, op, weights)
             self.barrier()
             out[start:stop] = total
@@ -155,7 +169,7 @@ class SharedWire(Wire):
         out = torch.empty_like(partial)
         for start, stop, piece in self._pieces(partial[None], len(processes) + 1):
             piece[self.process] = partial[start:stop]
-            self.barrier()
+            self._meet("reduce", piece.shape, partial.dtype, op)
             self._share(piece[:-1], piece[-1], processes, op, None)
             self.barrier()
             out[start:stop] = piece[-1]

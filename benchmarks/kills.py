@@ -1,0 +1,255 @@
+"""Runs killed with kill -9 at random moments, gone on with until they are done, and held to the undisturbed run.
+
+    python benchmarks/kills.py --kills 200 --seed 0    about three minutes
+
+Four nodes of a small model train under DiLoCo, with a checkpoint every few steps, in one, two or three processes,
+drawn anew at each start. A kill hits the main process, another one, or all at once, at a random moment or while a
+checkpoint is being written. After each kill nothing of the run may be left: no process, and no checkpoint by its name
+that is not whole. Each run that comes to its end must have the weights and the history of an undisturbed one.
+
+Runs are forked from this process, which has torch imported; each leads a session of its own, by which what is left
+of it is found. Only processes of these sessions are killed. Exits with 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exogym import LocalTrainer
+from exogym.checkpoint import list_checkpoints, load
+from exogym.errors import CheckpointError, WorkerError
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import fingerprint, small_problem
+
+KINDS = ("the main process", "another process", "all of them")
+STEPS, WORKER_GONE = 60, 3
+PATIENCE_S, LONGEST_S = 5.0, 60.0  # for what is left of a killed run to vanish; for a run to end by itself
+TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
+MOST_STARTS = 60
+
+
+def train(folder: Path, processes: int) -> None:
+    """Go on with the run of `folder`, or start it; leave what it ended in there."""
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
+    trainer.fit(
+        DiLoCoStrategy(lr=0.02, H=7), num_nodes=4, max_steps=STEPS, batch_size=8, device="cpu", val_interval=10,
+        processes=processes, save_dir=folder / "run", checkpoint_interval=3, resume=True,
+    )  # fmt: skip
+    history = [{name: value for name, value in row.items() if name not in TIMED} for row in trainer.history]
+    (folder / "part").write_text(json.dumps([fingerprint(model), history]))
+    (folder / "part").rename(folder / "result")
+
+
+def start(folder: Path, processes: int) -> int:
+    """Fork a process that trains, in a session of its own; return its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        train(folder, processes)
+        code = 0
+    except WorkerError:
+        code = WORKER_GONE
+    except BaseException:
+        with open(folder / "errors", "a") as file:
+            traceback.print_exc(file=file)
+    finally:
+        os._exit(code)
+
+
+def session(leader: int) -> dict[int, int]:
+    """Return the processes of a session that have not ended, each with its parent."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            state, parent, _, at = file.read().rpartition(")")[2].split()[:4]
+            if int(at) == leader and state not in "ZX":
+                found[int(pid)] = int(parent)
+    return found
+
+
+class Trial:
+    """One run after another, and what became of them.
+
+    Attributes:
+        kills: by (which process, whether aimed at the writing of a checkpoint); `torn`: those of them that left a
+            half-written checkpoint; `layouts`: kills by number of processes.
+        wrong: what must not happen, in words.
+    """
+
+    def __init__(self, seed: int, base: Path):
+        self.draw, self.base = random.Random(seed), base
+        self.kills: Counter[tuple[str, bool]] = Counter()
+        self.torn: Counter[tuple[str, bool]] = Counter()
+        self.layouts: Counter[int] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.slowest_s = 0.0
+
+    def reference(self) -> None:
+        """Train undisturbed, in this process, so that runs find all of torch imported; remember how long it takes."""
+        for name in ("first", "undisturbed"):
+            (folder := self.base / name).mkdir()
+            before = time.monotonic()
+            train(folder, 1)
+            self.run_s = time.monotonic() - before
+        self.wanted = self.result(folder)
+
+    def result(self, folder: Path) -> Any:
+        return json.loads((folder / "result").read_text())
+
+    def run(self, most_kills: int) -> None:
+        """Take one run to its end through kills, so many at most in all."""
+        folder = self.base / f"run {self.seen['runs']}"
+        folder.mkdir()
+        for _ in range(MOST_STARTS):
+            processes = self.draw.choice((1, 2, 3))
+            aimed = self.draw.random() < 0.4
+            pid = start(folder, processes)
+            killed = None
+            if sum(self.kills.values()) < most_kills:
+                self.wait_for_moment(folder / "run", aimed)
+                killed = self.kill(pid, self.draw.choice(KINDS))
+            code = self.wait(pid)
+            self.look_around(pid, folder / "run", f"killed: {killed}, of {processes}")
+            if killed:
+                self.kills[killed, aimed] += 1
+                self.layouts[processes] += 1
+                self.torn[killed, aimed] += any((folder / "run").glob(".step_*.tmp"))
+            if code == 0:
+                self.seen["runs"] += 1
+                if self.result(folder) != self.wanted:
+                    self.seen["wrong bits"] += 1
+                    self.wrong.append(f"{folder} ended in other bits or another history")
+                else:
+                    shutil.rmtree(folder)
+                return
+            if code not in (-signal.SIGKILL, WORKER_GONE):
+                break
+        self.seen["runs"] += 1
+        self.seen["lost runs"] += 1
+        errors = folder / "errors"
+        self.wrong.append(f"{folder} did not come to its end: {errors.read_text() if errors.exists() else 'too slow'}")
+
+    def wait_for_moment(self, folder: Path, aimed: bool) -> None:
+        if aimed:
+            self.wait_for_writing(folder, self.draw.randint(1, 12))
+            time.sleep(self.draw.uniform(0, 0.004))
+        else:
+            time.sleep(self.draw.uniform(0, 1.2 * self.run_s))
+
+    def kill(self, pid: int, kind: str) -> str | None:
+        """Kill; return what was hit, None if the run had ended before."""
+        workers = sorted(other for other, parent in session(pid).items() if parent == pid)
+        if self.ended(pid):
+            return None
+        if kind == "all of them":
+            with contextlib.suppress(ProcessLookupError):  # it does not lead a group yet
+                os.killpg(pid, signal.SIGKILL)
+                return kind
+        if kind == "another process" and workers:
+            os.kill(self.draw.choice(workers), signal.SIGKILL)
+            return kind
+        os.kill(pid, signal.SIGKILL)
+        return "the main process"
+
+    def wait_for_writing(self, folder: Path, count: int) -> None:
+        """Wait until the `count`-th checkpoint from now is being written, or as long as a whole run takes."""
+        until = time.monotonic() + self.run_s
+        seen = ""
+        while count and time.monotonic() < until:
+            now = "".join(path.name for path in folder.glob(".step_*.tmp") if ".old." not in path.name)
+            count -= bool(now and now != seen)
+            seen = now or seen
+
+    def ended(self, pid: int) -> bool:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def wait(self, pid: int) -> int:
+        """Return the exit code of a run, which ends by itself or is said to hang."""
+        until = time.monotonic() + LONGEST_S
+        while not self.ended(pid):
+            if time.monotonic() > until:
+                self.seen["hung runs"] += 1
+                self.wrong.append(f"run {self.seen['runs']} hung")
+                os.killpg(pid, signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        # Its number is not given to another process before this.
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def look_around(self, leader: int, folder: Path, what: str) -> None:
+        """Nothing but whole checkpoints, and what bears another name, may be left of a run."""
+        since = time.monotonic()
+        while (left := session(leader)) and time.monotonic() < since + PATIENCE_S:
+            time.sleep(0.001)
+        self.slowest_s = max(self.slowest_s, time.monotonic() - since)
+        for orphan in left:
+            self.seen["orphans"] += 1
+            self.wrong.append(f"process {orphan} was left ({what})")
+            os.kill(orphan, signal.SIGKILL)
+        for path in list_checkpoints(folder):
+            try:
+                load(path)
+            except CheckpointError as error:
+                self.seen["torn checkpoints"] += 1
+                self.wrong.append(f"{error} ({what})")
+
+    def table(self) -> str:
+        lines = [
+            f"{'killed':<18}{'at a random moment':>20}{'while a checkpoint is written':>31}{'left half-written':>19}"
+        ]
+        for kind in KINDS:
+            torn = self.torn[kind, False] + self.torn[kind, True]
+            lines.append(f"{kind:<18}{self.kills[kind, False]:>20}{self.kills[kind, True]:>31}{torn:>19}")
+        lines.append("with " + ", ".join(f"{p} processes: {self.layouts[p]}" for p in (1, 2, 3)))
+        lines.append(f"kills: {sum(self.kills.values())}")
+        names = ("runs", "wrong bits", "orphans", "lost runs", "hung runs", "torn checkpoints")
+        lines.append(", ".join(f"{name}: {self.seen[name]}" for name in names))
+        lines.append(
+            f"the last process of a run was gone {1e3 * self.slowest_s:.0f} ms after the main one at the latest"
+        )
+        return "\n".join([*lines, *self.wrong])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    before = time.monotonic()
+    in_memory = Path("/dev/shm")  # what is synced to a busy disk takes its time
+    base = Path(tempfile.mkdtemp(prefix="kills-", dir=in_memory if os.access(in_memory, os.W_OK) else None))
+    trial = Trial(arguments.seed, base)
+    trial.reference()
+    while sum(trial.kills.values()) < arguments.kills:
+        trial.run(arguments.kills)
+    print(trial.table())
+    print(f"{time.monotonic() - before:.0f} s")
+    if trial.wrong:
+        sys.exit(1)
+    shutil.rmtree(base)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The operations of a reduction."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.errors import ArgumentError, nearest
+
+
+class ReduceOp(StrEnum):
+    """How a reduction joins the tensors of all processes, element by element. Its name as text will do too.
+
+    >>> ReduceOp.AVERAGE == "average"
+    True
+    """
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+_REDUCIBLE = (  # what gloo and NCCL both can
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+
+
+def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
+    """Return `op` as a ReduceOp.
+
+    Raises:
+        ArgumentError: unknown, or without meaning for tensors of `dtype`.
+
+    >>> check_operation("averaged", torch.float32)
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: op='averaged' is no reduction: did you mean 'average'?
+    """
+    try:
+        operation = ReduceOp(op)
+    except ValueError:
+        raise ArgumentError(f"op={op!r} is no reduction: {nearest(str(op), [o.value for o in ReduceOp])}") from None
+    if dtype not in _REDUCIBLE:
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert first, for example with .int() or .float()")
+    if operation == ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        raise ArgumentError(f"the average of {dtype} tensors is no {dtype}: convert first with .float()")
+    if dtype.is_complex and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ArgumentError(f"op={operation.value!r} has no meaning for complex numbers, wanted 'sum' or 'average'")
+    return operation
+
+
+def on_the_wire(operation: ReduceOp) -> dist.ReduceOp.RedOpType:
+    """Return torch's operation; an average travels as a sum."""
+    return {
+        ReduceOp.SUM: dist.ReduceOp.SUM,
+        ReduceOp.AVERAGE: dist.ReduceOp.SUM,
+        ReduceOp.MIN: dist.ReduceOp.MIN,
+        ReduceOp.MAX: dist.ReduceOp.MAX,
+        ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+    }[operation]
+
+
+def reduce_rows(rows: Tensor, operation: ReduceOp) -> Tensor:
+    """Reduce (processes, n) over the first dimension, in the order of the ranks; an average is still the sum.
+
+    >>> reduce_rows(torch.tensor([[1, 2], [3, 4]]), ReduceOp.PRODUCT)
+    tensor([3, 8])
+    """
+    if operation == ReduceOp.MIN:
+        return rows.amin(0)
+    if operation == ReduceOp.MAX:
+        return rows.amax(0)
+    if operation == ReduceOp.PRODUCT:
+        return rows.prod(0, dtype=rows.dtype)
+    return rows.sum(0, dtype=rows.dtype)
+
+
+def finish(x: Tensor, operation: ReduceOp, world_size: int) -> Tensor:
+    """Make the sum in `x` an average, in place, if that is the operation."""
+    return x.div_(world_size) if operation == ReduceOp.AVERAGE else x

@@ -1,0 +1,19 @@
+"""Starts a script in several processes on one machine or many: `python -m exogym.launch`, or from Python.
+
+>>> from exogym.launch import launch_distributed_training
+>>> launch_distributed_training("train.py", "--epochs", "3", nproc_per_node=4)  # doctest: +SKIP
+0
+"""
+
+from exogym.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
+from exogym.launch.config import LaunchConfig
+from exogym.launch.launcher import DistributedLauncher, launch_distributed_training
+
+__all__ = [
+    "BACKEND_VARIABLE",
+    "DistributedLauncher",
+    "LaunchConfig",
+    "available_backends",
+    "check_backend",
+    "launch_distributed_training",
+]

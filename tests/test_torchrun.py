@@ -1,0 +1,197 @@
+"""The laws under torchrun: the world of processes that it starts gives the bits of one process, stopped or not.
+
+One launch for each number of processes: each trains every strategy and then tries what else is asked of it.
+"""
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_placement import AVERAGES, STRATEGIES, Trouble, fingerprint, kill_itself, outcome, slow, train
+from test_stopping import of_session
+
+from exogym.callbacks import EvaluateNodes, Every
+from exogym.checkpoint import list_checkpoints, load
+from exogym.errors import ArgumentError
+
+STEPS = 12
+PATIENCE_S = 100
+REFUSED = ArgumentError
+KILLED, QUIET = (functools.partial(Trouble, act, elsewhere=False) for act in (kill_itself, lambda: None))
+WORLDS = (2, 3, 4)
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+folder, tests = Path(sys.argv[1]), sys.argv[2]
+sys.path.insert(0, tests)
+import torch
+import test_torchrun as t
+
+torch.set_num_threads(1)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+seen = {}
+if world == 3:  # before the processes have met
+    for name, options in {"too many": {"num_nodes": 2}, "another number": {"processes": 2}}.items():
+        try:
+            t.train(**t.AVERAGES, **options)
+        except t.REFUSED as error:
+            seen[name] = str(error)
+for name, (make, _) in t.STRATEGIES.items():
+    seen[name] = t.outcome(t.train(make(), max_steps=t.STEPS))
+seen["nodes"] = t.outcome(t.train(**t.AVERAGES, callbacks=[t.EvaluateNodes()], processes="auto"))
+seen["uneven"] = t.outcome(t.train(**t.AVERAGES, num_nodes=5))
+if world == 2:
+    t.train(**t.AVERAGES, save_dir=folder / "saved", callbacks=[t.Every(4, lambda loop: True)])
+if world == 3:
+    seen["resumed"] = t.outcome(t.train(**t.AVERAGES, save_dir=folder.parent / "2" / "saved", resume=True))
+    seen["callbacks"] = []
+    t.train(**t.AVERAGES, callbacks=[lambda loop: seen["callbacks"].append([loop.step, loop.evaluate(3)])])
+if world == 4:
+    seen["native"] = t.outcome(t.train(t.STRATEGIES["ddp"][0](), max_steps=3, reduction="native"))
+(folder / f"{rank}.part").write_text(json.dumps(seen))
+(folder / f"{rank}.part").rename(folder / f"{rank}.json")
+if world == 3:
+    t.train(**t.AVERAGES, model=(t.KILLED if rank == 1 else t.QUIET)())
+if world == 4:
+    t.train(**t.AVERAGES | {"val_interval": 10_000}, model=t.slow(0.001), save_dir=folder / "saved", max_steps=100_000)
+"""
+
+
+def launch(processes, folder):
+    """Start the script; return the launcher, which leads a session of its own."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "script.py", ".", str(Path(__file__).parent)]
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for(condition, launcher, folder):
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until and launcher.poll() is None, (folder / "log").read_text()[-5000:]
+        time.sleep(0.02)
+
+
+def end(launcher):
+    """Wait for the launcher; return its exit code, once all of its session are gone."""
+    code = launcher.wait(PATIENCE_S)
+    until = time.monotonic() + 5
+    while (left := of_session(launcher.pid)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
+    return code
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """For each number of processes: what each rank has seen, the folder, and the exit code of the launcher."""
+    base, found = tmp_path_factory.mktemp("torchrun"), {}
+    for processes in WORLDS:
+        folder = base / str(processes)
+        launcher = launch(processes, folder)
+        try:
+            if processes == 4:  # its last run would go on for minutes: it is told to stop
+                wait_for(lambda folder=folder: (folder / "saved").exists(), launcher, folder)
+                time.sleep(0.5)
+                launcher.send_signal(signal.SIGTERM)
+            code = end(launcher)
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait()
+        ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+        found[processes] = ranks, folder, code, (folder / "log").read_text()
+    return found
+
+
+def as_json(trainer):
+    return json.loads(json.dumps(outcome(trainer)))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_world_of_torchrun_gives_the_bits_of_one_process(name, worlds):
+    """And every rank holds the final model, the history and the bytes."""
+    wanted = as_json(train(STRATEGIES[name][0](), max_steps=STEPS))
+    for processes, (ranks, *_) in worlds.items():
+        for rank, seen in enumerate(ranks):
+            assert seen[name] == wanted, (processes, rank)
+
+
+def test_nodes_may_be_spread_unevenly(worlds):
+    wanted = as_json(train(**AVERAGES, num_nodes=5))
+    assert all(seen["uneven"] == wanted for ranks, *_ in worlds.values() for seen in ranks)
+
+
+def test_callbacks_run_in_the_first_process(worlds):
+    wanted = as_json(train(**AVERAGES, callbacks=[EvaluateNodes()]))
+    assert all(ranks[0]["nodes"] == wanted for ranks, *_ in worlds.values())
+    assert all(seen["nodes"][0] == wanted[0] for ranks, *_ in worlds.values() for seen in ranks)
+    ranks = worlds[3][0]
+    values = []
+    train(**AVERAGES, callbacks=[lambda loop: values.append([loop.step, loop.evaluate(3)])])
+    assert [seen["callbacks"] for seen in ranks] == [values, [], []]
+
+
+def test_layouts_that_cannot_be_are_refused_in_every_process(worlds):
+    for seen in worlds[3][0]:
+        assert seen["too many"].startswith("3 processes for num_nodes=2: every process needs a node; start at most 2")
+        assert seen["another number"] == "processes=2, but this script runs as 3 processes: leave it out"
+
+
+def test_native_sums_have_their_own_bits(worlds):
+    tree = as_json(train(STRATEGIES["ddp"][0](), max_steps=3))
+    native = [seen["native"] for seen in worlds[4][0]]
+    assert native[0] == native[1] == native[2] == native[3]
+    assert native[0][0] != tree[0]
+    losses = [
+        [row["val_loss"] for row in history if row["val_loss"] is not None] for _, history, _ in (tree, native[0])
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_run_goes_on_from_torchrun_in_torchrun_in_forks_and_alone(worlds, tmp_path):
+    """Saved by two processes of torchrun at step 4, by three forked ones at step 8, and finished by one."""
+    wanted = as_json(train(**AVERAGES))
+    for seen in worlds[3][0]:
+        assert seen["resumed"] == wanted
+    saved = tmp_path / "saved"
+    (name,) = (path for path in list_checkpoints(worlds[2][1] / "saved") if load(path).meta["step"] == 4)
+    assert len(load(name).meta["sha256"]) == 3  # the rows of each process, and what they share
+    shutil.copytree(name, saved / name.name)
+    train(**AVERAGES, save_dir=saved, resume=True, processes=3, callbacks=[Every(8, lambda loop: True)])
+    resumed = train(**AVERAGES, save_dir=saved, resume=True)
+    assert as_json(resumed) == wanted
+
+
+def test_sigterm_to_the_launcher_saves_where_each_node_stands(worlds):
+    _, folder, code, log = worlds[4]
+    assert code != 0
+    (path,) = list_checkpoints(folder / "saved")
+    assert re.search(r"exogym: stopped by SIGTERM after step \d+.*; saved in \S+\. The same fit with save_dir=", log)
+    meta = load(path).meta
+    steps = 5 * (meta["step"] // 5 + 3)
+    options = AVERAGES | {"val_interval": 10_000, "max_steps": steps}
+    resumed = train(**options, model=slow(0), save_dir=folder / "saved", resume=True)
+    assert fingerprint(resumed.model) == fingerprint(train(**options, model=slow(0)).model)
+
+
+def test_a_rank_that_is_killed_ends_the_world(worlds):
+    """And none of its processes is left, which the fixture has looked at."""
+    _, _, code, log = worlds[3]
+    assert code != 0 and "SIGKILL" in log
