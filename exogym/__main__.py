@@ -1,6 +1,8 @@
 """`python -m exogym` is the command line."""
 
+import sys
+
 from exogym.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

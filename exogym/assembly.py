@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exogym.async_driver import AsyncDriver
 from exogym.checkpoint import (
     Snapshot,
     check_folder,
@@ -43,6 +44,7 @@ from exogym.progress import Progress, notice
 from exogym.rng import seed_torch, stream_seed
 from exogym.snapshots import put_back
 from exogym.stacked_driver import StackedDriver
+from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
 from exogym.timing import Timing
@@ -161,6 +163,8 @@ def make_driver(
     strategy = options.strategy
     lockstep = not isinstance(strategy, CommunicateOptimizeStrategy) or strategy.needs_gradients
     attendance = None if options.faults is None else options.faults.bind(options.num_nodes, lockstep)
+    if isinstance(strategy, AsyncDiLoCoStrategy):
+        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
     if isinstance(strategy, CommunicateOptimizeStrategy):
         return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
     return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing)

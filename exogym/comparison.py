@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 import os
+import re
 import shutil
 import statistics
 import time
@@ -17,15 +19,27 @@ from typing import Any
 
 import numpy as np
 
+from exogym.clock import save_trace
 from exogym.errors import ArgumentError
 from exogym.history import History
-from exogym.plots import Curve, plot_against_bytes, plot_against_steps
+from exogym.network import readable_seconds
+from exogym.plots import (
+    Curve,
+    Strip,
+    draw_strips,
+    first_rounds_s,
+    plot_against_bytes,
+    plot_against_steps,
+    plot_against_time,
+)
 from exogym.progress import readable_bytes
 
 SINGLE, BASELINE = "single", "ddp"
 CLOSE = 0.95  # of DDP's quality: what the finding calls good enough to look at bytes
 FILES = ("run.json", "summary.csv", "metrics.csv", "loss_vs_steps.png", "loss_vs_bytes.png")
+TIMED_FILES = ("loss_vs_time.png",)  # these too with a network
 MEASURES = ("val_loss", "val_accuracy", "quality", "payload_bytes", "tx_bytes", "reduction", "examples_per_s")
+TIMED = ("time_s", "waiting_share", "bandwidth_use", "target_s")  # these too with a network
 Histories = Mapping[tuple[str, int], History]
 
 
@@ -40,6 +54,8 @@ class Comparison:
         histories: (strategy as written, seed) to the `History` of that run.
         description: what was compared and where, as JSON: enough to repeat it.
         folder, paths: where the files are; None and () if none were wanted.
+        target_loss: with a network, the validation loss whose time of arrival is in the rows.
+        strips: label to what the nodes did in the first rounds, where a timeline was wanted.
     """
 
     heading: str
@@ -49,10 +65,18 @@ class Comparison:
     description: dict[str, Any] = field(repr=False)
     folder: Path | None = None
     paths: tuple[Path, ...] = ()
+    target_loss: float | None = None
+    strips: Mapping[str, Strip] = field(default_factory=dict, repr=False)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the headers and the rows of the table as text, mean ± standard deviation over seeds."""
-        headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction", "examples/s"]
+        """Return the headers and the rows of the table as text, mean ± standard deviation over seeds.
+
+        With a network the last columns are predicted seconds to the end, share of them waited and seconds to the
+        target loss, in place of the examples per second of this machine.
+        """
+        headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
+        timed = self.target_loss is not None
+        headers += ["predicted", "waiting", f"to loss {self.target_loss:.4g}"] if timed else ["examples/s"]
         rows = [
             [
                 row["strategy"],
@@ -61,7 +85,7 @@ class Comparison:
                 spread_text(row, "quality", "{:.1%}"),
                 "" if row["tx_bytes"] is None else readable_bytes(row["tx_bytes"]),
                 "" if row["reduction"] is None else f"{row['reduction']:.3g}×",
-                spread_text(row, "examples_per_s", "{:.0f}"),
+                *(_timed_cells(row) if timed else [spread_text(row, "examples_per_s", "{:.0f}")]),
                 row["notes"],
             ]
             for row in self.rows
@@ -83,6 +107,21 @@ class Comparison:
         return "\n".join([self.heading, "", *lines, "", self.finding])
 
 
+def _timed_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return predicted seconds, share waited, and seconds to the target or how many runs came to it."""
+    if row["time_s"] is None:
+        return ["", "", ""]
+    reached = "not reached" if not row["target_runs"] else f"in {row['target_runs']} of {row['seeds']} runs"
+    if row["target_s"] is not None:
+        reached = _seconds_text(row, "target_s")
+    return [_seconds_text(row, "time_s"), spread_text(row, "waiting_share", "{:.1%}"), reached]
+
+
+def _seconds_text(row: Mapping[str, Any], name: str) -> str:
+    mean, std = row[name], row[f"{name}_std"]
+    return readable_seconds(mean) + (f" ± {readable_seconds(std)}" if std else "")
+
+
 def spread_text(row: Mapping[str, Any], name: str, form: str) -> str:
     """Return mean ± standard deviation of a measure, "" where there is none.
 
@@ -96,7 +135,10 @@ def spread_text(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def summarise(
-    strategies: Mapping[str, tuple[str, str]], seeds: Sequence[int], histories: Histories
+    strategies: Mapping[str, tuple[str, str]],
+    seeds: Sequence[int],
+    histories: Histories,
+    target_loss: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row per strategy: the measures after its last step, mean and standard deviation over seeds.
 
@@ -108,7 +150,10 @@ def summarise(
         strategies: label to (title, notes).
         seeds: those asked for.
         histories: of the runs that ended well.
+        target_loss: the rows then have the measures of `TIMED`, and in `target_runs` how many runs came to that loss;
+            `target_s` only where all did.
     """
+    measures = MEASURES if target_loss is None else MEASURES + TIMED
     final = {key: list(history.rows(None))[-1] for key, history in histories.items()}
     for (label, seed), last in final.items():
         if last.get("examples_per_s") is not None:
@@ -116,16 +161,72 @@ def summarise(
         base = next((row for (label, s), row in final.items() if s == seed and _name(label) == BASELINE), None)
         last["quality"] = base["val_loss"] / last["val_loss"] if base is not None and last["val_loss"] else None
         last["reduction"] = base["tx_bytes"] / last["tx_bytes"] if base is not None and last["tx_bytes"] else None
+        if target_loss is not None:
+            last["target_s"] = seconds_to(histories[label, seed], target_loss)
     rows = []
     for label, (title, notes) in strategies.items():
         runs = [final[label, seed] for seed in seeds if (label, seed) in final]
         row: dict[str, Any] = {"strategy": label, "title": title, "seeds": len(runs)}
-        for name in MEASURES:
+        for name in measures:
             values = [run[name] for run in runs if run.get(name) is not None]
+            if name == "target_s":
+                row["target_runs"] = len(values)
+                values = values if len(values) == len(runs) else []  # a mean of the lucky ones would mislead
             row[name] = statistics.fmean(values) if values else None
             row[f"{name}_std"] = statistics.stdev(values) if len(values) > 1 else None
         rows.append(row | {"notes": notes})
     return rows
+
+
+def seconds_to(history: History, target_loss: float) -> float | None:
+    """Return the predicted seconds until the validation loss of a run came to `target_loss`, or None.
+
+    The loss is taken to be linear in time between evaluations.
+
+    >>> history = History()
+    >>> for step, loss in enumerate([3.0, 2.0, 1.0]):
+    ...     history.add_evaluation(step, 0, {"val_loss": loss, "time_s": 10.0 * step})
+    >>> seconds_to(history, 1.75), seconds_to(history, 0.5)
+    (12.5, None)
+    """
+    steps, losses = history.column("val_loss")
+    at, times = history.column("time_s")
+    times = times[np.searchsorted(at, steps)]
+    there = np.flatnonzero(losses <= target_loss)
+    if not len(there):
+        return None
+    k = int(there[0])
+    if k == 0 or not np.isfinite(losses[k - 1]):
+        return float(times[k])
+    done = (losses[k - 1] - target_loss) / (losses[k - 1] - losses[k])
+    return float(times[k - 1] + done * (times[k] - times[k - 1]))
+
+
+def target_of(histories: Histories, given: float | None = None) -> tuple[float, str]:
+    """Return the loss to reach, and what it is.
+
+    That is the one given; or DDP's final loss, mean over seeds, over 0.95; without DDP the highest final loss of any
+    run, so that all come to it.
+    """
+    if given is not None:
+        return given, "as asked for"
+    last = {key: float(history.column("val_loss")[1][-1]) for key, history in histories.items()}
+    base = [loss for (label, _), loss in last.items() if _name(label) == BASELINE]
+    if base:
+        return statistics.fmean(base) / CLOSE, f"{CLOSE:.0%} of DDP's quality"
+    return max(last.values()), "which all runs reach"
+
+
+def find_first(rows: Sequence[Mapping[str, Any]], target_loss: float, why: str) -> str:
+    """Return as one sentence who came to the target loss first, in predicted time, and when DDP (or the next) did."""
+    loss = f"a validation loss of {target_loss:.4g} ({why})"
+    there = sorted((row for row in rows if row["target_s"] is not None), key=lambda row: row["target_s"])
+    if not there:
+        return f"No strategy came to {loss} in all its runs."
+    first, *others = there
+    text = f"{first['title']} came to {loss} first, after {readable_seconds(first['target_s'])}"
+    after = next((row for row in others if _name(row["strategy"]) == BASELINE), others[0] if others else None)
+    return text + ("" if after is None else f"; {after['title']} after {readable_seconds(after['target_s'])}") + "."
 
 
 def _evaluating_share(history: History) -> float:
@@ -205,8 +306,8 @@ class NewFolder:
                 above.rmdir()
 
 
-def write(result: Comparison, folder: Path) -> None:
-    """Write the files of a comparison into `folder`.
+def write(result: Comparison, folder: Path) -> list[str]:
+    """Write the files of a comparison into `folder`; return their names.
 
     metrics.csv has the averaged model's row of each evaluation, under strategy and seed.
     """
@@ -227,19 +328,43 @@ def write(result: Comparison, folder: Path) -> None:
         "loss_vs_steps.png": plot_against_steps,
         "loss_vs_bytes.png": plot_against_bytes,
     }
+    if result.target_loss is not None:
+        network = result.description["forecast"]["title"]
+        plots[TIMED_FILES[0]] = functools.partial(plot_against_time, network=network, target_loss=result.target_loss)
     for name, plot in plots.items():
         plot(curves, folder / name, heading)
+    return [*FILES, *(TIMED_FILES if result.target_loss is not None else ()), *_write_strips(result, folder)]
+
+
+def _write_strips(result: Comparison, folder: Path) -> list[str]:
+    """Draw the timelines and write the traces, of the first rounds; return the names of the files."""
+    if not result.strips:
+        return []
+    until_s = first_rounds_s(result.strips.values())
+    heading = f"{result.description['description']}\n{result.description['forecast']['title']}"
+    draw_strips(list(result.strips.values()), folder / "timeline.png", until_s, heading)
+    names = ["timeline.png"]
+    for label, strip in result.strips.items():
+        plain = re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-.") or "strategy"
+        name = f"trace-{plain}.json"
+        if name in names:
+            name = f"trace-{plain}-{len(names)}.json"
+        save_trace(strip.until(until_s), folder / name)
+        names.append(name)
+    return names
 
 
 def _curve(label: str, title: str, histories: Histories) -> Curve:
     runs = [history for (other, _), history in histories.items() if other == label]
     steps, _ = runs[0].column("val_loss")
     losses = np.stack([history.column("val_loss")[1] for history in runs])
-    sent = []
-    for history in runs:
-        at, tx_bytes = history.column("tx_bytes")
-        sent.append(tx_bytes[np.searchsorted(at, steps)])
-    return Curve(title, steps, losses, np.mean(sent, axis=0))
+
+    def mean(name: str) -> np.ndarray:
+        columns = [history.column(name) for history in runs]
+        return np.mean([values[np.searchsorted(at, steps)] for at, values in columns], axis=0)
+
+    timed = "time_s" in runs[0].columns
+    return Curve(title, steps, losses, mean("tx_bytes"), mean("time_s") if timed else None)
 
 
 def _write_csv(path: Path, header: list[str], lines: list[list[Any]]) -> None:

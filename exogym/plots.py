@@ -1,16 +1,19 @@
-"""The two pictures of a comparison: validation loss against steps, and against bytes."""
+"""The pictures of a comparison: validation loss against steps, bytes and predicted time; what each node does when."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from exogym.clock import Clock, Span
 from exogym.errors import ExoGymError
+from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +26,12 @@ LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
 # Of each decade of the loss, according to how far it falls.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
+FAR_APART = 8  # from this ratio of the runs' lengths on, time is drawn on a logarithmic axis
+DOING = {
+    "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
+    "down": ("#000000", "down"),
+}  # fmt: skip
+ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a strip: rounds shown, spans of a node at most, nodes at most
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 
 
@@ -35,17 +44,64 @@ class Curve:
         steps: (K,) where it was evaluated.
         losses: (S, K) validation loss of each seed.
         tx_bytes: (K,) bytes a node had sent by then, mean over seeds.
+        time_s: (K,) predicted seconds by then, mean over seeds; None without a network.
     """
 
     title: str
     steps: np.ndarray
     losses: np.ndarray
     tx_bytes: np.ndarray
+    time_s: np.ndarray | None = None
 
     @property
     def is_silent(self) -> bool:
         """Whether its nodes never sent a byte."""
         return not self.tx_bytes.any()
+
+
+@dataclass(frozen=True)
+class Strip:
+    """What the nodes of one strategy did when.
+
+    Attributes:
+        title: what it is called in the picture.
+        spans: in the order in which they happened.
+        shares: a span's kind to its share of the whole run, mean over nodes.
+    """
+
+    title: str
+    spans: Sequence[Span]
+    shares: Mapping[str, float]
+
+    @classmethod
+    def of(cls, title: str, clock: Clock) -> Strip:
+        """Return the strip of a clock that keeps its timeline."""
+        parts = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}
+        return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
+
+    def until(self, end_s: float) -> list[Span]:
+        """Return the spans that begin before `end_s`, cut off there."""
+        return [replace(span, end_s=min(span.end_s, end_s)) for span in self.spans if span.start_s < end_s]
+
+    def says(self) -> str:
+        """Return the shares as text, without those that are nothing."""
+        return ", ".join(f"{DOING[kind][1]} {share:.0%}" for kind, share in self.shares.items() if share >= 0.005)
+
+
+def first_rounds_s(strips: Iterable[Strip]) -> float:
+    """Return until when timelines are worth a look: every strategy has communicated twice, if it ever does.
+
+    Earlier where by then a node would have more than 60 spans, which nobody can tell apart.
+    """
+    rounds, crowded = [0.0], [math.inf]
+    for strip in strips:
+        sent = sorted({span.end_s for span in strip.spans if span.kind == "send"})
+        ends: dict[int, list[float]] = {}
+        for span in strip.spans:
+            ends.setdefault(span.node, []).append(span.end_s)
+        rounds.append(sent[min(ROUNDS, len(sent)) - 1] if sent else min(max(own) for own in ends.values()))
+        crowded += [own[MOST_SPANS - 1] for own in ends.values() if len(own) >= MOST_SPANS]
+    return min(max(rounds), *crowded)
 
 
 def check_matplotlib() -> None:
@@ -58,7 +114,7 @@ def check_matplotlib() -> None:
 
 def plot_against_steps(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
     """Draw mean validation loss against steps, with a band from the lowest to the highest seed, into a PNG file."""
-    _draw(curves, path, heading, against_bytes=False)
+    _draw(curves, [curve.steps for curve in curves], path, heading, "steps of each node")
 
 
 def plot_against_bytes(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
@@ -66,10 +122,39 @@ def plot_against_bytes(curves: Sequence[Curve], path: str | os.PathLike[str], he
 
     A strategy that sends nothing has no place on that axis: a dashed line marks the loss it ends with.
     """
-    _draw(curves, path, heading, against_bytes=True)
+    sent = [None if curve.is_silent else curve.tx_bytes for curve in curves]
+    _draw(curves, sent, path, heading, "bytes sent per node", readable_bytes, logarithmic=True)
 
 
-def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, against_bytes: bool) -> None:
+def plot_against_time(
+    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", network: str = "",
+    target_loss: float | None = None,
+) -> None:  # fmt: skip
+    """Draw mean validation loss against predicted seconds on `network`; a dotted line marks the target loss.
+
+    The axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
+    """
+    times = [np.zeros(1) if curve.time_s is None else curve.time_s for curve in curves]
+    ends = [time_s[-1] for time_s in times]
+    far = max(ends) >= FAR_APART * min(ends) > 0
+    _draw(
+        curves,
+        times,
+        path,
+        heading,
+        f"predicted time{network and f' on {network}'}",
+        readable_seconds,
+        far,
+        target_loss,
+    )
+
+
+def _draw(
+    curves: Sequence[Curve], places: Sequence[np.ndarray | None], path: str | os.PathLike[str], heading: str,
+    x_label: str, readable: Callable[[float], str] | None = None, logarithmic: bool = False,
+    target_loss: float | None = None,
+) -> None:  # fmt: skip
+    """Draw each curve at its places on the x axis; one with none is a level line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -82,20 +167,21 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
     figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
     ends = []
     looks = itertools.product(STYLES, COLOURS)
-    for curve in curves:
+    for curve, x in zip(curves, places, strict=True):
         style, colour = ("-", LONER) if curve.is_silent else next(looks)
         mean = curve.losses.mean(0)
-        if against_bytes and curve.is_silent:
+        if x is None:
             axes.axhline(mean[-1], color=LONER, linestyle=(0, (4, 3)), linewidth=1.4)
             ends.append((None, mean[-1], curve.title, LONER))
             continue
-        x = curve.tx_bytes if against_bytes else curve.steps
-        shown = x > 0 if against_bytes else np.ones(len(x), bool)
+        shown = x > 0 if logarithmic else np.ones(len(x), bool)
         axes.plot(x[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8, solid_capstyle="round")
         if len(curve.losses) > 1:
             low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
             axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
         ends.append((x[-1], mean[-1], curve.title, colour))
+    if target_loss is not None:
+        axes.axhline(target_loss, color="#555555", linestyle=(0, (1, 2)), linewidth=1)
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
@@ -104,21 +190,72 @@ def _draw(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str, a
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylabel("validation loss")
-    if against_bytes and not all(curve.is_silent for curve in curves):
+    there = [x for x in places if x is not None]
+    if logarithmic and there:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable_bytes(value)))
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("bytes sent per node" if against_bytes else "steps of each node")
-    if not against_bytes:
-        axes.set_xlim(0, max(curve.steps[-1] for curve in curves))
+    else:
+        axes.set_xlim(0, max((float(x[-1]) for x in there), default=1.0) or 1.0)
+    if there and readable is not None:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
+    axes.set_xlabel(x_label)
     seeds = max((len(curve.losses) for curve in curves), default=1)
     note = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
+    note += "" if target_loss is None else f"; dotted: loss {target_loss:.4g}"
     axes.set_title(heading, loc="left", fontsize=11, pad=20)
     axes.annotate(note, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color="#555555")
     axes.grid(True, color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     _label(axes, ends)
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
+    """Draw what each node does until `until_s`, a panel per strategy under one another, into a PNG file.
+
+    Each panel shows the first eight nodes, a bar for each, and says the shares of the whole run.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    nodes = [sorted({span.node for span in strip.spans}) for strip in strips]
+    rows = [min(max(len(there), 1), MOST_NODES) for there in nodes]
+    figure = Figure((SIZE_INCHES[0], 1.2 + sum(0.34 + 0.17 * n for n in rows)), DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(strips), sharex=True, squeeze=False, height_ratios=[0.3 + 0.17 * n for n in rows])[
+        :, 0
+    ]
+    seen = set()
+    for axes, strip, there in zip(panels, strips, nodes, strict=True):
+        spans, shown = strip.until(until_s), there[:MOST_NODES]
+        for row, node in enumerate(shown):
+            for kind, (colour, _) in DOING.items():
+                own = [(s.start_s, s.end_s - s.start_s) for s in spans if s.node == node and s.kind == kind]
+                if own:
+                    axes.broken_barh(own, (row - 0.42, 0.84), facecolors=colour)
+                    seen.add(kind)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.set_yticks(range(len(shown)), [f"node {node}" for node in shown], fontsize=8)
+        axes.tick_params(length=0)
+        note = "" if len(shown) == len(there) else f" ({len(shown)} of {len(there)} nodes)"
+        axes.set_title(strip.title + note, loc="left", fontsize=LABEL_POINTS, pad=3)
+        axes.set_title(strip.says(), loc="right", fontsize=8, color="#555555", pad=3)
+        axes.spines[:].set_visible(False)
+    last = panels[-1]
+    last.set_xlim(0, until_s)
+    last.xaxis.set_major_locator(MaxNLocator(6))
+    last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable_seconds(value)))
+    last.tick_params(axis="x", length=3)
+    last.spines["bottom"].set_visible(True)
+    last.set_xlabel("predicted time; shares are of the whole run", fontsize=LABEL_POINTS)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for kind, (colour, name) in DOING.items() if kind in seen],
+        loc="outside lower center", ncols=len(DOING), frameon=False, fontsize=LABEL_POINTS,
+    )  # fmt: skip
     figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
 
 

@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and one clear line for whatever is wrong."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import exogym
 from exogym.cli import main
 from exogym.comparison import FILES
+from exogym.strategy.registry import parse_strategy
 
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 
@@ -39,6 +41,18 @@ def test_a_comparison_without_a_terminal(folder: Path, capsys: pytest.CaptureFix
     assert [line.split(" has finished")[0] for line in printed.err.splitlines()] == [
         "exogym: single", "exogym: ddp", "exogym: diloco:H=5"
     ]  # fmt: skip
+
+
+def test_a_comparison_on_a_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--nodes", "2", "--network", "1Mbps,20ms", "--step-seconds", "10ms", "--speeds", "1,0.5", "--timeline"]
+    assert main([*SHORT, "--strategies", "ddp,diloco:H=5", "--processes", "2", "--target-loss", "2.5", *options]) == 0
+    printed = capsys.readouterr()
+    (made,) = (folder / "runs").iterdir()
+    names = [*FILES, "loss_vs_time.png", "timeline.png", "trace-ddp.json", "trace-diloco-H-5.json"]
+    assert printed.out.splitlines()[-1] == f"written to runs/{made.name}/: {', '.join(names)}"
+    assert sorted(path.name for path in made.iterdir()) == sorted(names)
+    assert "Time predicted on 1Mbps,20ms, 10 ms to 20 ms a step" in printed.out and " to loss 2.5 |" in printed.out
+    assert "2.5 (as asked for) first, after 0 s" in printed.out  # where training starts is below
 
 
 class Terminal(io.StringIO):
@@ -74,7 +88,26 @@ BAD = {
     "partition": (["--partition", "dirichle:1"], "did you mean 'dirichlet'"),
     "alpha": (["--partition", "dirichlet:-1"], "alpha=-1.0"),
     "device": (["--device", "tpu"], "device='tpu'"),
-    "processes": (["--processes", "2"], "--processes=2"),
+    "processes": (["--processes", "0"], "--processes='0'"),
+    "words for processes": (["--processes", "all"], "--processes='all' must be a whole number of at least 1, or auto"),
+    "more processes than nodes": (["--processes", "3", "--nodes", "2"], "3"),
+    "network": (["--network", "wify"], "did you mean 'wifi'"),
+    "bandwidth": (["--network", "-1Gbps"], "must be over 0"),
+    "unit": (["--network", "1Gb"], "has no known unit"),
+    "file of a network": (["--network", "none.json"], "cannot be read"),
+    "step": (["--network", "wifi", "--step-seconds", "soon"], "step_seconds='soon'"),
+    "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
+    "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
+    "timeline without network": (["--timeline"], "--timeline needs --network"),
+    "target without network": (["--target-loss", "1"], "--target-loss needs --network"),
+    "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
+    "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' should be numbers"),
+    "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),
+    "number of speeds": (
+        ["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,1,1"],
+        "for 3 nodes",
+    ),
+    "target": (["--network", "wifi", "--target-loss", "nan"], "target_loss=nan"),
     "out": (["--out", "../file/below/it"], "cannot be written"),
     "unknown option": (["--nods", "3"], "--nods"),
     "too much": (["digits"], "digits"),
@@ -126,6 +159,128 @@ def test_failures_that_are_not_bad_input(
     assert said.startswith(line)
 
 
+# ---------------------------------------------------------------- advise
+
+
+FLEET = ["advise", "--parameters", "124M", "--nodes", "4", "--network", "wifi", "--step-seconds", "0.8"]
+
+
+def test_advice_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500,streaming:H=100"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0].split()[:2] == ["strategy", "s/step"] and printed.err == "" and list(folder.iterdir()) == []
+    order = [line.split()[0] for line in lines[1:5]]
+    assert order == ["streaming:H=100", "diloco:H=500", "diloco:H=100", "ddp"]
+    assert "recommended: diloco:H=500" in lines and lines[2].startswith("diloco:H=500 *") and "†" in lines[1]
+    assert "- 4 nodes, 1.24e+08 parameters of 4 bytes on the wire" in printed.out
+
+
+def test_the_recommended_text_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLEET, "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)
+    times = [row["seconds_per_step"] for row in advice["rows"]]
+    assert times == sorted(times) and len(times) > 8 and advice["assumptions"] and advice["target_loss"] is None
+    parse_strategy(advice["recommended"])
+    assert main([*FLEET, "--json", "--strategies", "streaming:H=100"]) == 0
+    assert json.loads(capsys.readouterr().out)["recommended"] is None
+
+
+def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(*options: str) -> float:
+        assert main(["advise", "--network", "1Gbps", "--strategies", "ddp", "--json", *options]) == 0
+        return float(json.loads(capsys.readouterr().out)["rows"][0]["seconds_per_step"])
+
+    base = ["--parameters", "1e8", "--step-seconds", "1s"]
+    assert seconds(*base, "--nodes", "2", "--algorithm", "recorded") == pytest.approx(1 + 4e8 * 8 / 1e9)
+    assert seconds(*base, "--nodes", "2", "--bytes-per-element", "2") == pytest.approx(1 + 2e8 * 8 / 1e9)
+    assert seconds(*base, "--speeds", "1,0.5") == pytest.approx(2 + 4e8 * 8 / 1e9)
+    work = ["--parameters", "1e8", "--nodes", "2", "--flops", "100T", "--device", "a100", "--device-utilisation", "0.5"]
+    assert seconds(*work) == pytest.approx(100 / 156 + 4e8 * 8 / 1e9)
+
+
+def test_advice_for_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exogym.cli.advise.measured_step_s", lambda task, batch_size: 0.25 if batch_size == 7 else 0.5)
+    assert main(["advise", "--dataset", "digits", "--network", "wifi", "--batch-size", "7"]) == 0
+    assert "a step takes a node 250 ms" in (printed := capsys.readouterr().out) and "4 nodes, 2410 param" in printed
+    assert main(["advise", "--dataset", "digits", "--network", "wifi", "--step-seconds", "measured"]) == 0
+    assert "a step takes a node 500 ms" in capsys.readouterr().out
+
+
+SIMULATE = ["advise", "--dataset", "digits", "--network", "1Mbps,20ms", "--simulate", "--step-seconds", "10ms"]
+
+
+def test_a_simulation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "20", "--target-loss", "2.5", "--strategies", "ddp,diloco:H=5,diloco:H=50,eager:H=10"]
+    assert main([*SIMULATE, *options]) == 0
+    printed = capsys.readouterr()
+    assert "to loss 2.5" in printed.out and "- not simulated: eager:H=10, diloco:H=50:" in printed.out.replace(
+        "diloco:H=50, eager:H=10", "eager:H=10, diloco:H=50"
+    )
+    assert [line.split(" has finished")[0] for line in printed.err.splitlines()] == [
+        "exogym: ddp", "exogym: diloco:H=5"
+    ]  # fmt: skip
+    assert list(folder.iterdir()) == []
+
+
+def test_advice_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main([*FLEET, "--strategies", "ddp,diloco:H=500"]) == 0
+    assert "\x1b[1m" in out.getvalue() and "recommended: diloco:H=500" in out.getvalue()
+
+
+WORSE = {
+    "nothing": (["--network", "wifi"], "--parameters 124M, or which task it is, --dataset NAME"),
+    "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters 124M, or which task it is, --dataset NAME"),
+    "no network": (["--parameters", "1M"], "--network"),
+    "parameters": (
+        ["--parameters", "12X", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"],
+        "--parameters='12X'",
+    ),
+    "no parameters": (["--parameters", "0", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"], "over 0"),
+    "no nodes": (["--parameters", "1M", "--network", "wifi", "--step-seconds", "1"], "--nodes 4"),
+    "nodes": ([*FLEET[1:], "--nodes", "0"], "num_nodes=0"),
+    "no step": (["--parameters", "1M", "--nodes", "4", "--network", "wifi"], "--step-seconds 0.8, or what it computes"),
+    "measured what": (
+        ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--step-seconds", "measured"],
+        "--flops",
+    ),
+    "step": ([*FLEET[1:], "--step-seconds", "soon"], "step_seconds='soon'"),
+    "step and work": ([*FLEET[1:], "--flops", "1e12"], "give one of them"),
+    "device without work": ([*FLEET[1:], "--device", "h100"], "--device needs --flops"),
+    "device": (
+        ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--flops", "1T", "--device", "h10"],
+        "'h100'",
+    ),
+    "network": ([*FLEET[1:], "--network", "wify"], "did you mean 'wifi'"),
+    "speeds": ([*FLEET[1:], "--speeds", "1,1"], "speeds is for 2 nodes"),
+    "strategy": ([*FLEET[1:], "--strategies", "dilco"], "did you mean 'diloco'"),
+    "twice": ([*FLEET[1:], "--strategies", "ddp,ddp"], "names 'ddp' twice"),
+    "target": ([*FLEET[1:], "--target-utilisation", "2"], "target_utilisation=2.0"),
+    "algorithm": ([*FLEET[1:], "--algorithm", "ring"], "algorithm='ring'"),
+    "dataset": (["--dataset", "digit", "--network", "wifi"], "did you mean 'digits'"),
+    "simulated size": ([*FLEET[1:], "--simulate"], "--simulate needs --dataset"),
+    "steps of nothing": ([*FLEET[1:], "--steps", "5"], "--steps needs --simulate"),
+    "bytes of a simulation": ([*SIMULATE[1:], "--bytes-per-element", "2"], "--bytes-per-element is for formulas"),
+    "too short": ([*SIMULATE[1:], "--steps", "3", "--strategies", "diloco:H=5"], "communicates twice in steps=3"),
+    "nothing to send": ([*SIMULATE[1:], "--strategies", "single,ddp"], "'single' sends nothing"),
+    "processes": ([*SIMULATE[1:], "--processes", "0"], "--processes='0'"),
+}
+
+
+@pytest.mark.parametrize("name", WORSE)
+def test_a_wrong_question_is_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options, message = WORSE[name]
+    assert main(["advise", *options]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("exogym: error: ") and message in printed.err
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--strategies", "diloco:H=50"]) == 0
@@ -142,8 +297,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--help"]) == 0
     text = capsys.readouterr().out
     options = ("dataset", "data", "strategies", "nodes", "steps", "batch-size", "seeds", "lr", "partition", "processes")
-    assert all(f"--{option}" in text for option in (*options, "device", "out", "debug", "help"))
+    timed = ("network", "step-seconds", "speeds", "target-loss", "timeline")
+    assert all(f"--{option}" in text for option in (*options, *timed, "device", "out", "debug", "help"))
     assert "[default: the task's]" in text
+    assert main(["advise", "--help"]) == 0
+    text = capsys.readouterr().out
+    options = ("parameters", "dataset", "nodes", "network", "step-seconds", "flops", "device", "simulate", "json")
+    assert all(f"--{option}" in text for option in options)
     assert main([]) == 0
     assert "Usage: exogym" in capsys.readouterr().out
     assert main(["compre"]) == 2

@@ -1,4 +1,4 @@
-"""The lower level against real gloo processes: one battery on 2 and on 3, both launched at the same time.
+"""The lower level against real gloo processes: one battery on 2, under torch's own launcher, and on 3, under ours.
 
 `python -m exogym.launch tests/test_distributed.py FOLDER` runs the battery in each process; a check that fails leaves
 its traceback in a file, which the test of that name shows.
@@ -27,6 +27,10 @@ from exogym.distributed.collectives import DTYPES, KINDS
 from exogym.errors import ArgumentError
 
 WORLDS = (2, 3)
+LAUNCHERS = {
+    2: ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    3: ["-m", "exogym.launch", "--nproc_per_node=3", "--backend=gloo"],
+}
 CHECKS = {}
 
 
@@ -194,7 +198,7 @@ def who_is_where(rank, n):
     assert (info["rank"], info["world_size"], info["local_rank"], info["local_world_size"]) == (rank, n, rank, n)
     assert (ed.get_rank(), ed.get_world_size(), ed.is_initialized()) == (rank, n, True)
     assert (info["backend"], info["device"], info["initialized"], info["available"]) == ("gloo", "cpu", True, True)
-    assert info["master_addr"] == "localhost" and info["master_port"] == int(os.environ["MASTER_PORT"])
+    assert info["master_addr"] == os.environ["MASTER_ADDR"] and info["master_port"] == int(os.environ["MASTER_PORT"])
     assert info["pid"] == os.getpid() and info["restart_count"] == 0 and info["node_rank"] == 0
     with pytest.raises(ed.GroupError, match="already"):
         ed.init_process_group()
@@ -389,14 +393,10 @@ def battery(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Run the battery in all worlds at once; two launches side by side must not disturb each other."""
+    """Run the battery in all worlds at once."""
     folder = tmp_path_factory.mktemp("battery")
     launches = [
-        subprocess.Popen(
-            [sys.executable, "-m", "exogym.launch", __file__, f"--nproc_per_node={n}", "--backend=gloo", str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, *LAUNCHERS[n], __file__, str(folder)], stderr=subprocess.PIPE, text=True)
         for n in WORLDS
     ]
     errors = [launch.communicate(timeout=300)[1] for launch in launches]

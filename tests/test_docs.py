@@ -44,12 +44,28 @@ def test_commands_run(command, tmp_path):
         assert command in ("pip install -e .", "git clone https://github.com/exo-explore/gym.git exogym", "cd exogym")
         return
     assert words[0] in ("exogym", "python"), f"no test knows how to run {command!r}"
-    if words[0] == "exogym":
-        words = [sys.executable, "-m", "exogym", *words[1:], *SHORT]
-    else:
-        words = [sys.executable, str(ROOT / words[1]), *words[2:], *SHORT[:2]]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(runnable(words), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def runnable(words: list[str]) -> list[str]:
+    """Return a command of the documentation with this Python and the repository's files, and short."""
+    files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
+    if words[0] == "exogym":
+        return [sys.executable, "-m", "exogym", *words[1:], *(SHORT if words[1] == "compare" else [])]
+    return [sys.executable, *files, *([] if words[1] == "-m" else SHORT[:2])]
+
+
+def test_what_is_run_is_what_is_written():
+    """Only a comparison and a script of run/ are cut short."""
+    short = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
+    assert runnable(["exogym", "compare", "--nodes", "4"]) == [
+        sys.executable, "-m", "exogym", "compare", "--nodes", "4", *short
+    ]  # fmt: skip
+    assert runnable(["exogym", "advise", "--nodes", "4"]) == [sys.executable, "-m", "exogym", "advise", "--nodes", "4"]
+    assert runnable(["python", "run/mnist.py"]) == [sys.executable, str(ROOT / "run" / "mnist.py"), "--steps", "4"]
+    launch = ["-m", "exogym.launch", "--nproc_per_node", "2"]
+    assert runnable(["python", *launch, "run/x.py"]) == [sys.executable, *launch, str(ROOT / "run" / "x.py")]
 
 
 def test_links_lead_somewhere():

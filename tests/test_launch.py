@@ -27,7 +27,7 @@ from exogym.launch.output import Output
 from exogym.launch.rendezvous import NAME, Node, own_address, register
 
 PAGE = Path(__file__).parent.parent / "docs" / "distributed.md"
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 # What the scripts below begin with: `say(name)` leaves the process id in a file, `wait(name, n)` waits for n of those.
 HEAD = """
@@ -53,6 +53,23 @@ def script(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts `python WORDS...`; what still runs when the test ends is stopped."""
+    started = []
+
+    def run(*words: object, **options) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, *map(str, words)], **pipes | options))
+        return started[-1]
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
 
 
 def said(folder: Path, name: str, count: int = 0) -> list[int]:
@@ -303,15 +320,14 @@ def test_ctrl_c_passes_sigterm_on_and_leaves_nothing(script, tmp_path):
     assert ended(*pids) and sorted(said(tmp_path, "stopped")) == sorted(pids)
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(script, tmp_path):
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")  # torch by itself would wait for a day
     path = script("signal.signal(signal.SIGTERM, lambda *_: say('deaf'))\nsay('up')\nwhile True: time.sleep(0.01)")
     when_up(tmp_path, 2, signal.SIGINT)
     when_up(tmp_path, 2, signal.SIGINT, name="deaf")
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(path, nproc_per_node=2)
     assert ended(*said(tmp_path, "up", 2))
-    assert time.monotonic() - start < 25  # torch by itself would wait for 30 seconds
 
 
 def test_sigterm_reaches_the_caller_when_all_is_over(script, tmp_path):
@@ -328,16 +344,15 @@ def test_sigterm_reaches_the_caller_when_all_is_over(script, tmp_path):
     assert len(said(tmp_path, "stopped")) == 2
 
 
-def test_the_command_ends_as_it_was_told(script, tmp_path):
+def test_the_command_ends_as_it_was_told(script, start, tmp_path):
     path = script(GENTLE)
-    command = [sys.executable, "-m", "exogym.launch", "--nproc-per-node", "2", path]
     ends = {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}
     started = {}
     for number in ends:
         folder = tmp_path / number.name
         folder.mkdir()
         (folder / "script.py").write_text(path.read_text())
-        started[number] = subprocess.Popen([*command[:-1], folder / "script.py"], stderr=subprocess.PIPE, text=True)
+        started[number] = start("-m", "exogym.launch", "--nproc-per-node", 2, folder / "script.py")
     for number, code in ends.items():
         pids = said(tmp_path / number.name, "up", 2)
         started[number].send_signal(number)
@@ -371,7 +386,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_nodes_in_the_order_of_their_ranks(script, capfd):
+def test_two_nodes_in_the_order_of_their_ranks(script, start, capfd):
     """Node 1 has one process and comes first; one failure restarts both nodes."""
     path = script(
         """
@@ -386,9 +401,7 @@ def test_two_nodes_in_the_order_of_their_ranks(script, capfd):
     )
     options = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port(), "max_restarts": 1}
     words = [f"--{name}={value}" for name, value in options.items()]
-    other = subprocess.Popen(
-        [sys.executable, "-m", "exogym.launch", *words, "--node_rank=1", path], stdout=subprocess.PIPE, text=True
-    )
+    other = start("-m", "exogym.launch", *words, "--node_rank=1", path)
     assert launch_distributed_training(path, nproc_per_node=2, **options) == 0
     assert other.communicate(timeout=WAIT_S)[0] == "[rank 2] 3 0 1 127.0.0.1\n"
     assert other.returncode == 0
@@ -595,8 +608,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
 
 
-def test_the_commands_of_the_page_run(tmp_path):
-    """Each Python block of the page that begins with `# name.py` is a script; each line of its sh blocks is run."""
+def test_the_commands_of_the_page_run(start, tmp_path):
+    """Each Python block of the page that begins with `# name.py` is a script; all lines of its sh blocks run at once.
+
+    So launches side by side do not disturb each other.
+    """
     for block in blocks("python"):
         if named := re.match(r"# (\w+\.py)\n", block):
             (tmp_path / named[1]).write_text(block)
@@ -609,8 +625,7 @@ def test_the_commands_of_the_page_run(tmp_path):
         port = for_nodes if "--nnodes=2" in line else str(free_port())
         python, *words = shlex.split(line.replace("192.168.1.100", "127.0.0.1").replace("29500", port))
         assert python == "python"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, *words], cwd=tmp_path, **pipes))
+        started.append(start(*words, cwd=tmp_path))
     for line, process in zip(lines, started, strict=True):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, (line, err[-2000:])

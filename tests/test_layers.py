@@ -31,6 +31,8 @@ FLOORS: list[set[str]] = [
         "meeting",
         "stacked_driver",
         "node_driver",
+        "async_driver",
+        "async_schedule",
         "object_state",
         "memory",
         "callbacks",

@@ -453,6 +453,16 @@ def test_trouble_in_a_process_is_named_and_no_process_is_left(name):
     train(**AVERAGES, model=model, processes=2)  # and it goes on
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_trouble_leaves_no_worker_of_a_data_loader(elsewhere):
+    """At once, although the error's traceback still holds the iterator."""
+    before, data = family(), list(zip(*small_problem()[1].tensors, strict=True))
+    options = AVERAGES | {"data": data, "dataloader_kwargs": {"num_workers": 1}}
+    with pytest.raises(LookupError, match="a rare word"):
+        train(**options, model=Trouble(fail, elsewhere), processes=1 + elsewhere)
+    assert family() == before
+
+
 def test_a_loss_that_is_no_number_names_the_node():
     def data(rank, num_nodes, is_train):
         x, y = of_node(rank, num_nodes, is_train).tensors

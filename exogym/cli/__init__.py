@@ -14,7 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
+from exogym.cli.advise import advise as advise_command
 from exogym.cli.compare import compare as compare_command
+from exogym.cli.distributed import distributed_train as distributed_train_command
+from exogym.cli.doctor import doctor as doctor_command
 from exogym.errors import ArgumentError, DataError
 from exogym.progress import notice
 
@@ -32,6 +35,9 @@ app = typer.Typer(
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
 app.command("compare")(compare_command)
+app.command("advise")(advise_command)
+app.command("distributed-train")(distributed_train_command)
+app.command("doctor")(doctor_command)
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""`exogym compare`: train one model under several strategies; a table, two pictures and the numbers."""
+"""`exogym compare`: train one model under several strategies; a table, pictures and the numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from exogym.cli.live import LiveTable, print_table
+from exogym.cli.values import numbers_of, processes_of
 from exogym.compare import DEFAULT_STRATEGIES, split_strategies
 from exogym.compare import compare as run_comparison
 from exogym.errors import ArgumentError, check_choice
+from exogym.network import PRESETS
 from exogym.tasks import load_task
 
 DATASETS = ("digits", "mnist", "shakespeare", "cifar10")
+NETWORK_HELP = f"Preset ({', '.join(PRESETS)}), a bandwidth and a latency as '100Mbps,20ms', or a .json file."
 
 
 def compare(
@@ -27,7 +30,7 @@ def compare(
         typer.Option(
             metavar="LIST",
             help="Strategies with their options, as in 'single,ddp,diloco:H=20:outer_lr=0.5,sparta:p_sparta=0.01'. "
-            "Names: single (one node alone), ddp, diloco, sparta, sparta_diloco, fedavg, demo.",
+            "Names: single (one node alone), ddp, diloco, sparta, sparta_diloco, fedavg, demo, async_diloco.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
     nodes: Annotated[int | None, typer.Option(help="Nodes of the fleet. [default: the task's]")] = None,
@@ -43,8 +46,26 @@ def compare(
             metavar="HOW", help="Who gets which data: iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]"
         ),
     ] = None,
-    processes: Annotated[int, typer.Option(help="Processes to train in; this version has one.")] = 1,
+    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    network: Annotated[
+        str | None, typer.Option(metavar="TEXT", help=f"Predict the time on this network. {NETWORK_HELP}")
+    ] = None,
+    step_seconds: Annotated[
+        str | None,
+        typer.Option(metavar="S", help="Of a node's step there, as 0.08 or 80ms. [default: measured, on this machine]"),
+    ] = None,
+    speeds: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help="Of the nodes there, as 1,1,0.5: half as fast takes twice as long."),
+    ] = None,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(metavar="L", help="Loss whose time of arrival is predicted. [default: 95 % of DDP's quality]"),
+    ] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw who computes, sends and waits in the first rounds; write traces.")
+    ] = False,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder in which the new folder NAME-TIME of results is made.")
     ] = Path("runs"),
@@ -55,16 +76,23 @@ def compare(
     Prints a table and one sentence, and writes run.json, summary.csv, metrics.csv, loss_vs_steps.png and
     loss_vs_bytes.png into a new folder. Quality is DDP's validation loss over the strategy's; reduction is DDP's bytes
     over the strategy's; mean ± standard deviation over seeds.
+
+    With --network the table also has predicted time to the end, share of it waited, and time to the target loss; and
+    loss_vs_time.png is drawn.
     """
     check_choice("--dataset", dataset, DATASETS)
-    if processes != 1:
-        raise ArgumentError(f"--processes={processes}: this version trains in one process; leave it out")
+    timed = {"step_seconds": step_seconds, "speeds": speeds, "target_loss": target_loss, "timeline": timeline or None}
+    for name, given in timed.items():
+        if given is not None and network is None:
+            raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     task = load_task(dataset, data)
     live = LiveTable(split_strategies(strategies), seeds)
     with live:
         result = run_comparison(
             task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
-            device=device, out=out, watch=live.update,
+            processes=processes_of(processes), device=device, network=network, step_seconds=step_seconds,
+            speeds=numbers_of("--speeds", speeds), target_loss=target_loss, timeline=timeline, out=out,
+            watch=live.update,
         )  # fmt: skip
     print_table(result, sys.stdout)
     print(f"\nwritten to {result.folder}/: {', '.join(path.name for path in result.paths)}")

@@ -273,6 +273,19 @@ class Communicator:
         """Wait for all present nodes. No payload."""
         self._record("barrier", "tree", self.present, 0)
 
+    # A server beside the nodes, which every process plays: what it gets and gives is in all of them
+
+    def push(self, x: Tensor, src: int) -> None:
+        """Record that node `src` sends its row of `x` (rows, ...) up to the server."""
+        size = float(_row_bytes(x)) if self.num_nodes > 1 else 0.0
+        self._add("push", "server", [self._member(src)], size, np.array([size]), np.zeros(1))
+
+    def pull(self, x: Tensor, members: Sequence[int]) -> None:
+        """Record that the server sends each of `members` a row like those of `x` (rows, ...)."""
+        (group,) = self._sorted([members])
+        size = float(_row_bytes(x)) if self.num_nodes > 1 else 0.0
+        self._add("pull", "server", group, size, np.zeros(len(group)), np.full(len(group), size), givers=[])
+
     # Bookkeeping
 
     def _sorted(self, groups: Groups | None) -> list[list[int]]:

@@ -159,7 +159,7 @@ class _Note:
         if kind not in ("barrier", "recv", "scatter") or tensor is not None:
             _check_tensor(kind, tensor)
         if root is not None:
-            check_count("rank" if kind in ("send", "recv") else "src or dst", root, 0)
+            check_count("src" if kind in ("broadcast", "scatter", "recv") else "dst", root, 0)
             if root >= self.world_size:
                 raise ArgumentError(f"{kind}: there is no rank {root} among the {self.world_size} processes")
         self.tensor = tensor
@@ -235,7 +235,7 @@ def _call(
         raise GroupError(
             f"{kind} failed on rank {note.rank} of {note.world_size}; perhaps another process has ended, see what it "
             f"printed. Torch says: {error}"
-        ) from error
+        ) from None
 
 
 def _ready(x: Tensor, copy: bool = False) -> Tensor:

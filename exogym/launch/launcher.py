@@ -40,10 +40,16 @@ class Interrupted(BaseException):
 
 @dataclasses.dataclass
 class _Stop:
-    """The signal that ended a launch, 0 for none, and the folder of the launch."""
+    """The signal that ended a launch, 0 for none; the folder of the launch; and the handlers that were there before."""
 
     number: int = 0
     folder: Path | None = None
+    before: dict[signal.Signals, Any] = dataclasses.field(default_factory=dict)
+
+    def hold(self) -> None:
+        """Let nothing interrupt the cleaning up."""
+        for s in self.before:
+            signal.signal(s, signal.SIG_IGN)
 
 
 class DistributedLauncher:
@@ -83,16 +89,18 @@ class DistributedLauncher:
         if not module and not os.path.isfile(target):
             raise ArgumentError(f"there is no script {target!r} in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
-        with _ended_by_signals() as stop, tempfile.TemporaryDirectory(prefix="exogym-launch-") as name:
-            folder = stop.folder = Path(name)
+        room = tempfile.TemporaryDirectory(prefix="exogym-launch-", ignore_cleanup_errors=True)
+        with _ended_by_signals() as stop, room:
+            folder = stop.folder = Path(room.name)
             (folder / "running").mkdir()
             output = Output(folder, self.config.nproc_per_node, log_dir)
             try:
                 code, said = self._run(folder, output, log_dir, "module" if module else "script", target, args)
             finally:
-                _hold_signals()
+                stop.hold()
                 kill_what_is_left(folder)
                 output.close()
+                kill_what_is_left(folder)  # one that was just being started
                 gc.collect()  # the stores of the meeting sit in reference cycles; with them go their ports
             if said:
                 notice(said)
@@ -253,30 +261,22 @@ def _ended_by_signals() -> Iterator[_Stop]:
         if stop.folder is not None:
             kill_what_is_left(stop.folder)
 
-    before = {s: signal.getsignal(s) for s in SIGNALS}
-    for s, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(s, interrupt)
+    for s in SIGNALS:
+        if signal.getsignal(s) not in (signal.SIG_IGN, None):  # ignored, or not for Python to handle
+            stop.before[s] = signal.signal(s, interrupt)
     variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch's launcher leaves it set
     try:
         yield stop
     except Interrupted as interrupted:
         stop.number = interrupted.number
     finally:
-        for s, handler in before.items():
+        for s, handler in stop.before.items():
             signal.signal(s, handler)
         os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
         if variable is not None:
             os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = variable
     if stop.number:
         os.kill(os.getpid(), stop.number)
-
-
-def _hold_signals() -> None:
-    """Let nothing interrupt the cleaning up; `_ended_by_signals` puts the handlers back."""
-    if threading.current_thread() is threading.main_thread():
-        for s in SIGNALS:
-            signal.signal(s, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

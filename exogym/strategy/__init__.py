@@ -1,5 +1,6 @@
 """The strategies: each algorithm one short file that reads like its paper."""
 
+from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -15,6 +16,7 @@ from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import Run, Strategy
 
 __all__ = [
+    "AsyncDiLoCoStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
     "DeMoStrategy",

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
+from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
@@ -20,6 +21,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "sparta_diloco": SPARTADiLoCoStrategy,
     "fedavg": FedAvgStrategy,
     "demo": DeMoStrategy,
+    "async_diloco": AsyncDiLoCoStrategy,
 }
 TITLES = {
     "ddp": "DDP",
@@ -28,6 +30,7 @@ TITLES = {
     "sparta_diloco": "SPARTA+DiLoCo",
     "fedavg": "FedAvg",
     "demo": "DeMo",
+    "async_diloco": "Async DiLoCo",
 }
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
 _WORDS = {"none": None, "true": True, "false": False}

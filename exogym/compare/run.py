@@ -1,11 +1,9 @@
-"""Comparisons: the same model, from the same weights, on the same data, under several strategies."""
+"""The runs of a comparison: each strategy from each seed, on the same data."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import inspect
-import math
 import os
 import platform
 import time
@@ -18,25 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from exogym.comparison import FILES, SINGLE, Comparison, NewFolder, find, summarise, write
+from exogym.compare.entries import Entry, entries_of, setting_of
+from exogym.compare.forecast import check_timed, forecast_of, measured_step_s
+from exogym.comparison import SINGLE, Comparison, NewFolder, find, find_first, summarise, target_of, write
 from exogym.data.partition import IID, Partitioner, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
 from exogym.devices import resolve_device
-from exogym.errors import ArgumentError, TrainingError, check_count, checked, nearest
+from exogym.engine.wire import place as place_rows
+from exogym.errors import ArgumentError, TrainingError, check_count, checked
 from exogym.history import History
 from exogym.metrics import Metric
+from exogym.network import Network
 from exogym.options import describe
-from exogym.plots import check_matplotlib
-from exogym.strategy.demo import DeMoStrategy
-from exogym.strategy.registry import DEFAULTS, STRATEGIES, TITLES, parse_strategy
-from exogym.strategy.strategy import Inner, Strategy
+from exogym.plots import Strip, check_matplotlib
+from exogym.strategy.strategy import Strategy
 from exogym.tasks import Task
 from exogym.trainer import LocalTrainer
 
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")
-# Evaluations of a run: enough to draw a curve, few enough to take a tenth of the fleet's time. An example evaluated
-# costs two thirds of one trained, and a step of a node no less than 16 trained.
-MOST_EVALUATIONS, LEAST_EVALUATIONS, SHARE, COST, STEP_EXAMPLES = 30, 10, 0.1, 2 / 3, 16
 VAL_EXAMPLES = 500  # at most
 Problem = Task | tuple[Callable[[], nn.Module], Any, Any]
 
@@ -69,39 +66,6 @@ class FirstShard(Partitioner):
         return self.whole.split(dataset, self.nodes, seed)[:1]
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What all strategies share."""
-
-    nodes: int
-    steps: int
-    batch_size: int
-    seeds: tuple[int, ...]
-    inner_optim: str
-    lr: float
-    lr_scheduler: str
-    warmup_steps: int
-    max_norm: float | None
-    H: int
-    outer_lr: float | None
-
-    def val_interval(self, val_examples: int) -> int:
-        """Return the steps between evaluations on `val_examples`."""
-        trained = self.steps * self.nodes * max(self.batch_size, STEP_EXAMPLES)
-        affordable = round(SHARE * trained / (COST * val_examples))
-        return math.ceil(self.steps / min(max(affordable, LEAST_EVALUATIONS), MOST_EVALUATIONS))
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A strategy to compare, with its name in sentences and what the table says of it."""
-
-    strategy: Strategy
-    title: str
-    notes: str
-    alone: bool
-
-
 @checked
 def compare(
     problem: Problem,
@@ -113,7 +77,13 @@ def compare(
     seeds: int | Sequence[int] = 3,
     lr: float | None = None,
     partition: str | Partitioner | None = None,
+    processes: int | str = 1,
     device: str = "auto",
+    network: Network | str | None = None,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    target_loss: float | None = None,
+    timeline: bool = False,
     out: str | os.PathLike[str] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     metrics: dict[str, Metric] | None = None,
@@ -133,9 +103,18 @@ def compare(
             task's (without one 4, 300, 32, 0.001).
         seeds: how many, from 0, or which. A seed fixes weights, shards, order and every other choice.
         partition: who gets what, as text or `Partitioner`; None: the task's, or "iid".
-        device: as `LocalTrainer.fit`.
+        processes, device: as `LocalTrainer.fit`; `single` always has one process.
+        network: predict the time on this network, a `Network` or text as "wifi" or "100Mbps,20ms": for each strategy
+            seconds to the end, share of them waited, and seconds until the validation loss came to the target.
+        step_seconds: of a node's step there: a number, text as "80ms", one per node, or a `StepTime`; "measured" or
+            None: what `measured_step_s` finds here, once, for all strategies alike.
+        speeds: of the nodes, over 0; 0.5 takes twice the step_seconds. `single` is node 0, with its speed.
+        target_loss: None: DDP's final validation loss / 0.95, which is 95 % of its quality; without DDP the highest
+            final loss of any run.
+        timeline: also draw what each node does when in the first rounds of each strategy, and write it as traces.
         out: folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps.png and loss_vs_bytes.png; None writes nothing.
+            evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`
+            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); None writes nothing.
         loss_fn, metrics: as `LocalTrainer`.
         watch: called with a `Standing` after each evaluation.
 
@@ -152,8 +131,8 @@ def compare(
     (['single', 'ddp'], 1.0, 0.0)
     """
     task = _as_task(problem)
-    setting = _setting(task, nodes, steps, batch_size, seeds, lr)
-    entries = _entries(strategies, setting)
+    setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
+    entries = entries_of(strategies, setting)
     split = partition or task.partitioner or IID()
     split = parse_partitioner(split) if isinstance(split, str) else split
     place = resolve_device(device)
@@ -161,14 +140,26 @@ def compare(
     val_interval = setting.val_interval(len(val))
     for seed in setting.seeds:
         split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
+    if processes != "auto":
+        check_count("processes", processes)
+        place_rows(setting.nodes, int(processes))
+    check_timed(network, step_seconds, speeds, target_loss, timeline)
     if out is not None:
         check_matplotlib()
+    forecast = None
+    if network is not None:
+        like_ours = replace(task, lr=setting.lr)
+        forecast = forecast_of(
+            network, step_seconds, speeds, setting.nodes,
+            lambda: measured_step_s(like_ours, setting.batch_size, place, loss_fn),
+        )  # fmt: skip
 
     histories: dict[tuple[str, int], History] = {}
     runs: list[dict[str, Any]] = []
     failures: dict[str, TrainingError] = {}
+    strips: dict[str, Strip] = {}
 
-    def run(label: str, entry: _Entry, number: int, seed: int) -> None:
+    def run(label: str, entry: Entry, number: int, seed: int) -> None:
         """Train one strategy from one seed."""
 
         def tell(loop: Any) -> None:
@@ -178,15 +169,19 @@ def compare(
                 watch(at)
 
         trainer = LocalTrainer(task.make_model(seed), train, val, loss_fn=loss_fn, metrics=metrics)
+        timing = {} if forecast is None else forecast.fit_options(entry.alone, timeline and number == 1)
         start = time.perf_counter()
         try:
             trainer.fit(
                 entry.strategy, num_nodes=1 if entry.alone else setting.nodes, max_steps=setting.steps, seed=seed,
                 batch_size=setting.batch_size, partitioner=FirstShard(split, setting.nodes) if entry.alone else split,
                 val_interval=val_interval, device=place, progress=False, callbacks=[tell],
+                processes=1 if entry.alone else processes, **timing,
             )  # fmt: skip
             _check_finite(trainer.history, seed)
             histories[label, seed] = trainer.history
+            if timeline and number == 1 and trainer.clock is not None:
+                strips[label] = Strip.of(entry.title, trainer.clock)
         except TrainingError as error:
             failures[label] = error
         wall_s = time.perf_counter() - start
@@ -205,45 +200,30 @@ def compare(
             failed = sum((label, seed) not in histories for seed in setting.seeds)
             trouble = f"{failed} of {len(setting.seeds)} runs failed: {failures[label]}" if failed else ""
             said[label] = entry.title, "; ".join(filter(None, (entry.notes, trouble)))
-        rows = summarise(said, setting.seeds, histories)
+        target, why = (None, "") if forecast is None else target_of(histories, target_loss)
+        rows = summarise(said, setting.seeds, histories, target)
         heading = (
             f"{task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
             f"{split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
             f"{', '.join(map(str, setting.seeds))}"
         )
-        finding = find(rows)
+        finding, timed = find(rows), {}
+        if forecast is not None and target is not None:
+            heading += f". Time predicted on {forecast}"
+            finding += " " + find_first(rows, target, why)
+            timed = {"forecast": forecast.describe() | {"target_loss": target, "target": why}}
         description = {
             "task": task.name, "description": task.description, "data": task.origin, "train_examples": len(train),
             "val_examples": len(val), "strategies": {k: describe(entry.strategy) for k, entry in entries.items()},
             "setting": asdict(setting), "partition": repr(split), "val_interval": val_interval,
             "device": str(place), "versions": _versions(), "started": started, "heading": heading, "finding": finding,
-            "runs": runs,
+            **timed, "runs": runs,
         }  # fmt: skip
-        result = Comparison(heading, finding, rows, histories, description)
-        if made is not None:
-            write(result, made.path)
+        result = Comparison(heading, finding, rows, histories, description, target_loss=target, strips=strips)
+        names = [] if made is None else write(result, made.path)
     if made is None:
         return result
-    paths = tuple(made.path / name for name in FILES)
-    return Comparison(heading, finding, rows, histories, description, made.path, paths)
-
-
-def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strategy]) -> dict[str, str | Strategy]:
-    """Return label to text or strategy; the label of a text is the text.
-
-    Raises:
-        ArgumentError: none at all, or one twice.
-    """
-    if isinstance(strategies, Mapping):
-        return dict(strategies)
-    texts = strategies.split(",") if isinstance(strategies, str) else list(strategies)
-    labels = [text.strip() for text in texts]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each once")
-    if not any(labels):
-        raise ArgumentError(f"strategies={strategies!r} names none: give for example 'ddp,diloco'")
-    return {label: label for label in labels}
+    return replace(result, folder=made.path, paths=tuple(made.path / name for name in names))
 
 
 def _as_task(problem: Any) -> Task:
@@ -261,62 +241,6 @@ def _as_task(problem: Any) -> Task:
             "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partition="
         )
     return task
-
-
-def _setting(task: Task, nodes: Any, steps: Any, batch_size: Any, seeds: Any, lr: Any) -> _Setting:
-    chosen = {"nodes": nodes, "steps": steps, "batch_size": batch_size, "lr": lr}
-    chosen = {name: getattr(task, name) if value is None else value for name, value in chosen.items()}
-    for name in ("nodes", "steps", "batch_size"):
-        check_count(name, chosen[name])
-    if isinstance(seeds, int):
-        check_count("seeds", seeds)
-        seeds = range(seeds)
-    if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
-        raise ArgumentError(f"seeds={seeds!r}: give how many, or different whole numbers")
-    shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
-    return _Setting(**chosen, **shared, seeds=tuple(seeds))
-
-
-def _entries(strategies: Any, setting: _Setting) -> dict[str, _Entry]:
-    defaults = {name: getattr(setting, name) for name in DEFAULTS}
-    common = Inner(setting.inner_optim, setting.lr, None, setting.max_norm, setting.lr_scheduler, setting.warmup_steps)
-    entries = {}
-    for label, given in split_strategies(strategies).items():
-        notes = []
-        if isinstance(given, Strategy):
-            entry = _Entry(given, label, "", alone=False)
-        elif isinstance(given, str):
-            entry = _parse(given, defaults)
-            notes = [f"1 of {setting.nodes} shards"] if entry.alone else []
-        else:
-            raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
-        inner = entry.strategy.inner
-        if isinstance(entry.strategy, DeMoStrategy):
-            notes.append(f"own rule, lr={inner.base_lr:g}")
-        elif (inner.spec.cls, inner.base_lr) != (common.spec.cls, common.base_lr):
-            notes.append(f"{inner.spec.cls.__name__}, lr={inner.base_lr:g}")
-        notes += [note for note in _values(entry.strategy) if note not in label]
-        entries[label] = replace(entry, notes=", ".join(notes))
-    return entries
-
-
-def _parse(text: str, defaults: dict[str, Any]) -> _Entry:
-    name, colon, options = text.partition(":")
-    name = name.strip().lower()
-    if name not in (known := {SINGLE, *STRATEGIES}):
-        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
-    alone = name == SINGLE
-    title = "one node alone" if alone else TITLES[name]
-    title += f" ({options.replace(':', ', ')})" if options else ""
-    return _Entry(parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults), title, "", alone)
-
-
-def _values(strategy: Strategy) -> list[str]:
-    """Return what decides the bytes and the outer step of a strategy, as options are written."""
-    known = inspect.signature(type(strategy)).parameters
-    given = getattr(strategy, "given_arguments", {})
-    values = {name: given.get(name, known[name].default) for name in ("H", "outer_lr", "p_sparta") if name in known}
-    return [f"{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _evenly(dataset: Any, most: int) -> Any:

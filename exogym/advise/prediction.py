@@ -6,34 +6,32 @@ under way for tau of them,
 
     seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
     utilisation      = mean step of a node / seconds per step
+
+Where nodes do not wait for each other, node w takes H_w T_w + c_w for a round of H_w steps, and N local steps of
+whichever nodes are a step of the fleet:
+
+    seconds per step = N / sum over w of H_w / (H_w T_w + c_w)
+    utilisation      = mean over w of H_w T_w / (H_w T_w + c_w)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from exogym.advise.plans import Plan, plan_of
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.clock.steps import TICKS_PER_S
 from exogym.communicator.ledger import FACTORS
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.network import Network, readable_seconds, required_bandwidth
+from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
-from exogym.strategy.demo import DCTMomentum
-from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.registry import parse_strategy
-from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.sparta import SparseCommunicator
-
-__all__ = ["Advice", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth"]
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -44,6 +42,7 @@ DEFAULT_STRATEGIES = (
     "fedavg:H=10",
     "sparta:p_sparta=0.005",
     "sparta_diloco:H=100:p_sparta=0.005",
+    "async_diloco:H=100:dylu=true",
     "streaming:H=100",
     "eager:H=100",
 )
@@ -51,46 +50,21 @@ LEAST_SAMPLES, DRAWS = 4, 200_000  # stretches where steps differ by chance, and
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """A collective that a strategy repeats.
-
-    Attributes:
-        kind: as the communicator names it.
-        payload_bytes: what each giver hands over.
-        every_steps: steps from one to the next; may be a mean, and so a fraction.
-        members: nodes that take part; None: all.
-        algorithm: how; None: left to `advise`.
-        overlap_steps: steps it may be under way before it is waited for.
-    """
-
-    kind: str
-    payload_bytes: float
-    every_steps: float = 1.0
-    members: int | None = None
-    algorithm: str | None = None
-    overlap_steps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a strategy sends. `couples_every` is the steps after which all of the model has been exchanged once."""
-
-    name: str
-    traffic: tuple[Traffic, ...]
-    couples_every: float
-
-
-@dataclass(frozen=True)
 class Row:
     """What is predicted for one strategy.
 
     Attributes:
-        seconds_per_step: of the fleet; never under the slowest node's step.
+        seconds_per_step: of the fleet; where nodes wait for each other never under the slowest node's step.
         tx_bytes_per_step: that a node sends, mean over nodes.
         waiting_share: share of a node's time, mean over nodes, in which it waits for others or the wire.
         utilisation: share in which it computes; the two sum to 1.
+        speedup: examples per second over those of the fastest node alone.
+        couples_every: steps after which all of the model has been exchanged once.
         algorithms: how each collective is carried out.
-        meets_target: whether the utilisation reaches the target.
+        meets_target: whether the slowest node computes for the target share of its time.
+        can_train: False where only the formula is known.
+        simulated_steps, final_loss: steps of a simulation and its validation loss; None where there was none.
+        target_s: predicted seconds until the simulation came to the target loss; None where it did not.
     """
 
     strategy: str
@@ -98,35 +72,80 @@ class Row:
     tx_bytes_per_step: float
     waiting_share: float
     utilisation: float
+    speedup: float
     couples_every: float
     algorithms: tuple[str, ...]
     meets_target: bool
+    can_train: bool = True
+    simulated_steps: int | None = None
+    final_loss: float | None = None
+    target_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Rows, fastest first, and what was assumed; `print` it for a table.
+    """Rows, best first, and what was assumed; `print` it for a table.
 
     Attributes:
-        recommended: of those that meet the target the one that exchanges the whole model most often, then the one
-            that sends most; None where none does. More communication keeps nodes closer together: a rule of thumb
-            about quality, where the rest is arithmetic.
+        rows: by seconds per step; after a simulation those that came to the target loss first, by when they did.
+        recommended: by formula, of the strategies that meet the target and can be trained here the one that exchanges
+            the whole model most often, then the one that sends most: more communication keeps nodes closer together,
+            a rule of thumb about quality where the rest is arithmetic. After a simulation the first at the target
+            loss. None where there is none.
+        because: why.
+        target_loss: of a simulation.
     """
 
     rows: list[Row]
     recommended: Row | None
+    because: str
     assumptions: list[str]
+    target_loss: float | None = None
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return headers and rows as text."""
+        simulated = self.target_loss is not None
+        headers = ["strategy", "s/step", "sent/node/step", "waiting", "computing", "speed-up"]
+        headers += ["steps", "loss", f"to loss {self.target_loss:.4g}"] if simulated else []
+        rows = []
+        for row in self.rows:
+            mark = " *" if row is self.recommended else "" if row.can_train else " †"
+            cells = [row.strategy + mark, f"{row.seconds_per_step:.4g}", readable_bytes(row.tx_bytes_per_step)]
+            cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
+            if simulated:
+                steps = "" if row.simulated_steps is None else str(row.simulated_steps)
+                loss = "" if row.final_loss is None else f"{row.final_loss:.4f}"
+                reached = "" if row.target_s is None else readable_seconds(row.target_s)
+                cells += [steps, loss, reached or ("not reached" if steps else "")]
+            rows.append([*cells, ", ".join(row.algorithms)])
+        return [*headers, "by"], rows
+
+    def notes(self) -> list[str]:
+        """Return the lines below the table: the recommendation, then each assumption."""
+        name = "none" if self.recommended is None else self.recommended.strategy
+        lines = [f"recommended: {name}", f"because {self.because}", "assumed:", *(f"- {a}" for a in self.assumptions)]
+        if any(not row.can_train for row in self.rows):
+            lines.append("- † by its formula alone: no strategy of that name can be trained here")
+        return lines
 
     def __str__(self) -> str:
-        table = [("strategy", "s/step", "sent/node/step", "waiting", "computing", "by")]
-        for row in self.rows:
-            mark = " *" if row is self.recommended else ""
-            shares = f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}"
-            sent = readable_bytes(row.tx_bytes_per_step)
-            table.append((row.strategy + mark, f"{row.seconds_per_step:.4g}", sent, *shares, ", ".join(row.algorithms)))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        return "\n".join([*lines, "", *(f"- {line}" for line in self.assumptions)])
+        headers, rows = self.table()
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in (headers, *rows)
+        ]
+        return "\n".join([*lines, "", *self.notes()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON holds it: plain numbers, text, lists, and None for what is not known."""
+        rows = [asdict(row) | {"algorithms": list(row.algorithms)} for row in self.rows]
+        for row in rows:
+            row["couples_every"] = row["couples_every"] if math.isfinite(row["couples_every"]) else None
+        name = None if self.recommended is None else self.recommended.strategy
+        return {
+            "recommended": name, "because": self.because, "target_loss": self.target_loss, "rows": rows,
+            "assumptions": self.assumptions,
+        }  # fmt: skip
 
 
 @checked
@@ -136,6 +155,7 @@ def advise(
     num_nodes: int,
     network: Network | str,
     step_seconds: StepTime | Any = None,
+    speeds: Sequence[float] | None = None,
     flops: float | None = None,
     device: str | Device = "h100",
     device_utilisation: float = DEFAULT_UTILISATION,
@@ -151,11 +171,13 @@ def advise(
         num_nodes: N.
         network: a `Network`, or what `Network.parse` reads.
         step_seconds: of a step: a `StepTime`, a number, text, or one per node.
+        speeds: of the nodes, over 0, where step_seconds is not a `StepTime`; 0.5 takes twice as long.
         flops: of a step of a node instead, from which `device` and `device_utilisation` make seconds.
         bytes_per_element: b on the wire: 4 for fp32, 2 for bf16.
         strategies: text as on the command line ("diloco:H=20"), also "streaming:H=100:fragments=8:bits=4:overlap=1"
             and "eager:H=100"; strategies; or `Plan`s of your own.
-        target_utilisation: share of computing from which a strategy is good enough, over 0 and up to 1.
+        target_utilisation: share of its time that the slowest node must compute for a strategy to be good enough, over
+            0 and up to 1.
         algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
             name it in their events.
 
@@ -181,28 +203,40 @@ def advise(
     network = Network.of(network)
     if flops is not None:
         step_seconds = seconds_of(flops, device, device_utilisation)
-    time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
+    if speeds is not None:
+        if isinstance(step_seconds, StepTime):
+            raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
+        if len(speeds) != num_nodes:
+            raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}")
+    time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
     for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
         if count is not None and count != num_nodes:
             raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}")
     if not time.seconds.all():
         raise ArgumentError("step_seconds=0: a step must take time")
 
-    rows = []
-    for given in DEFAULT_STRATEGIES if strategies is None else strategies:
-        plan = given if isinstance(given, Plan) else plan_of(given, parameters, num_nodes, bytes_per_element)
-        rows.append(_row(plan, num_nodes, network, time, algorithm, target_utilisation))
+    plans = [
+        given if isinstance(given, Plan) else plan_of(given, parameters, num_nodes, bytes_per_element)
+        for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
+    ]
+    rows = [_row(plan, num_nodes, network, time, algorithm, target_utilisation) for plan in plans]
     rows.sort(key=lambda row: row.seconds_per_step)
-    good = [row for row in rows if row.meets_target]
+    good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if any(plan.local_steps for plan in plans):
+        lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
     if flops is not None:
         name = device if isinstance(device, str) else "the device"
         peak = (DEVICES[device] if isinstance(device, str) else device).flops_per_s
         lines.insert(1, f"{flops:.3g} operations a step on {name}: {device_utilisation:.0%} of {peak:.3g} per second")
-    wanted = f"{target_utilisation:.0%} computing"
-    mark = f"* meets {wanted} and exchanges the whole model most often" if best else f"no strategy here meets {wanted}"
-    return Advice(rows, best, [*lines, mark])
+    slowest = "every node" if time.mean_s(num_nodes).min() == time.mean_s(num_nodes).max() else "the slowest node"
+    wanted = f"{slowest} computes for at least {target_utilisation:.0%} of the time"
+    because = f"{wanted}, and of such strategies this one exchanges the whole model most often"
+    if best is None:
+        near = next((f": {row.strategy} comes closest" for row in rows if row.can_train), "")
+        because = f"{wanted} under no strategy that can be trained here{near}"
+    return Advice(rows, best, because, lines)
 
 
 def _assumptions(
@@ -217,10 +251,13 @@ def _assumptions(
         f"each collective by {how}; links are full duplex and carry nothing else",
         "gradients are sent after the whole backward pass; only streaming and eager overlap with computation",
         "buffers (BatchNorm's) and the last synchronisation are left out",
+        "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
     ]
 
 
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
+    if plan.local_steps is not None:
+        return _row_of_rounds(plan, plan.local_steps, num_nodes, network, time, target)
     stalls, sent, names = 0.0, 0.0, []
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
     step_s = _slowest_step_s(time, num_nodes, every)
@@ -237,10 +274,37 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
         sent += factor * traffic.payload_bytes * of_all / traffic.every_steps
         names.append(f"{way or 'ring'} {traffic.kind}")
     seconds = step_s + stalls
-    computing = float(time.mean_s(num_nodes).mean()) / seconds
+    mean_s = time.mean_s(num_nodes)
+    computing, busiest = float(mean_s.mean()) / seconds, float(mean_s.max()) / seconds
     return Row(
-        plan.name, seconds, sent, 1 - computing, computing, plan.couples_every, tuple(names), computing >= target
-    )
+        plan.name, seconds, sent, 1 - computing, computing, num_nodes * float(mean_s.min()) / seconds,
+        plan.couples_every, tuple(names), busiest >= target, plan.can_train,
+    )  # fmt: skip
+
+
+def _row_of_rounds(
+    plan: Plan, local_steps: Callable[[np.ndarray], np.ndarray], num_nodes: int, network: Network, time: StepTime,
+    target: float,
+) -> Row:  # fmt: skip
+    """Return the row of a strategy whose nodes do not wait for each other."""
+    T, S = time.mean_s(num_nodes), sum(t.payload_bytes for t in plan.traffic if t.kind == "push")
+    H = local_steps(T)
+    own = network.num_nodes is not None  # links differ
+    ways = [
+        [network.duration_s(network.cost(t.kind, t.payload_bytes, [node], t.algorithm)) for t in plan.traffic]
+        for node in (range(num_nodes) if own else [0])
+    ]
+    c = np.array(ways).sum(1) if num_nodes > 1 else np.zeros(1)  # a server beside one node costs nothing
+    round_s = H * T + c
+    seconds = num_nodes / float((H / round_s).sum())
+    computing = H * T / round_s
+    sent = float((S / round_s).mean()) * seconds if num_nodes > 1 else 0.0
+    utilisation = float(computing.mean())
+    return Row(
+        plan.name, seconds, sent, 1 - utilisation, utilisation, num_nodes * float(T.min()) / seconds,
+        plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
+        float(computing[np.argmax(T)]) >= target, plan.can_train,
+    )  # fmt: skip
 
 
 def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:
@@ -265,108 +329,3 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
     if kind == "broadcast":
         return (n - 1) / n
     return FACTORS.get((kind, algorithm or "ring"), FACTORS[kind, "ring"])(n)
-
-
-# From strategies to what they send
-
-
-def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_element: float = 4) -> Plan:
-    """Return what a strategy sends, by the formula of each of its modules.
-
-    Raises:
-        ArgumentError: an unknown strategy or option; a module that no formula is known for.
-
-    >>> plan_of("diloco:H=50", 1e6, 4).traffic
-    (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0.0),)
-    """  # noqa: E501
-    if isinstance(given, str):
-        name, _, options = given.partition(":")
-        if name.lower() in _EXTRA:
-            return _EXTRA[name.lower()](given, parameters, bytes_per_element, **_options(given, options))
-        strategy = parse_strategy(given)
-    else:
-        strategy = given
-    title = given if isinstance(given, str) else type(given).__name__
-    if not isinstance(strategy, CommunicateOptimizeStrategy):
-        raise ArgumentError(
-            f"no formula is known for {title}, which is written for one node: give a Plan of its traffic"
-        )
-    parts = [_module_traffic(m, title, parameters, num_nodes, bytes_per_element) for m in strategy.modules]
-    traffic = tuple(t for some, _ in parts for t in some)
-    return Plan(title, traffic, min((couples for _, couples in parts), default=math.inf))
-
-
-def _module_traffic(module: Module, title: str, P: float, N: int, b: float) -> tuple[list[Traffic], float]:
-    """Return what a module sends, and after how many steps all of the model has been exchanged."""
-    if isinstance(module, GradientAverage):
-        return [Traffic("all_reduce", P * b)], 1
-    if isinstance(module, DCTMomentum):  # chunks * k * (value + index)
-        size = module.chunk**2
-        index = 1 if size <= 256 else 2 if size <= 32768 else 4
-        return [Traffic("all_gather", math.ceil(P / size) * min(module.topk, size) * (b + index))], 1
-    if isinstance(module, DiLoCoCommunicator):
-        return [Traffic("all_reduce", P * b, module.interval_steps)], module.interval_steps
-    if isinstance(module, SparseCommunicator):
-        return _sparse_traffic(module, P, N, b)
-    if isinstance(module, AveragingCommunicator):
-        if module.local_epochs is not None:
-            raise ArgumentError(f"{title}: how many steps local_epochs takes depends on the data: give H instead")
-        every = module.interval_steps
-        clients = max(math.ceil(module.client_fraction * N - 1e-9), 1)
-        island = min(module.island_size or clients, clients)
-        way = "server" if clients < N else None
-        rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
-        members = clients if way else (None if island == N else island)
-        return [Traffic("all_reduce", P * b, every, members, way)], every * rounds * N / clients
-    raise ArgumentError(f"{title}: no formula is known for {type(module).__name__}: give a Plan of its traffic")
-
-
-def _sparse_traffic(module: SparseCommunicator, P: float, N: int, b: float) -> tuple[list[Traffic], float]:
-    count, every = module.p * P, module.interval_steps
-    if not count or N == 1:
-        return [], math.inf
-    traffic = []
-    if module.method == "topk":
-        traffic.append(Traffic("broadcast", 4 * count, every))
-    if module.bits is None:
-        traffic.append(Traffic("all_reduce", count * b, every))
-    else:
-        traffic.append(Traffic("all_gather", count * module.bits / 8 + 4, every))
-    return traffic, every / module.p
-
-
-@checked
-def _streaming(
-    name: str, P: float, b: float, H: int = 100, fragments: int = 8, bits: float = 4, overlap: int = 1
-) -> Plan:
-    """Streaming DiLoCo (arXiv:2501.18512): each of F fragments every H steps, P/F elements of `bits`, both ways."""
-    for option, value in (("H", H), ("fragments", fragments)):
-        check_count(option, value)
-    check_count("overlap", overlap, least=0)
-    if not 0 < bits <= 64:
-        raise ArgumentError(f"bits={bits!r} must be over 0 and at most 64")
-    piece = Traffic("all_reduce", P / fragments * bits / 8, H / fragments, None, "exact", overlap)
-    return Plan(name, (piece,), H)
-
-
-@checked
-def _eager(name: str, P: float, b: float, H: int = 100) -> Plan:
-    """Eager DiLoCo (arXiv:2502.12996): P b bytes every H steps, under way for all of them."""
-    check_count("H", H)
-    return Plan(name, (Traffic("all_reduce", P * b, H, overlap_steps=H),), H)
-
-
-_EXTRA = {"streaming": _streaming, "eager": _eager}
-
-
-def _options(text: str, options: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for part in filter(None, options.split(":")):
-        name, _, value = part.partition("=")
-        try:
-            out[name.strip()] = int(value) if value.strip().isdecimal() else float(value)
-        except ValueError:
-            raise ArgumentError(
-                f"strategy {text!r}: {part!r} should look like option=number, as in 'streaming:H=100:bits=4'"
-            ) from None
-    return out

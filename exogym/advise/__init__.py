@@ -1,0 +1,12 @@
+"""Which strategy suits a network: predictions by formula, and by a short simulation.
+
+`advise` predicts seconds, bytes and waiting for a model of any size, `simulate` also trains a small task and says which
+strategy came to a loss first. `plans` has what each strategy sends.
+"""
+
+from exogym.advise.plans import Plan, Traffic, plan_of
+from exogym.advise.prediction import Advice, Row, advise
+from exogym.advise.simulation import simulate
+from exogym.network import required_bandwidth
+
+__all__ = ["Advice", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]

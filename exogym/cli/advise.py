@@ -1,0 +1,168 @@
+"""`exogym advise`: which strategy suits a model, a fleet and a network."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from exogym.advise import Advice, simulate
+from exogym.advise import advise as predict
+from exogym.advise.prediction import DEFAULT_STRATEGIES
+from exogym.advise.simulation import parameters_of
+from exogym.cli.compare import DATASETS, NETWORK_HELP
+from exogym.cli.live import LiveTable
+from exogym.cli.values import count_of, numbers_of, processes_of
+from exogym.clock import DEVICES, seconds_of
+from exogym.clock.devices import DEFAULT_UTILISATION
+from exogym.compare import measured_step_s, split_strategies
+from exogym.compare.forecast import MEASURED
+from exogym.errors import ArgumentError, check_choice
+from exogym.network import Network
+from exogym.tasks import load_task
+
+DEFAULT_DEVICE = "h100"
+
+
+def advise(
+    network: Annotated[str, typer.Option(metavar="TEXT", help=NETWORK_HELP)],
+    parameters: Annotated[
+        str | None, typer.Option(metavar="P", help="Trainable numbers of the model, as 124M or 1.3B.")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"A task instead: its model, and a step measured here. {', '.join(DATASETS)}."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="File or folder of the data, if not in the usual places.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", help="[default: as --speeds or the network has, or the task's]")
+    ] = None,
+    step_seconds: Annotated[str | None, typer.Option(metavar="S", help="Of a node's step, as 0.8 or 80ms.")] = None,
+    flops: Annotated[
+        str | None, typer.Option(metavar="F", help="Operations of a node's step instead, as 6e14; on --device.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]")
+    ] = None,
+    device_utilisation: Annotated[
+        float | None, typer.Option(metavar="U", help=f"Share of the device's peak. [default: {DEFAULT_UTILISATION}]")
+    ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Of the nodes, as 1,1,0.5: half as fast takes twice as long.")
+    ] = None,
+    bytes_per_element: Annotated[
+        float | None, typer.Option(metavar="B", help="On the wire: 4 for fp32, 2 for bf16. [default: 4]")
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(metavar="LIST", help="To choose from, as in 'ddp,diloco:H=50,streaming:H=100:bits=4'.")
+    ] = ",".join(DEFAULT_STRATEGIES),
+    target_utilisation: Annotated[
+        float, typer.Option(metavar="U", help="Share of its time that the slowest node must compute.")
+    ] = 0.9,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            help="Collectives: cheapest for the network, or recorded, as exogym does them. [default: cheapest]"
+        ),
+    ] = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulate", help="Also train each strategy for a short while; needs --dataset.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Of the simulation. [default: a quarter of the task's]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Of the simulation. [default: 1]")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Of a node in a step, with --dataset. [default: the task's]")
+    ] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(metavar="L", help="Of the simulation. [default: 95 % of DDP's quality]")
+    ] = None,
+    processes: Annotated[str | None, typer.Option(metavar="P", help="Of the simulation, or auto. [default: 1]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Say which strategy suits a network.
+
+    Strategies are ranked by predicted time per step: for a model of any size by formula, from --parameters, --nodes and
+    --step-seconds (or --flops); for a task, --dataset, the model is its own and a step is measured. With --simulate
+    each is also trained for a short while, and ranked by the predicted time to a validation loss.
+    """
+    if (parameters is None) == (dataset is None):
+        raise ArgumentError("say either how large the model is, --parameters 124M, or which task it is, --dataset NAME")
+    if flops is not None and step_seconds is not None:
+        raise ArgumentError("--step-seconds and --flops both say how long a step takes: give one of them")
+    _needs("--dataset", dataset, {"--data": data, "--batch-size": batch_size, "--simulate": simulated or None})
+    of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
+    _needs("--simulate", simulated or None, of_simulations)
+    _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
+    links, speed = Network.of(network), numbers_of("--speeds", speeds)
+    work = None if flops is None else count_of("--flops", flops)
+    task = None
+    if dataset is not None:
+        check_choice("--dataset", dataset, DATASETS)
+        task = load_task(dataset, data)
+    known = [nodes, None if speed is None else len(speed), links.num_nodes, None if task is None else task.nodes]
+    count = next((number for number in known if number is not None), None)
+    if count is None:
+        raise ArgumentError("say how many nodes there are, --nodes 4")
+    share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
+    if simulated and task is not None:
+        for option, given in {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element}.items():
+            if given is not None:
+                raise ArgumentError(f"{option} is for formulas; a simulation does as exogym does: leave it out")
+        step = step_seconds if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
+        live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
+        with live:
+            advice = simulate(
+                task, network=links, step_seconds=step, speeds=speed, num_nodes=count, steps=steps,
+                batch_size=batch_size, seeds=1 if seeds is None else seeds, strategies=strategies,
+                target_loss=target_loss, target_utilisation=target_utilisation,
+                processes=processes_of(processes or "1"), watch=live.update,
+            )  # fmt: skip
+    else:
+        step = None if step_seconds == MEASURED else step_seconds
+        if step is None and work is None:
+            if task is None:
+                raise ArgumentError("say how long a step takes, --step-seconds 0.8, or what it computes, --flops 6e14")
+            step = measured_step_s(task, batch_size)
+        size = parameters_of(task) if task is not None else count_of("--parameters", str(parameters))
+        advice = predict(
+            parameters=size, num_nodes=count, network=links, step_seconds=step, speeds=speed, flops=work,
+            device=device or DEFAULT_DEVICE, device_utilisation=share, strategies=list(split_strategies(strategies)),
+            bytes_per_element=4 if bytes_per_element is None else bytes_per_element,
+            target_utilisation=target_utilisation, algorithm=algorithm or "cheapest",
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(advice.to_dict(), indent=1))
+    else:
+        print_advice(advice, sys.stdout)
+
+
+def _needs(option: str, given: object, others: Mapping[str, object]) -> None:
+    """Raise ArgumentError where one of `others` is given without `option`."""
+    for other, value in others.items():
+        if value is not None and given is None:
+            raise ArgumentError(f"{other} needs {option}: give it too, or leave {other} out")
+
+
+def print_advice(advice: Advice, file: TextIO) -> None:
+    """Print the ranked table, the recommendation and the assumptions: drawn where `file` is a terminal, else plain."""
+    console = Console(file=file)
+    if not console.is_terminal:
+        print(advice, file=file)
+        return
+    headers, rows = advice.table()
+    table = Table(*headers, box=None, pad_edge=False)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for cells, row in zip(rows, advice.rows, strict=True):
+        table.add_row(*cells, style="bold" if row is advice.recommended else None)
+    console.print(table, "", *advice.notes(), sep="\n", markup=False, highlight=False)

@@ -1,0 +1,61 @@
+"""`exogym distributed-train`: train what a profile of a config file describes on the hosts of a hosts file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exogym.errors import ArgumentError
+from exogym.remote import HostsConfig, SSHLauncher
+from exogym.remote.launcher import new_folder
+from exogym.remote.profile import load_profile
+from exogym.remote.results import history_of, names
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
+
+
+def distributed_train(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="NAME of a section [distributed:NAME].")],
+    hosts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The hosts. [default: the profile's hosts_config]")
+    ] = None,
+    config: Annotated[Path, typer.Option(metavar="FILE", help="The file that holds the profile.")] = Path("config.ini"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of save_dir.")] = False,
+    sync: Annotated[bool, typer.Option("--sync", help="First copy the current folder to the hosts, by rsync.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command, and run none.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Train on several hosts over SSH. Prints what all ranks print; the final model comes into a new folder in runs/.
+
+    Exit status: 0, or that of the first host that failed.
+    """
+    run = load_profile(config, profile, resume=resume)
+    file = hosts or run.hosts_config
+    if file is None:
+        raise ArgumentError("which hosts? Give --hosts FILE, or hosts_config in the profile")
+    known = HostsConfig.load(file)
+    if run.nodes is not None and run.nodes < known.slots:
+        raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
+    launcher = SSHLauncher(known, sync=sync, max_restarts=run.max_restarts)
+    words = json.dumps(run.as_dict())
+    if dry_run:
+        launcher.launch("exogym.remote.job", words, module=True, save_dir=run.save_dir, dry_run=True)
+        return
+    folder = new_folder(Path(RUNS).absolute(), profile.replace("/", "-"))
+    (folder / "run.json").write_text(json.dumps(run.as_dict(), indent=1))
+    code = launcher.launch(
+        "exogym.remote.job", words, module=True, folder=folder, save_dir=run.save_dir,
+        environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
+    )  # fmt: skip
+    if code:
+        raise typer.Exit(code)
+    for name in names(1):
+        launcher.fetch(f"{RUNS}/{folder.name}/{name}", folder / name)
+    history = history_of(folder, 1)
+    history.to_csv(folder / "history.csv")
+    last = next((row for row in reversed(list(history.rows(node=None))) if row["val_loss"] is not None), None)
+    quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
+    print(f"{quality}written to {folder}/: {names(1)[0]}, history.csv, logs of all ranks")

@@ -1,0 +1,65 @@
+"""`exogym doctor`: look at the hosts of a hosts file, and say what to do about what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from exogym.errors import ArgumentError
+from exogym.remote import Check, HostsConfig, check_hosts
+
+PLAIN_WIDTH = 160  # where there is no terminal
+
+
+def doctor(
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="The hosts, see docs/real_machines.md.")] = Path(
+        "distributed_hosts.json"
+    ),
+    sync: Annotated[bool, typer.Option("--sync", help="The project will be copied; see that it can be.")] = False,
+    save_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="See whether all hosts share this folder of checkpoints.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Look at all hosts: login, Python, versions, code, port, disk, clock, device, and the ways between them.
+
+    The project's code is compared with that in the current folder. Nothing is started there; with --save-dir a small
+    file is written and removed. Exit status 1 if anything is wrong; the last lines say what to do.
+    """
+    if timeout <= 0:
+        raise ArgumentError(f"--timeout={timeout:g} must be more than 0 seconds")
+    config = HostsConfig.load(hosts)
+    checks = check_hosts(config, sync=sync, save_dir=save_dir, answer_s=timeout)
+    print_checks(checks, sys.stdout)
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def print_checks(checks: Sequence[Check], file: TextIO) -> None:
+    """Print the table, and below it a line with the remedy for each failure."""
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=file, highlight=False, width=PLAIN_WIDTH, color_system=None)
+    table = Table("host", "check", "", "seen", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    before = None
+    for check in checks:
+        ok = Text("ok", style="green") if check.ok else Text("FAILED", style="bold red")
+        name = "" if check.host == before else check.host
+        table.add_row(Text(name), Text(check.check), ok, Text(check.seen))
+        before = check.host
+    console.print(table)
+    failed = [check for check in checks if not check.ok]
+    for check in failed:
+        console.print(Text(f"{check.host}, {check.check}: {check.remedy}"), soft_wrap=True)
+    if not failed:
+        console.print("all is well")

@@ -1,0 +1,56 @@
+"""Values of options that are more than one number: counts as people write them, lists, processes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from exogym.errors import ArgumentError
+
+FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
+_COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
+
+
+def count_of(option: str, text: str) -> float:
+    """Return the number of a text like "124M", "1.3B", "6e14" or "2_410": K, M, B or G, T, P, E are powers of 1000.
+
+    Raises:
+        ArgumentError: no such number, or not over 0.
+
+    >>> count_of("--parameters", "124M"), count_of("--flops", "6e14")
+    (124000000.0, 600000000000000.0)
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None or match[3].lower() not in FACTORS:
+        raise ArgumentError(f"{option}={text!r} is no number: wanted something like 124M, 1.3B or 6e14")
+    number = float(match[1].replace("_", "") + (match[2] or "")) * FACTORS[match[3].lower()]
+    if not 0 < number < math.inf:
+        raise ArgumentError(f"{option}={text!r} must be over 0 and finite")
+    return number
+
+
+def numbers_of(option: str, text: str | None) -> list[float] | None:
+    """Return the numbers of a text like "1,1,0.5".
+
+    Raises:
+        ArgumentError: something else in it.
+    """
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{option}={text!r} should be numbers with commas between, as 1,1,0.5") from None
+
+
+def processes_of(text: str) -> int | str:
+    """Return a number of processes, or "auto".
+
+    Raises:
+        ArgumentError: neither.
+    """
+    if text == "auto":
+        return text
+    if not text.isdecimal() or not int(text):
+        raise ArgumentError(f"--processes={text!r} must be a whole number of at least 1, or auto")
+    return int(text)

@@ -1,0 +1,131 @@
+"""The line to one host while a run goes on there: what it prints comes in, a sign of life goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TextIO
+
+from exogym.progress import notice
+from exogym.remote import ssh
+from exogym.remote.orders import Order
+
+# torch says so of every host that has no name in the network; true, and of no consequence.
+HARMLESS = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
+RANK = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
+
+
+class Logs:
+    """What the hosts print: on the terminal under the host's name, and in files of the run's folder.
+
+    Args:
+        folder: gets `training_rank_{rank}.log` with what a rank printed, and `host_{number}.log` with what the host's
+            own launcher or ssh said.
+        echo: whether to print it here too.
+    """
+
+    def __init__(self, folder: Path, echo: bool = True):
+        self.folder, self.echo = folder, echo
+        self._files: dict[str, IO[str] | None] = {}
+        self._lock = threading.Lock()
+        self._deaf: set[int] = set()  # terminal streams that nobody reads any more
+
+    def take(self, number: int, address: str, line: str, terminal: TextIO) -> None:
+        """Take a line that host `number` printed."""
+        found = RANK.match(line)
+        name = f"training_rank_{found[1]}.log" if found else f"host_{number}.log"
+        with self._lock:
+            self._write(name, (found[2] if found else line) + "\n")
+            if self.echo and id(terminal) not in self._deaf and not HARMLESS.search(line):
+                try:
+                    print(f"[{address}] {line}", file=terminal, flush=True)
+                except (OSError, ValueError):
+                    self._deaf.add(id(terminal))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            if name not in self._files:
+                self._files[name] = None
+                self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
+            if (file := self._files[name]) is not None:
+                file.write(text)
+        except OSError as error:  # a full disk here must not stop the training there
+            notice(f"{self.folder / name} is no longer written: {error}")
+            self._files[name] = None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
+class Channel:
+    """Runs an order on its host.
+
+    Args:
+        number: of the host in the file.
+        ended: called with this channel, in another thread, once the order has ended; `status` holds its exit status.
+    """
+
+    def __init__(self, number: int, order: Order, logs: Logs, ended: Callable[[Channel], None]):
+        self.number, self.order, self.logs, self._ended = number, order, logs, ended
+        self.status: int | None = None
+        self.process = ssh.start(order.host, "guard", order.given())
+        assert self.process.stdin is not None
+        self._input: int | None = self.process.stdin.fileno()
+        os.set_blocking(self._input, False)
+        self._lock = threading.Lock()
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
+        for thread in [*self._readers, threading.Thread(target=self._wait, daemon=True)]:
+            thread.start()
+
+    def beat(self) -> None:
+        """Give the host a sign of life."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._input is not None:
+                os.write(self._input, b".")
+
+    def stop(self) -> None:
+        """Ask the host to end its part."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._input is not None:
+                self._input = None
+                assert self.process.stdin is not None
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        """Cut the line; the host ends its part by itself."""
+        self.stop()
+        self.process.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; say whether it has come."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return True
+
+    def _read(self, stream: IO[bytes], terminal: TextIO) -> None:
+        for raw in stream:
+            line = raw.decode("utf-8", "replace").rstrip("\r\n")
+            self.logs.take(self.number, self.order.host.address, line, terminal)
+        stream.close()
+
+    def _wait(self) -> None:
+        status = self.process.wait()
+        for reader in self._readers:
+            reader.join()
+        self.stop()
+        self.status = status if status >= 0 else 128 - status
+        self._ended(self)

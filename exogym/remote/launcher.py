@@ -1,0 +1,284 @@
+"""Starts a script on all hosts of a hosts file, brings back what it prints, and leaves nothing running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.progress import notice
+from exogym.remote import ssh
+from exogym.remote.channel import Channel, Logs
+from exogym.remote.fetching import fetch
+from exogym.remote.hosts import HostsConfig
+from exogym.remote.inspection import Check
+from exogym.remote.orders import STOP_S, Order, inside, orders
+from exogym.remote.preflight import ANSWER_S, check_hosts, require
+from exogym.remote.sync import copies, sync_project, sync_words
+from exogym.remote.world import NETWORK, RUNS
+
+BEAT_S = 5.0
+FOLLOW_S = 10.0  # after one host has failed, what the others have to end by themselves
+LOOK_S = 0.2
+
+
+class SSHLauncher:
+    """Runs scripts on the hosts of `hosts_config`.
+
+    Args:
+        hosts_config: a hosts file or a dict (see `HostsConfig.load`).
+        sync: copy the project's folder to the hosts first, with rsync.
+        max_restarts: times all processes are started again after one of them failed.
+        project: the project's folder here; the current one by default.
+        out: the folder in which each run gets a new one for its logs.
+        start_timeout_s: seconds within which the hosts' launchers must have met.
+        answer_s: seconds a host has for each answer before the run.
+        echo: whether to print here what the processes print.
+
+    Attributes:
+        folder: the folder of the last run.
+
+    >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
+    >>> launcher.config.slots
+    1
+    """
+
+    @checked
+    def __init__(
+        self,
+        hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+        *,
+        sync: bool = False,
+        max_restarts: int = 0,
+        project: str | os.PathLike[str] | None = None,
+        out: str | os.PathLike[str] = RUNS,
+        start_timeout_s: int = 300,
+        answer_s: float = ANSWER_S,
+        echo: bool = True,
+    ):
+        self.config = HostsConfig.load(hosts_config)
+        check_count("max_restarts", max_restarts, least=0)
+        check_count("start_timeout_s", start_timeout_s)
+        self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
+        self.project = os.path.realpath(project or os.getcwd())
+        self.out, self.answer_s, self.echo = Path(out), answer_s, echo
+        self.folder: Path | None = None
+
+    def check(self, save_dir: str | None = None) -> list[Check]:
+        """Look at all hosts (see `check_hosts`)."""
+        return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir, answer_s=self.answer_s)
+
+    def launch(
+        self,
+        script: str | os.PathLike[str],
+        *args: Any,
+        module: bool = False,
+        environment: Mapping[str, str] | None = None,
+        save_dir: str | None = None,
+        dry_run: bool = False,
+        folder: Path | None = None,
+    ) -> int:
+        """Run `script` with `args` in every slot of every host, wait, and return the exit code.
+
+        Each host is looked at first. Its processes find what torchrun's do in their environment, and EXOGYM_NETWORK=1.
+        What they print comes here under the host's address, and into files of `folder`.
+
+        Args:
+            script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
+            args: handed to the script, as text.
+            environment: added to the environment on all hosts.
+            save_dir: where the script keeps checkpoints, which all hosts must share.
+            dry_run: print every command that would be run, and run none.
+            folder: for the logs, instead of a new one in `out`.
+
+        Returns:
+            0, or the exit code of the first host that failed.
+
+        Raises:
+            ArgumentError: no such script, or one outside the project's folder.
+            ExoGymError: the hosts are not ready; the message says what to do.
+            KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP take their usual effect then.)
+        """
+        target = os.fspath(script) if module else self._script(script)
+        parts = orders(
+            self.config, target, [str(word) for word in args], module=module, project=self.project,
+            environment={NETWORK: "1"} | dict(environment or {}), max_restarts=self.max_restarts,
+            start_timeout_s=self.start_timeout_s,
+        )  # fmt: skip
+        if dry_run:
+            print("\n".join(self.shown(parts)))
+            return 0
+        with _ended_by_signals():
+            self._prepare(save_dir, folder)
+            self.folder = folder or new_folder(self.out, Path(target).stem)
+            self._describe(target, args)
+            logs = Logs(self.folder, self.echo)
+            try:
+                return self._run(parts, logs)
+            finally:
+                logs.close()
+        return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
+
+    def fetch(self, path: str, target: Path) -> None:
+        """Copy the file `path` (below the project's folder) from the master to `target` here, whole or not at all.
+
+        Raises:
+            ExoGymError: it is not there, or was damaged on the way.
+        """
+        master = self.config.master
+        fetch(master, master.path or self.project, path, target)
+
+    def shown(self, parts: Sequence[Order]) -> list[str]:
+        """Return, as text, every command that a run would have this machine run."""
+        lines = []
+        for host in self.config.hosts:
+            lines += [f"# {host.address}: onhost/probe.py on stdin, to look at the host"]
+            lines += [ssh.shown(host)]
+        for host in self.config.hosts if self.sync else ():
+            if copies(host, self.project):
+                lines += [f"# {host.address}: the project is copied", shlex.join(sync_words(host, self.project))]
+        return [*lines, *(part.shown() for part in parts)]
+
+    # Inside
+
+    def _script(self, script: str | os.PathLike[str]) -> str:
+        path = os.path.join(self.project, os.fspath(script))
+        if not os.path.isfile(path):
+            raise ArgumentError(f"there is no script {path!r}: give the path of a Python file in the project's folder")
+        return inside(self.project, path)
+
+    def _prepare(self, save_dir: str | None, folder: Path | None) -> None:
+        """Look at the hosts and copy the project; where that fails, an empty `folder` is not left behind."""
+        try:
+            require(self.check(save_dir))
+            if self.sync:
+                sync_project(self.config, self.project, self.answer_s)
+        except BaseException:
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    def _describe(self, target: str, args: tuple[Any, ...]) -> None:
+        hosts = [{"address": host.address, "slots": host.slots, "device": host.device} for host in self.config.hosts]
+        value = {"script": target, "args": list(map(str, args)), "hosts": hosts, "max_restarts": self.max_restarts}
+        assert self.folder is not None
+        (self.folder / "launch.json").write_text(json.dumps(value, indent=1))
+
+    def _run(self, parts: Sequence[Order], logs: Logs) -> int:
+        ended: queue.Queue[Channel] = queue.Queue()
+        channels: list[Channel] = []
+        done = threading.Event()
+        beats = threading.Thread(target=_beat, args=(channels, done), daemon=True)
+        try:
+            for number, part in enumerate(parts):
+                channels.append(Channel(number, part, logs, ended.put))
+            beats.start()
+            return self._wait(channels, ended)
+        finally:
+            done.set()
+            self._end(channels)
+
+    def _wait(self, channels: Sequence[Channel], ended: queue.Queue[Channel]) -> int:
+        """Wait for all hosts; after the first failure the others have a while to end by themselves."""
+        left, code, deadline = len(channels), 0, float("inf")
+        while left and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                channel = ended.get(timeout=LOOK_S)
+                left -= 1
+                if channel.status and not code:
+                    code, deadline = channel.status, time.monotonic() + FOLLOW_S
+                    notice(self._why(channel))
+        return code
+
+    def _why(self, channel: Channel) -> str:
+        host = channel.order.host
+        if channel.status == ssh.SSH_FAILED and not host.is_local:
+            return f"the connection to {host.address}, or what watched over the run there, is lost"
+        return f"{host.address} ended with exit code {channel.status}; what it said is above and in {self.folder}"
+
+    def _end(self, channels: Sequence[Channel]) -> None:
+        """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines."""
+        try:
+            running = [channel for channel in channels if channel.status is None]
+            for channel in running:
+                channel.stop()
+            deadline = time.monotonic() + STOP_S + FOLLOW_S
+            for channel in running:
+                if not channel.join(max(0.0, deadline - time.monotonic())):
+                    notice(f"{channel.order.host.address} has not answered the order to stop; it will end by itself")
+        finally:
+            for channel in channels:
+                if channel.process.poll() is None:
+                    channel.kill()
+
+
+def _beat(channels: Sequence[Channel], done: threading.Event) -> None:
+    while not done.wait(BEAT_S):
+        for channel in list(channels):
+            channel.beat()
+
+
+def new_folder(out: Path, name: str) -> Path:
+    """Make and return a new folder `name-time` in `out`; never one that is there.
+
+    Raises:
+        ArgumentError: it cannot be made.
+    """
+    base = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for count in range(1000):
+            with contextlib.suppress(FileExistsError):
+                folder = out / (base if count == 0 else f"{base}-{count}")
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise ArgumentError(f"out={str(out)!r} cannot hold the folder of the run: {error}") from None
+    raise ArgumentError(f"out={str(out)!r} holds too many runs of this second: choose another folder")
+
+
+class _Ended(BaseException):
+    """A signal that asks this process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP become an exception; after the cleaning up they have the effect they had outside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread only
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Ended(number)
+
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    for wanted in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(wanted) is not signal.SIG_IGN:
+            before[wanted] = signal.signal(wanted, interrupt)
+    caught = None
+    try:
+        yield
+    except _Ended as ended:
+        caught = ended.number
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+    if caught is not None:
+        sys.stdout.flush()
+        os.kill(os.getpid(), caught)

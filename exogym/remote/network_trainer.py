@@ -1,0 +1,246 @@
+"""`NetworkTrainer`: the training call of a script, carried out on the hosts of a hosts file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.data.partition import Partitioner
+from exogym.devices import resolve_device
+from exogym.engine.world import local_device, world_size
+from exogym.errors import ArgumentError, WorkerError, checked
+from exogym.faults import Faults
+from exogym.metrics import Metric
+from exogym.network import Network
+from exogym.options import FitOptions, option_names
+from exogym.remote import results
+from exogym.remote.hosts import HostsConfig
+from exogym.remote.launcher import SSHLauncher, new_folder
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
+from exogym.strategy.strategy import Strategy
+from exogym.trainer import LocalTrainer, Trainer
+
+_fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
+_folders: dict[str, Path] = {}  # the run's folder of the script that is running, made by its first fit
+
+
+class NetworkTrainer(Trainer):
+    """Trains on real hosts: `fit` runs the calling script again in every slot of every host, and waits for the result.
+
+    In the script that you start (on the controller) `fit` looks at the hosts, starts the script there through
+    `SSHLauncher`, waits, fetches the final model and the history, and returns. In a process on a host `fit` trains, as
+    `LocalTrainer` does in torchrun's world, and then ends the process: what follows `fit` runs on the controller only,
+    what precedes it runs everywhere. So every host reads the data by itself, and nothing is ever unpickled. The initial
+    weights are those that rank 0 made, on the master. A script may call `fit` several times: an earlier call gives the
+    processes of a later one what it gave the controller.
+
+    Under plain torchrun it is a `LocalTrainer`.
+
+    Args:
+        hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
+        model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
+        sync: copy the project's folder, which is the current one, to the hosts first, with rsync.
+
+    Attributes:
+        hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
+        folder: of the last run: logs of all ranks, final model, history.
+
+    >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
+    >>> trainer.hosts.slots
+    1
+    """
+
+    @checked
+    def __init__(
+        self,
+        hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+        model: nn.Module,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        metrics: dict[str, Metric] | None = None,
+        sync: bool = False,
+    ):
+        super().__init__(model, train_dataset, val_dataset, loss_fn=loss_fn, metrics=metrics)
+        # A process that was started from the hosts file needs none.
+        self.hosts = None if _in_a_world() else HostsConfig.load(hosts_config)
+        self.sync = sync
+        self.folder: Path | None = None
+
+    @checked
+    def fit(
+        self,
+        strategy: Strategy,
+        *,
+        num_nodes: int | None = None,
+        num_epochs: int | None = None,
+        max_steps: int | None = None,
+        batch_size: int = 32,
+        gradient_accumulation: int = 1,
+        minibatch_size: int | None = None,
+        max_memory_usage: float | None = None,
+        shuffle: bool = True,
+        partitioner: Partitioner | str | None = None,
+        val_size: int | None = None,
+        val_interval: int | None = None,
+        precision: str = "fp32",
+        autocast: bool = False,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        devices: Sequence[int] | None = None,
+        compute: str = "loop",
+        processes: int | str = 1,
+        reduction: str = "tree",
+        faults: Faults | None = None,
+        network: Network | str | None = None,
+        step_seconds: Any = None,
+        timeline: bool = False,
+        final_sync: bool = True,
+        logger: Any = None,
+        log_interval: int = 1,
+        progress: bool | None = None,
+        callbacks: Sequence[Callable[..., Any]] = (),
+        save_dir: str | Path | None = None,
+        checkpoint_interval: int | None = None,
+        keep_checkpoints: int = 2,
+        resume: bool = False,
+        max_restarts: int = 0,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> nn.Module:
+        """Train on the hosts and return the final model, which is the model that was passed in, updated.
+
+        Args:
+            num_nodes: None: one for each slot of the hosts file. More are shared out, as even as possible.
+            device: "auto": what the hosts file says of each host.
+            processes: leave it out; the slots of the hosts file say how many there are.
+            logger, callbacks: run in rank 0, on the master; files they write stay there.
+            save_dir: a folder that all hosts share; a relative one lies in the project's folder.
+            max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
+            strategy and the others: as for `LocalTrainer.fit`.
+
+        Raises:
+            ArgumentError: what `LocalTrainer.fit` refuses; and in a notebook or REPL, which has no script to run on the
+                hosts.
+            ExoGymError: the hosts are not ready; the message says what to do.
+            WorkerError: a host failed; what its processes printed is in `folder`.
+            KeyboardInterrupt: Ctrl-C, after all hosts have ended.
+        """
+        given = locals()
+        given = {name: given[name] for name in option_names()}
+        number, part = next(_fits), Part.of_this_process()
+        if part is not None:
+            return self._on_host(part, number, given)
+        return self._here(given) if _in_a_world() else self._on_controller(number, given)
+
+    # In a process of the world
+
+    def _here(self, given: dict[str, Any]) -> nn.Module:
+        """Train as LocalTrainer does."""
+        if given["num_nodes"] is None:
+            given["num_nodes"] = world_size()
+        subject = self.subject
+        local = LocalTrainer(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
+        try:
+            return local.fit(**given)
+        finally:
+            self._take(results.Results(local.history, local.description, local.traffic))
+
+    def _on_host(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+        """Train; where a controller waits for this very fit, leave it the results and end the process."""
+        self.folder = part.folder
+        if given["device"] == "auto":
+            given["device"] = part.device
+        join(resolve_device(local_device(given["device"])))
+        if part.fit is not None and part.folder is not None and number < part.fit:
+            self._take(results.replay(part.folder, number, self.model))
+            return self.model
+        same_start(self.model)
+        if part.restarts and given["save_dir"] is not None:
+            given["resume"] = True
+        if given["progress"] is None and part.progress:
+            given["progress"] = True
+        self._here(given)
+        if part.fit is None or part.folder is None:
+            return self.model
+        if part.rank == 0:
+            found = results.Results(self.history, self.description, self.traffic)
+            results.write(part.folder, number, self.model, found)
+        raise SystemExit(0)
+
+    # On the controller
+
+    def _on_controller(self, number: int, given: dict[str, Any]) -> nn.Module:
+        assert self.hosts is not None
+        slots = self.hosts.slots
+        if given["num_nodes"] is None:
+            given["num_nodes"] = slots
+        options = FitOptions(**given)
+        if options.num_nodes < slots:
+            raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
+        if options.processes not in (1, "auto", slots):
+            raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
+        script, is_module = calling_script()
+        self.folder = _folder_of(script)
+        launcher = SSHLauncher(self.hosts, sync=self.sync, max_restarts=options.max_restarts)
+        watched = options.progress is None and sys.stderr.isatty()
+        code = launcher.launch(
+            script, *sys.argv[1:], module=is_module, folder=self.folder,
+            environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
+            save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
+        )  # fmt: skip
+        if code:
+            again = (
+                "" if options.save_dir is None else "; the same fit with resume=True goes on from the last checkpoint"
+            )
+            raise WorkerError(f"the run ended with exit code {code}; the logs of all ranks are in {self.folder}{again}")
+        for name in results.names(number):
+            launcher.fetch(f"{RUNS}/{self.folder.name}/{name}", self.folder / name)
+        self._take(results.read(self.folder, number, self.model))
+        self.history.to_csv(self.folder / f"fit_{number}.history.csv")
+        return self.model
+
+    def _take(self, found: results.Results) -> None:
+        self.history, self.description, self.traffic = found.history, found.description, found.traffic
+
+
+def _in_a_world() -> bool:
+    """Say whether SSHLauncher, torchrun or a launcher like it started this process."""
+    if Part.of_this_process() is not None:
+        return True
+    return "RANK" in os.environ and ("TORCHELASTIC_RUN_ID" in os.environ or world_size() > 1)
+
+
+def _folder_of(script: str) -> Path:
+    if script not in _folders or not _folders[script].exists():
+        _folders[script] = new_folder(Path(RUNS).absolute(), Path(script).stem)
+    return _folders[script]
+
+
+def calling_script() -> tuple[str, bool]:
+    """Return the script that is running, as a path, or as the name of a module and True.
+
+    Raises:
+        ArgumentError: a notebook, a REPL or `python -c` is running.
+    """
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name.removesuffix(".__main__"), True
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise ArgumentError(
+            "NetworkTrainer runs the calling script again on every host, and there is none here (a notebook, a REPL or "
+            "python -c): write the training into a file, train.py, and start it with python train.py; or train on this "
+            "machine with LocalTrainer"
+        )
+    return os.path.abspath(path), False

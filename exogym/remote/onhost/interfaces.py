@@ -1,0 +1,72 @@
+"""Which network interface of this host has an address."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+
+OFFSETS: dict[int, tuple[int, int]] = {
+    socket.AF_INET: (4, 4),
+    socket.AF_INET6: (8, 16),
+}  # where the address lies in a sockaddr, and its bytes
+
+
+class _Entry(ctypes.Structure):
+    """The head of the kernel's `struct ifaddrs`, alike on Linux and macOS."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Return (interface, address) of every IPv4 and IPv6 address of this host."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Entry)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "getifaddrs failed")
+    found = []
+    try:
+        entry = first
+        while entry:
+            head = entry.contents
+            if head.address:
+                family = _family(ctypes.string_at(head.address, 2))
+                if family in OFFSETS:
+                    start, size = OFFSETS[family]
+                    raw = ctypes.string_at(head.address + start, size)
+                    found.append((head.name.decode(), socket.inet_ntop(family, raw)))
+            entry = head.next
+    finally:
+        library.freeifaddrs(first)
+    return found
+
+
+def _family(head: bytes) -> int:
+    """Return the family in the first two bytes of a sockaddr: macOS has its length first."""
+    return head[1] if sys.platform == "darwin" else int.from_bytes(head, sys.byteorder)
+
+
+def interface_of(address: str, is_loopback: bool = False) -> str:
+    """Return the interface that has `address`, a name or an IP address.
+
+    A name that stands for the loopback on this host alone, as some systems have it, does not count.
+
+    Raises:
+        LookupError: none has it; the message lists those there are.
+    """
+    try:
+        meant = {str(info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)}
+    except (OSError, UnicodeError) as error:
+        raise LookupError(f"the name {address!r} is not known on the host itself: {error}") from None
+    there = addresses()
+    for interface, own in there:
+        if own in meant and (is_loopback or not (own.startswith("127.") or own == "::1")):
+            return interface
+    listed = ", ".join(f"{own} ({interface})" for interface, own in there) or "none"
+    raise LookupError(f"no interface of the host has the address {address}; it has {listed}")

@@ -1,0 +1,105 @@
+"""What a host is told to run, as one value that can also be shown (`--dry-run`)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError
+from exogym.remote import ssh
+from exogym.remote.hosts import Host, HostsConfig
+from exogym.remote.world import DEVICE
+
+SILENCE_S = 60.0  # a host that has heard nothing from the controller for so long ends its part
+STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
+
+
+@dataclass(frozen=True)
+class Order:
+    """One host's part of a run.
+
+    Attributes:
+        words: what its Python is given, `-m exogym.launch ...`.
+        folder: where it runs there; `~` stands for the home folder there.
+        environment: added to the environment there.
+    """
+
+    host: Host
+    ranks: range
+    words: list[str]
+    folder: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def given(self) -> dict[str, Any]:
+        """Return what `onhost/guard.py` is given."""
+        return {
+            "words": self.words, "folder": self.folder, "environment": self.environment, "address": self.host.address,
+            "is_loopback": self.host.is_loopback, "silence_s": SILENCE_S, "stop_s": STOP_S,
+        }  # fmt: skip
+
+    def shown(self) -> str:
+        """Return the command that this machine runs, and below it what the host runs, as text to read."""
+        last = "" if len(self.ranks) == 1 else f" to {self.ranks[-1]}"
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
+        return "\n".join(
+            [
+                f"# {self.host.address}, rank {self.ranks[0]}{last}: onhost/guard.py on stdin, which runs:",
+                ssh.shown(self.host),
+                f"    cd {shlex.quote(self.folder)}",
+                f"    {' '.join(variables)} {shlex.join([self.host.interpreter, *self.words])}",
+            ]
+        )
+
+
+def orders(
+    config: HostsConfig,
+    script: str,
+    args: Sequence[str],
+    *,
+    module: bool,
+    project: str,
+    environment: dict[str, str],
+    max_restarts: int,
+    start_timeout_s: int,
+) -> list[Order]:
+    """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
+
+    Args:
+        script: path inside the project, or the name of a module.
+        project: the project's folder here, and on the hosts that name no other.
+    """
+    found = []
+    master = config.master.address
+    for index, host in enumerate(config.hosts):
+        words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots), "--nnodes", str(len(config.hosts))]
+        if len(config.hosts) > 1:
+            words += ["--node_rank", str(index), "--master_addr", master, "--master_port", str(config.master_port)]
+        words += ["--max_restarts", str(max_restarts), "--start_timeout", str(start_timeout_s)]
+        words += ["-m", script] if module else [script]
+        words += ["--", *args]
+        own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
+        found.append(Order(host, config.ranks(index), words, host.path or project, own | environment))
+    return found
+
+
+def inside(project: str, script: str | os.PathLike[str]) -> str:
+    """Return the path of `script` relative to the project's folder, which is what is alike on all hosts.
+
+    >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
+    './train.py'
+
+    Raises:
+        ArgumentError: it lies elsewhere.
+    """
+    root, path = Path(os.path.realpath(project)), Path(os.path.realpath(script))
+    if not path.is_relative_to(root):
+        raise ArgumentError(
+            f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, which is what the hosts have: "
+            "start it from the project's folder, or name that as project="
+        )
+    return os.path.join(".", path.relative_to(root))

@@ -1,0 +1,211 @@
+"""`[distributed:NAME]` profiles of a config file: a training run in a few lines of text.
+
+[medium]
+task = shakespeare
+lr = 0.003
+
+[distributed:diloco-medium]
+base_profile = medium
+strategy = diloco:outer_lr=0.4
+communication_interval = 100
+hosts_config = distributed_hosts.json
+steps = 2000
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exogym import rng
+from exogym.errors import ArgumentError, check_count, nearest
+from exogym.progress import notice
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.strategy.strategy import Strategy
+from exogym.tasks import Task, load_task
+
+PREFIX = "distributed:"
+DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What to train, how, and on which hosts; the fields are those of a profile.
+
+    Attributes:
+        task: "digits", "mnist", "shakespeare", "cifar10", or `module:function` of the project: the function takes no
+            argument and returns a `Task`, or (make_model, train, val), where `make_model()` draws from torch's
+            generator and its model returns its own loss.
+        data: file or folder of an embedded task's data.
+        strategy: as on the command line; communication_interval: its H.
+        hosts_config: the hosts file, from the config file's folder on.
+        nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
+        save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
+    """
+
+    task: str
+    strategy: str = "diloco"
+    communication_interval: int | None = None
+    hosts_config: str | None = None
+    data: str | None = None
+    nodes: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    save_dir: str | None = None
+    checkpoint_interval: int | None = None
+    max_restarts: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("communication_interval", "nodes", "steps", "batch_size", "checkpoint_interval"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_count("max_restarts", self.max_restarts, least=0)
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
+        for name in ("checkpoint_interval", "max_restarts", "resume"):
+            if getattr(self, name) and self.save_dir is None:
+                raise ArgumentError(f"{name} needs save_dir, a folder that all hosts share")
+        self.make_strategy(None)
+
+    def make_strategy(self, task: Task | None) -> Strategy:
+        """Return the strategy, with the task's settings where the profile has none.
+
+        Raises:
+            ArgumentError: an unknown strategy or option, or an interval that it does not have.
+        """
+        name, *options = (part.strip() for part in self.strategy.split(":"))
+        defaults: dict[str, Any] = {"lr": self.lr}
+        if task is not None:
+            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
+            defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
+        if self.communication_interval is not None:
+            if any(option.startswith("H=") for option in options):
+                raise ArgumentError(f"communication_interval and strategy={self.strategy!r} both give H: give it once")
+            if name.lower() in STRATEGIES and "H" not in inspect.signature(STRATEGIES[name.lower()]).parameters:
+                raise ArgumentError(f"communication_interval: {name} communicates at every step; leave it out")
+            defaults["H"] = self.communication_interval
+        return parse_strategy(self.strategy, **defaults)
+
+    def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
+        """Return (model, train, val, task), the weights drawn from the seed; the task is None for a user's three.
+
+        Raises:
+            ArgumentError: no such task, module or function, or one that returns something else.
+        """
+        if ":" not in self.task:
+            task = load_task(self.task, self.data)
+            return task.make_model(self.seed), task.train, task.val, task
+        module, _, function = self.task.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), function)()
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise ArgumentError(
+                f"task={self.task!r}: {error}; wanted module:function, of a module in the project's folder"
+            ) from error
+        if isinstance(made, Task):
+            return made.make_model(self.seed), made.train, made.val, made
+        if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+            raise ArgumentError(
+                f"task={self.task!r} returned a {type(made).__name__}, wanted an exogym.tasks.Task or (make_model, "
+                "train, val)"
+            )
+        cpu = torch.device("cpu")
+        with rng.preserved_state(cpu):
+            rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
+            return made[0](), made[1], made[2], None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+KINDS = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str}
+KNOWN = {field.name: str(field.type) for field in fields(Profile) if field.name != "resume"}
+
+
+def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> Profile:
+    """Return the profile `[distributed:name]` of a config file; what it lacks comes from its `base_profile`.
+
+    A base may be any section; what is not a profile's field there belongs to other programs, and a notice says so.
+
+    Raises:
+        ArgumentError: no such file or profile, or a field that is unknown or wrong.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        with open(path, encoding="utf-8") as file:
+            parser.read_file(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"the config file {os.fspath(path)!r} cannot be read ({error}): name one with --config"
+        ) from None
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{os.fspath(path)}: {error}") from None
+    section = name if name.startswith(PREFIX) else PREFIX + name
+    if section not in parser:
+        profiles = [known.removeprefix(PREFIX) for known in parser.sections() if known.startswith(PREFIX)]
+        hint = nearest(name, profiles) if profiles else f"write a section [{section}]"
+        raise ArgumentError(f"{os.fspath(path)} has no profile {name!r}: {hint}")
+    given = _with_bases(parser, section, Path(path).name)
+    values: dict[str, Any] = {key: _value(f"[{section}] {key}", key, text) for key, text in given.items()}
+    if "task" not in values:
+        raise ArgumentError(
+            f"[{section}] has no task: give task = digits, mnist, shakespeare, cifar10 or module:function"
+        )
+    if "hosts_config" in values:
+        values["hosts_config"] = str(Path(path).parent / Path(values["hosts_config"]).expanduser())
+    try:
+        return Profile(**values, resume=resume)
+    except ArgumentError as error:
+        raise ArgumentError(f"[{section}] {error}") from None
+
+
+def _with_bases(parser: Mapping[str, Mapping[str, str]], section: str, file: str) -> dict[str, str]:
+    """Return the fields of a section over those of its bases."""
+    chain: list[str] = []
+    found: dict[str, str] = {}
+    at: str | None = section
+    while at is not None:
+        if at in chain:
+            raise ArgumentError(f"{file}: base_profile goes round in a circle: {' -> '.join([*chain, at])}")
+        chain.append(at)
+        own = dict(parser[at])
+        base = own.pop("base_profile", None)
+        strange = [key for key in own if key not in KNOWN]
+        if strange and at.startswith(PREFIX):
+            raise ArgumentError(
+                f"{file}: [{at}] has no field {strange[0]!r}: {nearest(strange[0], [*KNOWN, 'base_profile'])}"
+            )
+        if strange:
+            notice(f"[{at}] of {file}: not used here: {', '.join(strange)}")
+        found = {key: text for key, text in own.items() if key in KNOWN} | found
+        if base is None:
+            return found
+        at = next((name for name in (base, PREFIX + base) if name in parser), None)
+        if at is None:
+            raise ArgumentError(
+                f"{file}: [{chain[-1]}] base_profile = {base}: there is no such section: {nearest(base, parser)}"
+            )
+    raise AssertionError
+
+
+def _value(where: str, key: str, text: str) -> Any:
+    kind = KINDS[KNOWN[key]]
+    try:
+        value = kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ArgumentError(f"{where} = {text!r}; wanted {wanted}") from None
+    if value == "":
+        raise ArgumentError(f"{where} is empty; give a value or leave the field out")
+    return value

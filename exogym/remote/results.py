@@ -1,0 +1,112 @@
+"""What a run leaves behind: the final model, its history, its description, its traffic. Nothing in it is pickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from exogym.errors import ExoGymError
+from exogym.export import load_model, save_model
+from exogym.files import replacing
+from exogym.history import History
+from exogym.remote.world import send, tell, world_size
+
+MODEL, HISTORY, FACTS = "model.safetensors", "history.safetensors", "facts.json"
+
+
+def names(fit: int) -> list[str]:
+    """Return the file names of the results of a script's `fit` number so-and-so, the last one written last.
+
+    >>> names(1)
+    ['fit_1.model.safetensors', 'fit_1.history.safetensors', 'fit_1.facts.json']
+    """
+    return [f"fit_{fit}.{name}" for name in (MODEL, HISTORY, FACTS)]
+
+
+@dataclass
+class Results:
+    """Beside the model's numbers: what `Trainer` has after a fit."""
+
+    history: History = field(default_factory=History)
+    description: dict[str, Any] = field(default_factory=dict)
+    traffic: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
+    """Write the results of a fit into `folder`, each file whole or not at all."""
+    model_name, history_name, facts_name = names(fit)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, folder / model_name)
+    arrays, plain = _split(results.history)
+    beside = folder / f".{history_name}.{os.getpid()}.tmp"
+    save_file(arrays, beside)
+    os.replace(beside, folder / history_name)
+    facts = {"history": plain, "description": results.description, "traffic": results.traffic}
+    with replacing(folder / facts_name) as file:
+        json.dump(facts, file)
+
+
+def read(folder: Path, fit: int, model: nn.Module) -> Results:
+    """Read what `write` wrote; the numbers go into `model`.
+
+    Raises:
+        ExoGymError: a file is missing or torn, or of another model.
+    """
+    found = _read(folder, fit)
+    load_model(model, folder / names(fit)[0])
+    return found
+
+
+def history_of(folder: Path, fit: int) -> History:
+    """Return the history alone of what `write` wrote."""
+    return _read(folder, fit).history
+
+
+def _read(folder: Path, fit: int) -> Results:
+    _, history_name, facts_name = names(fit)
+    try:
+        facts = json.loads((folder / facts_name).read_text("utf-8"))
+        return _joined(facts, load_file(folder / history_name))
+    except Exception as error:
+        raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; run again") from error
+
+
+def replay(folder: Path, fit: int, model: nn.Module) -> Results:
+    """In every process of a world take over what an earlier fit left on rank 0's host."""
+    first, failure = None, None
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        try:
+            first = read(folder, fit, model)
+        except ExoGymError as error:
+            failure = str(error)
+    if (failure := tell(failure)) is not None:
+        raise ExoGymError(str(failure))
+    arrays, plain = _split(first.history) if first else ({}, {})
+    facts: Any = first and {"history": plain, "description": first.description, "traffic": first.traffic}
+    facts = tell(facts)
+    if world_size() > 1:
+        shapes: Any = tell({name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()})
+        arrays = arrays or {
+            name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (shape, kind) in shapes.items()
+        }
+        send(arrays | {f"model.{name}": x for name, x in model.state_dict().items()})
+    return _joined(facts, arrays)
+
+
+def _split(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    state = history.state()
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
+    return arrays, {name: x for name, x in state.items() if name not in arrays}
+
+
+def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> Results:
+    state = facts["history"] | {name: x.numpy() for name, x in arrays.items()}
+    return Results(History.from_state(state), facts["description"], facts["traffic"])

@@ -1,0 +1,130 @@
+"""A process of a launched run: what it was told through its environment, and how all of them come to start alike."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from exogym.engine.wire import ProcessWire, place
+from exogym.engine.world import world_size
+from exogym.errors import ModelError
+
+NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
+PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
+RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `SSHLauncher` told this process.
+
+    Attributes:
+        rank: of this process.
+        fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
+        folder: where rank 0 leaves the results, or None.
+        device: of this host; progress: whether to show some; restarts: how often all were started again.
+    """
+
+    rank: int
+    fit: int | None
+    folder: Path | None
+    device: str
+    progress: bool
+    restarts: int
+
+    @classmethod
+    def of_this_process(cls) -> Part | None:
+        """Return it, or None where this process was started otherwise.
+
+        >>> Part.of_this_process() is None
+        True
+        """
+        given = os.environ
+        if given.get(NETWORK) != "1" or "RANK" not in given:
+            return None
+        folder = Path(given[PROJECT]) / RUNS / given[RUN] if RUN in given else None
+        return cls(
+            rank=int(given["RANK"]),
+            fit=int(given[FIT]) if FIT in given else None,
+            folder=folder,
+            device=given.get(DEVICE, "auto"),
+            progress=given.get(PROGRESS) == "1",
+            restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def join(device: torch.device) -> None:
+    """Join the process group: NCCL where every process of every host has a GPU of its own, gloo else."""
+    world = world_size()
+    if world == 1 or dist.is_initialized():
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own = device.type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    store.set(f"exogym/own_gpu/{os.environ['RANK']}", "yes" if own else "no")
+    all_own = all(store.get(f"exogym/own_gpu/{rank}") == b"yes" for rank in range(world))
+    dist.init_process_group("nccl" if all_own else "gloo")
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def same_start(model: nn.Module) -> None:
+    """Give the model of every process the numbers of rank 0's; what is not initialised yet follows from the seed.
+
+    Raises:
+        ModelError: the script built another model here than on rank 0.
+    """
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    tensors = {name: x for name, x in _tensors(model) if not isinstance(x, lazy)}
+    if world_size() == 1:
+        return
+    here = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
+    there = _wire().tell(here)
+    if here != there:
+        unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
+        raise ModelError(
+            f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
+            "have the same data and arguments"
+        )
+    send(tensors)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def send(tensors: Mapping[str, Tensor]) -> None:
+    """Give the tensors of every process the numbers of rank 0's, in place; names, shapes and dtypes are the same."""
+    on_gpu = dist.get_backend() == "nccl"
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.numel():
+                moved = tensor.detach().to("cuda" if on_gpu else "cpu").contiguous()
+                dist.broadcast(moved.view(-1).view(torch.uint8), 0)
+                tensor.copy_(moved)
+
+
+def tell(value: Any) -> Any:
+    """Return rank 0's `value` (JSON-able) in every process."""
+    return value if world_size() == 1 else _wire().tell(value)
+
+
+def _wire() -> ProcessWire:
+    world = world_size()
+    return ProcessWire(place(world, world))

@@ -1,0 +1,234 @@
+"""Asynchronous DiLoCo: delayed Nesterov, dynamic local updates, and the rules they are compared with.
+
+Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135. No node waits for another. Node w
+
+    pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again,
+
+and a server applies each Delta when it arrives, by one of the rules below. With the outer learning rate eta, the outer
+momentum beta, the period K (N by default), and m = A = 0, t = 0 at first:
+
+    delayed_nesterov   A <- A + Delta
+                       if (t+1) mod K = 0:  m <- beta m + A/K;  theta <- theta - eta ((1 - cK + c) beta m + Delta/K);  A <- 0
+                       else:                                    theta <- theta - eta (c beta m + Delta/K)
+    nesterov           g = Delta/K;             m <- beta m + g;  theta <- theta - eta (g + beta m)
+    discount           the same with g = (1+s)^(-1/2) Delta/K                   s: updates of theta since w pulled it
+    fedbuff            A <- A + Delta; every K arrivals g = A/K, the same, A <- 0; nothing between (arXiv:2106.06639)
+
+Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo and eta means the same in all of
+them. `nesterov` with K = 1 is DiLoCo's outer step at every arrival. Where all Delta come from one theta, K = N and c = 0,
+`delayed_nesterov` and `fedbuff` are DiLoCo.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, StrategyError, check_choice, check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Strategy
+
+
+class Server:
+    """Theta, and what turns an arriving Delta into the next theta.
+
+    Args:
+        theta: (P,) per block, copied.
+        rule, K, c, eta, beta: as above.
+
+    Attributes:
+        theta, m, A: (P,) per block.
+        t: arrivals that were applied; `version`: updates of theta.
+
+    >>> server = Server([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
+    >>> for _ in range(2):
+    ...     server.apply([torch.ones(1)])
+    >>> server.theta  # -1/2, then -1/2 - beta m with m = (1 + 1)/2
+    [tensor([-1.5000])]
+    """
+
+    def __init__(self, theta: list[Tensor], rule: str, K: int, c: float, eta: float, beta: float):
+        self.theta = [x.clone() for x in theta]
+        self.m = [torch.zeros_like(x) for x in theta]
+        self.A = [torch.zeros_like(x) if rule in BUFFERED else x.new_empty(0) for x in theta]
+        self.rule, self.K, self.c, self.eta, self.beta = RULES[rule], K, c, eta, beta
+        self.t = self.version = 0
+
+    def apply(self, delta: list[Tensor], staleness: int = 0) -> None:
+        """Take in one node's `delta`, (P,) per block, which may be overwritten."""
+        changes = [self.rule(self, b, x, staleness) for b, x in enumerate(delta)]
+        self.t += 1
+        self.version += any(changes)
+
+    @property
+    def completes_period(self) -> bool:
+        """Whether the arrival at hand is the last of its K."""
+        return (self.t + 1) % self.K == 0
+
+    def outer_step(self, b: int, g: Tensor) -> None:
+        """Nesterov's step with the gradient `g` of block `b`."""
+        theta, m = self.theta[b], self.m[b]
+        m.mul_(self.beta).add_(g)
+        theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
+
+    def state(self) -> dict[str, Tensor]:
+        named = {"theta": self.theta, "m": self.m, "A": self.A}
+        tensors = {f"{name}.{b}": x for name, blocks in named.items() for b, x in enumerate(blocks)}
+        return tensors | {"counts": torch.tensor([self.t, self.version])}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+        self.t, self.version = tensors["counts"].tolist()
+
+
+def _delayed_nesterov(server: Server, b: int, delta: Tensor, s: int) -> bool:
+    theta, m, A = server.theta[b], server.m[b], server.A[b]
+    K, c, eta, beta = server.K, server.c, server.eta, server.beta
+    A.add_(delta)
+    share = c
+    if server.completes_period:
+        m.mul_(beta).add_(A.div_(K))
+        A.zero_()
+        share = 1 - c * K + c
+    theta.sub_(delta.div_(K).add_(m, alpha=share * beta), alpha=eta)
+    return True
+
+
+def _nesterov(server: Server, b: int, delta: Tensor, s: int) -> bool:
+    server.outer_step(b, delta.div_(server.K))
+    return True
+
+
+def _discount(server: Server, b: int, delta: Tensor, s: int) -> bool:
+    server.outer_step(b, delta.div_(server.K * math.sqrt(1 + s)))
+    return True
+
+
+def _fedbuff(server: Server, b: int, delta: Tensor, s: int) -> bool:
+    A = server.A[b].add_(delta)
+    if server.completes_period:
+        server.outer_step(b, A.div_(server.K))
+        A.zero_()
+    return server.completes_period
+
+
+RULES: dict[str, Callable[[Server, int, Tensor, int], bool]] = {
+    "delayed_nesterov": _delayed_nesterov,
+    "nesterov": _nesterov,
+    "discount": _discount,
+    "fedbuff": _fedbuff,
+}
+BUFFERED = ("delayed_nesterov", "fedbuff")
+
+
+class AsyncDiLoCoStrategy(Strategy):
+    """Asynchronous DiLoCo: nodes act in the order of their virtual clocks, and a server applies each Delta at once.
+
+    Args:
+        inner_optim: inner optimizer; its state stays with the node and is kept.
+        H: inner steps of a round; with `dylu` of the fastest node.
+        outer_lr, outer_momentum: eta and beta.
+        rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
+        dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second: all nodes
+            come back at about the same time.
+        grace_s: after an arrival wait so many virtual seconds for others; those that come are applied one after the
+            other, and all pull the same theta. math.inf waits for all. 0: nobody waits.
+        period: K; N if None.
+        activation: c of delayed_nesterov, from 0 to 1/K. With c > 0 it is not DiLoCo, even where all nodes are alike.
+        delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise
+            (arXiv:1609.08326); 0 is none.
+        max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`. A schedule follows
+            the fleet's step, so that it ends for fast and slow nodes alike.
+
+    Bytes: P b up and P b down for each round of a node, payload P b (T_w / H_w times over T_w local steps of node w).
+    One step of the fleet is N local steps, whoever takes them. The evaluation model is theta. Every node draws from its
+    own share of the data, and a fast one more of it. Memory: a node costs one row more, the theta it pulled.
+
+    Steps taken since a node's last push are pushed at the end of training (`final_sync`). Changing buffers travel
+    along: the server's are moved towards the mean of n nodes that pull together by n/N. Planned faults and
+    compute="vmap" are refused.
+
+    >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
+    >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)
+    """
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        H: int = 50,
+        *,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        rule: str = "delayed_nesterov",
+        dylu: bool = False,
+        grace_s: float = 0.0,
+        period: int | None = None,
+        activation: float = 0.0,
+        delay_compensation: float = 0.0,
+        max_staleness: int | None = None,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        check_count("H", H)
+        check_choice("rule", rule, RULES)
+        for name, given in (("period", period), ("max_staleness", max_staleness)):
+            if given is not None:
+                check_count(name, given, least=1 if name == "period" else 0)
+        for name, value, most in (
+            *(("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf)),
+            *(("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf)),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ArgumentError(f"{name}={value!r} must be a number from 0" + (f" to {most}" if most == 1 else ""))
+        if not isinstance(dylu, bool):
+            raise ArgumentError(f"dylu={dylu!r} must be True or False")
+        if activation and rule != "delayed_nesterov":
+            raise ArgumentError(f"activation={activation} is of rule='delayed_nesterov', not of {rule!r}: leave it out")
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip
+        self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
+        self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
+        self.period, self.activation, self.delay_compensation = period, activation, delay_compensation
+
+    def server(self, fleet: Fleet) -> Server:
+        """Return the server at the start of training.
+
+        Raises:
+            ArgumentError: `activation` is over 1/K.
+        """
+        K = fleet.num_nodes if self.period is None else self.period
+        if self.activation * K > 1 + 1e-9:
+            raise ArgumentError(f"activation={self.activation} must be at most 1/K = {1 / K:g}, with the period K={K}")
+        theta = [block.params[0] for block in fleet.blocks]
+        return Server(theta, self.rule, K, self.activation, self.outer_lr, self.outer_momentum)
+
+    def local_steps(self, seconds: np.ndarray) -> np.ndarray:
+        """Return (N,) H_w for the mean `seconds` (N,) of a step of each node.
+
+        >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
+        [10, 20, 40]
+        """
+        if not self.dylu:
+            return np.full(len(seconds), self.H)
+        share = seconds.min() / seconds
+        return np.maximum(1, np.floor(share * self.H + 1e-9).astype(np.int64))
+
+    def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
+        raise StrategyError(
+            f"the nodes of {type(self).__name__} do not meet step by step, so it cannot be run one node at a time: "
+            "give it to LocalTrainer.fit"
+        )

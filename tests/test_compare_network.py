@@ -1,0 +1,305 @@
+"""Comparisons on a network: predicted times, the target loss, timelines and their files."""
+
+import csv
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from exogym.clock import Clock, Span, StepTime
+from exogym.compare import Standing, compare, measured_step_s
+from exogym.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
+from exogym.errors import ArgumentError
+from exogym.history import History
+from exogym.network import Network
+from exogym.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
+from exogym.tasks import load_task
+
+STEPS, NODES, STEP_S = 20, 4, 0.02
+TASK = load_task("digits")
+SIZE = sum(p.numel() for p in TASK.make_model().parameters())
+LINE = Network("1Mbps", "10ms")
+
+
+def timed(strategies: str = "ddp,diloco:H=5", **options: object) -> Comparison:
+    given = {"steps": STEPS, "seeds": 1, "nodes": NODES, "partition": "iid", "network": LINE, "step_seconds": STEP_S}
+    return compare(TASK, strategies, **given | options)  # type: ignore[arg-type]
+
+
+def times(result: Comparison) -> dict[str, float]:
+    return {row["strategy"]: row["time_s"] for row in result.rows}
+
+
+# ---------------------------------------------------------------- one comparison with everything
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    return timed("single,ddp,diloco:H=5,sparta", seeds=2, speeds=[1, 1, 1, 0.5], timeline=True,
+                 out=tmp_path_factory.mktemp("timed"))  # fmt: skip
+
+
+def test_times_are_steps_and_collectives(everything: Comparison) -> None:
+    found = times(everything)
+    once_s = LINE.cost("all_reduce", SIZE * 4, NODES).seconds
+    assert found["single"] == pytest.approx(STEPS * STEP_S)  # node 0, of speed 1, with nobody to wait for
+    assert found["ddp"] == pytest.approx(STEPS * (STEP_S / 0.5 + once_s))
+    assert found["diloco:H=5"] == pytest.approx(STEPS * STEP_S / 0.5 + STEPS // 5 * once_s)
+    waiting = {row["strategy"]: row["waiting_share"] for row in everything.rows}
+    assert waiting["single"] == 0
+    assert waiting["ddp"] == pytest.approx(1 - 1.25 * STEPS * STEP_S / found["ddp"])  # a mean step of (3 + 2)/4
+    use = {row["strategy"]: row["bandwidth_use"] for row in everything.rows}
+    assert use["ddp"] == pytest.approx(8 * STEPS * 1.5 * SIZE * 4 / 1e6 / found["ddp"]) and use["single"] == 0
+
+
+def test_training_is_as_without_a_network(everything: Comparison) -> None:
+    plain = compare(TASK, "single,ddp,diloco:H=5,sparta", steps=STEPS, seeds=2, nodes=NODES, partition="iid")
+    assert "time_s" not in plain.rows[0] and plain.target_loss is None
+    for here, there in zip(plain.rows, everything.rows, strict=True):
+        assert here["val_loss"] == there["val_loss"] and here["tx_bytes"] == there["tx_bytes"]
+
+
+def test_time_to_the_target_is_that_of_the_histories(everything: Comparison) -> None:
+    last = [list(everything.histories["ddp", seed].rows(None))[-1]["val_loss"] for seed in (0, 1)]
+    assert everything.target_loss == pytest.approx(statistics.fmean(last) / 0.95)
+    for row in everything.rows:
+        found = [seconds_to(everything.histories[row["strategy"], seed], everything.target_loss) for seed in (0, 1)]
+        reached = [s for s in found if s is not None]
+        assert row["target_runs"] == len(reached)
+        assert row["target_s"] == (pytest.approx(statistics.fmean(reached)) if len(reached) == 2 else None)
+    assert {row["strategy"]: row["target_runs"] for row in everything.rows}["single"] == 0
+
+
+def test_the_table_and_the_finding_say_it(everything: Comparison) -> None:
+    headers, rows = everything.table()
+    assert headers[-4:] == ["predicted", "waiting", f"to loss {everything.target_loss:.4g}", "notes"]
+    assert "examples/s" not in headers and rows[0][-4:-1] == ["400 ms", "0.0% ± 0.0%", "not reached"]
+    assert "20 ms to 40 ms a step" in everything.heading and "Network('1 Mbps', '10 ms')" in everything.heading
+    assert "(95% of DDP's quality) first, after" in everything.finding
+
+
+def test_files_of_a_timed_comparison(everything: Comparison) -> None:
+    traces = ["trace-single.json", "trace-ddp.json", "trace-diloco-H-5.json", "trace-sparta.json"]
+    assert everything.folder is not None
+    assert [path.name for path in everything.paths] == [*FILES, *TIMED_FILES, "timeline.png", *traces]
+    assert sorted(path.name for path in everything.folder.iterdir()) == sorted(path.name for path in everything.paths)
+    for path in everything.paths[5:7]:
+        assert path.read_bytes().startswith(b"\x89PNG") and 10_000 < path.stat().st_size < 150_000
+    with open(everything.folder / "summary.csv", encoding="utf-8") as file:
+        for row, line in zip(everything.rows, csv.DictReader(file), strict=True):
+            assert line == {name: "" if value is None else str(value) for name, value in row.items()}
+    with open(everything.folder / "metrics.csv", encoding="utf-8") as file:
+        own = [line for line in csv.DictReader(file) if (line["strategy"], line["seed"]) == ("ddp", "1")]
+    _, ends_s = everything.histories["ddp", 1].column("time_s")
+    assert float(own[-1]["time_s"]) == ends_s[-1] and float(own[-1]["waiting_share"]) > 0.5
+    saved = json.loads((everything.folder / "run.json").read_text(encoding="utf-8"))["forecast"]
+    assert Network.of(saved["network"]).describe() == LINE.describe()
+    assert saved["step_seconds"] == [0.02, 0.02, 0.02, 0.04] and saved["is_measured"] is False
+    assert saved["target_loss"] == everything.target_loss
+
+
+def test_traces_hold_the_first_rounds(everything: Comparison) -> None:
+    (path,) = [path for path in everything.paths if path.name == "trace-diloco-H-5.json"]
+    events = [e for e in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if e["ph"] == "X"]
+    until_us = first_rounds_s(everything.strips.values()) * 1e6
+    assert {e["tid"] for e in events} == set(range(NODES))
+    assert {e["cat"] for e in events} == {"compute", "send", "wait"}
+    sends = [e for e in events if e["tid"] == 3 and e["cat"] == "send"]
+    assert len(sends) == 2 and max(e["ts"] + e["dur"] for e in events) == pytest.approx(until_us, abs=0.01)
+    assert sends[0]["ts"] == pytest.approx(5 * 0.04 * 1e6)
+
+
+# ---------------------------------------------------------------- laws
+
+
+def test_time_falls_with_bandwidth_and_is_never_under_computing() -> None:
+    results = [times(timed(network=Network(bandwidth, "1ms"))) for bandwidth in (1e5, 1e6, 1e7, 1e12)]
+    for name in results[0]:
+        falling = [result[name] for result in results]
+        assert falling == sorted(falling, reverse=True) and falling[0] > falling[-1] > STEPS * STEP_S
+
+
+def test_diloco_is_first_on_a_slow_network_and_ddp_on_a_fast_one() -> None:
+    for network, first, last in (("1Mbps,20ms", "diloco", "ddp"), ("nvlink", "ddp", "diloco")):
+        result = timed("ddp,diloco", steps=100, target_loss=1.3, network=network)
+        found = {row["strategy"]: row["target_s"] for row in result.rows}
+        assert found[first] < found[last]
+
+
+def test_the_first_seed_draws_the_same_jitter_as_the_second() -> None:
+    result = timed("ddp", seeds=2, network="wifi")
+    assert result.rows[0]["time_s_std"] == 0
+    assert times(timed("ddp", network="wifi,jitter=0"))["ddp"] < result.rows[0]["time_s"]
+
+
+def test_processes_change_no_number() -> None:
+    one, two = (timed("single,ddp,diloco:H=5", processes=processes) for processes in (1, 2))
+    drop = ("examples_per_s", "examples_per_s_std")
+    for here, there in zip(one.rows, two.rows, strict=True):
+        assert {k: v for k, v in here.items() if k not in drop} == {k: v for k, v in there.items() if k not in drop}
+    placements = {run["strategy"]: run["description"]["placement"]["processes"] for run in two.description["runs"]}
+    assert placements == {"single": 1, "ddp": 2, "diloco:H=5": 2}
+
+
+def test_single_is_the_first_node_with_its_own_speed() -> None:
+    spread = StepTime(STEP_S, speeds=[0.25, 1, 1, 1], sigma=0.3, seed=5)
+    matrix = Network.matrix(np.full((NODES, NODES), 1e6), "1ms")
+    found = times(timed("single,ddp", network=matrix, step_seconds=spread))
+    clock = Clock(NODES, "1Gbps", spread)
+    clock.advance(STEPS)
+    assert found["single"] == pytest.approx(float(clock.time_s[0])) and found["ddp"] > found["single"] > 1
+
+
+def test_a_measured_step_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def measured(*given: object) -> float:
+        calls.append(given)
+        return 0.5
+
+    monkeypatch.setattr("exogym.compare.run.measured_step_s", measured)
+    for step_seconds in (None, "measured"):
+        result = timed("single,diloco:H=5", step_seconds=step_seconds, speeds=[0.5, 1, 1, 1])
+        assert times(result)["single"] == STEPS * 0.5 / 0.5
+        assert result.description["forecast"]["is_measured"] and "as measured here" in result.heading
+    assert len(calls) == 2
+
+
+def test_a_measured_step_is_a_sensible_time() -> None:
+    more = measured_step_s(TASK, batch_size=2000)
+    assert 0 < measured_step_s(TASK, batch_size=4) < more < 10
+    with pytest.raises(ArgumentError, match="batch_size=0"):
+        measured_step_s(TASK, batch_size=0)
+
+
+# ---------------------------------------------------------------- the target
+
+
+def history(losses: list[float], second_s: float = 1.0) -> History:
+    made = History()
+    for step, loss in enumerate(losses):
+        made.add_evaluation(step, 0, {"val_loss": loss, "time_s": second_s * step})
+    return made
+
+
+def test_seconds_to_a_loss() -> None:
+    falling = history([4.0, 2.0, 3.0, 1.0])
+    assert [seconds_to(falling, loss) for loss in (5.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.9)] == [
+        0.0, 0.0, 0.5, 1.0, 2.75, 3.0, None
+    ]  # fmt: skip
+    assert seconds_to(history([4.0, float("nan"), 1.0]), 2.0) == 2.0
+
+
+def test_the_target_without_being_told() -> None:
+    runs = {("ddp:lr=1", 0): history([1.0, 0.5]), ("ddp:lr=1", 1): history([1.0, 0.7]), ("b", 0): history([2.0, 0.9])}
+    assert target_of(runs) == (pytest.approx(0.6 / 0.95), "95% of DDP's quality")
+    assert target_of({("b", 0): runs["b", 0], ("c", 0): history([1.0, 0.8])}) == (0.9, "which all runs reach")
+    assert target_of(runs, 0.3) == (0.3, "as asked for")
+
+
+def row(strategy: str, target_s: float | None) -> dict[str, object]:
+    return {"strategy": strategy, "title": strategy.upper(), "target_s": target_s}
+
+
+def test_the_sentence_about_time() -> None:
+    fast, slow, ddp, never = row("fast", 2.0), row("slow", 60.0), row("ddp", 90.0), row("never", None)
+    what = "a validation loss of 0.5 (so)"
+    assert (
+        find_first([ddp, slow, never, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s; DDP after 1.5 min."
+    )
+    assert find_first([slow, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s; SLOW after 1 min."
+    assert find_first([never, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s."
+    assert find_first([never], 0.5, "so") == f"No strategy came to {what} in all its runs."
+
+
+def test_a_target_that_some_runs_reach_has_no_mean() -> None:
+    ends = [list(run.rows(None))[-1]["val_loss"] for run in timed("ddp", seeds=2).histories.values()]
+    result = timed("ddp", seeds=2, target_loss=statistics.fmean(ends))
+    assert result.rows[0]["target_runs"] == 1 and result.rows[0]["target_s"] is None
+    assert "in 1 of 2 runs" in result.to_markdown() and "in all its runs" in result.finding
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"network": "wify"}, "did you mean 'wifi'"),
+        ({"network": "-1Mbps"}, "must be over 0"),
+        ({"network": Network.matrix(np.ones((2, 2)))}, "network is for 2 nodes, but there are nodes=4"),
+        ({"step_seconds": "20 minutes"}, "no known unit"),
+        ({"step_seconds": 0}, "a step must take time"),
+        ({"step_seconds": [1, 2]}, "step_seconds is for 2 nodes"),
+        ({"speeds": [1, 1]}, "speeds is for 2 nodes, but there are nodes=4"),
+        ({"speeds": [1]}, "speeds is for 1 nodes"),
+        ({"speeds": [1, 1, 1, 0]}, "over 0"),
+        ({"speeds": [1] * 4, "step_seconds": StepTime(1)}, "speeds beside a StepTime"),
+        ({"target_loss": float("nan")}, "target_loss=nan"),
+        ({"network": None}, "step_seconds needs network"),
+        ({"network": None, "step_seconds": None, "timeline": True}, "timeline needs network"),
+        ({"network": None, "step_seconds": None, "target_loss": 0.0}, "target_loss needs network"),
+        ({"network": None, "step_seconds": None, "speeds": [1]}, "speeds needs network"),
+        ({"processes": 5}, "processes"),
+        ({"processes": 0}, "processes=0"),
+        ({"processes": "many"}, "processes='many'"),
+    ],
+)
+def test_what_makes_no_sense_is_known_before_training(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        timed("single,ddp", **options, watch=lambda at: pytest.fail("it trained"))
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def spans(node: int, compute_s: float, send_s: float, rounds: int) -> list[Span]:
+    period = compute_s + send_s
+    pairs = [(Span(node, "compute", k * period, k * period + compute_s),
+              Span(node, "send", k * period + compute_s, (k + 1) * period)) for k in range(rounds)]  # fmt: skip
+    return [span for pair in pairs for span in pair if span.end_s > span.start_s]
+
+
+def test_the_first_rounds_show_every_strategy_twice_or_stay_readable() -> None:
+    often, seldom = Strip("often", spans(0, 1, 1, 100), {}), Strip("seldom", spans(0, 10, 1, 20), {})
+    never, once = Strip("never", [Span(0, "compute", 0, 500)], {}), Strip("once", spans(0, 12, 1, 1), {})
+    assert first_rounds_s([often, seldom]) == 22
+    assert first_rounds_s([often]) == 4 and first_rounds_s([once]) == 13
+    assert (
+        first_rounds_s([often, Strip("rare", spans(0, 1000, 1, 3), {})]) == 60
+    )  # the 60th span of the first ends then
+    assert first_rounds_s([never]) == 500
+    assert often.until(2.5)[-1] == Span(0, "compute", 2, 2.5)
+
+
+def test_strips_of_a_clock_say_its_shares() -> None:
+    clock = Clock(2, "1Gbps", [1.0, 3.0], outages=[(1, 0, 1)], timeline=True)
+    clock.advance(1)
+    strip = Strip.of("mine", clock)
+    assert strip.says() == "computing 88%, down 12%" and len(strip.spans) == 3
+
+
+def test_odd_timelines_are_drawn(tmp_path: Path) -> None:
+    many = Strip("x" * 60, [span for node in range(40) for span in spans(node, 1, 1, 4)], {"compute": 0.5, "send": 0.5})
+    alone = Strip("alone", [Span(0, "down", 0, 3)], {"down": 1.0})
+    draw_strips([many, alone], tmp_path / "two.png", 5.0, "two\nlines")
+    draw_strips([many], tmp_path / "one.png", 5.0)
+    two, one = ((tmp_path / f"{name}.png").stat().st_size for name in ("two", "one"))
+    assert 60_000 > two > one > 5000
+
+
+def test_time_is_drawn_to_the_scale_that_shows_it(tmp_path: Path) -> None:
+    steps = np.arange(6)
+    ends = (10.0, 20.0), (10.0, 2000.0)
+    for name, longest in zip("ab", ends, strict=True):
+        curves = [Curve(f"up to {end}", steps, np.full((2, 6), end), steps * 1.0, steps * end / 5) for end in longest]
+        plot_against_time(curves, tmp_path / f"{name}.png", "heading", "wifi", target_loss=15.0)
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_a_watched_comparison_still_tells() -> None:
+    seen: list[Standing] = []
+    timed("ddp", watch=seen.append)
+    assert seen[-1].is_last

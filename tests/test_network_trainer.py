@@ -1,0 +1,370 @@
+"""NetworkTrainer without hosts: what a process of the world does, profiles, results, and what is refused early."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from exogym import LocalTrainer
+from exogym.cli import main
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.history import History
+from exogym.remote import NetworkTrainer, SSHLauncher, job, network_trainer, results, ssh
+from exogym.remote import launcher as launcher_module
+from exogym.remote.onhost import probe
+from exogym.remote.profile import Profile, load_profile
+from exogym.remote.world import Part
+from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from exogym.testing import fingerprint, small_problem
+
+FIT = {"num_nodes": 2, "max_steps": 6, "batch_size": 8}
+MSE = nn.functional.mse_loss
+
+
+def simulated(**fit: Any) -> LocalTrainer:
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, data, loss_fn=MSE)
+    trainer.fit(DiLoCoStrategy(H=3, lr=0.01), **FIT | fit)
+    return trainer
+
+
+def remote(hosts: Any = None) -> tuple[NetworkTrainer, nn.Module]:
+    model, data = small_problem()
+    return NetworkTrainer(hosts or {"master": "localhost"}, model, data, data, loss_fn=MSE), model
+
+
+def strategy() -> DiLoCoStrategy:
+    return DiLoCoStrategy(H=3, lr=0.01)
+
+
+def test_the_arguments_are_those_of_local_trainer() -> None:
+    here, there = (dict(inspect.signature(trainer.fit).parameters) for trainer in (NetworkTrainer, LocalTrainer))
+    assert list(here) == list(there)
+    unlike = [name for name in here if (here[name].default, here[name].kind) != (there[name].default, there[name].kind)]
+    assert unlike == ["num_nodes"] and here["num_nodes"].default is None
+
+
+# In a process of the world
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A world of one process, as the launcher would describe it; fits count from 1."""
+    given = {"RANK": "0", "WORLD_SIZE": "1", "EXOGYM_NETWORK": "1", "EXOGYM_PROJECT": str(tmp_path)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(network_trainer, "_fits", iter(range(1, 100)))
+    return monkeypatch
+
+
+def await_fit(world: pytest.MonkeyPatch, number: int) -> None:
+    """A controller waits for fit `number`; the script starts over."""
+    world.setenv("EXOGYM_NETWORK_FIT", str(number))
+    world.setenv("EXOGYM_NETWORK_RUN", "run")
+    world.setattr(network_trainer, "_fits", iter(range(1, 100)))
+
+
+def test_a_process_trains_leaves_the_results_and_ends(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    await_fit(world, 1)
+    trainer, model = remote("no such hosts file")  # a process on a host needs none
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(strategy(), **FIT)
+    assert ended.value.code == 0
+    expected = simulated()
+    assert fingerprint(model) == fingerprint(expected.model)
+    model = small_problem()[0]
+    found = results.read(tmp_path / "runs" / "run", 1, model)
+    assert fingerprint(model) == fingerprint(expected.model)
+    assert found.traffic == expected.traffic and found.description == trainer.description
+    assert [row["train_loss"] for row in found.history] == [row["train_loss"] for row in expected.history]
+
+
+def test_an_earlier_fit_gives_what_it_gave(world: pytest.MonkeyPatch) -> None:
+    """A script with two fits runs twice: for the second, the first is not trained again, and its result is there."""
+    await_fit(world, 1)
+    trainer, _ = remote()
+    with pytest.raises(SystemExit):
+        trainer.fit(strategy(), **FIT)
+    await_fit(world, 2)
+    trainer, model = remote()
+    assert trainer.fit(strategy(), **FIT | {"max_steps": 10**9}) is model  # and so not trained
+    once = simulated()
+    assert fingerprint(model) == fingerprint(once.model)
+    assert trainer.history.column("val_loss")[1].tolist() == once.history.column("val_loss")[1].tolist()
+    with pytest.raises(SystemExit):
+        trainer.fit(SimpleReduceStrategy(lr=0.01), **FIT)
+    once.fit(SimpleReduceStrategy(lr=0.01), **FIT)
+    assert fingerprint(model) == fingerprint(once.model)
+
+
+def test_where_nobody_waits_the_script_goes_on(world: pytest.MonkeyPatch) -> None:
+    trainer, model = remote()
+    assert trainer.fit(strategy(), **FIT) is model
+    assert fingerprint(model) == fingerprint(simulated().model)
+
+
+def test_under_torchrun_it_is_a_local_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    trainer, model = remote("no such hosts file")
+    trainer.fit(strategy(), **FIT)
+    assert fingerprint(model) == fingerprint(simulated().model)
+    assert Part.of_this_process() is None
+
+
+def test_a_restarted_process_goes_on(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    folder = {"save_dir": tmp_path / "checkpoints", "checkpoint_interval": 3}
+    remote()[0].fit(strategy(), **FIT | folder | {"max_steps": 3})
+    with pytest.raises(ArgumentError, match="already holds checkpoints"):  # the control
+        remote()[0].fit(strategy(), **FIT | folder)
+    world.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    trainer, model = remote()
+    trainer.fit(strategy(), **FIT | folder)
+    assert fingerprint(model) == fingerprint(simulated().model)
+
+
+def test_the_device_is_the_hosts(world: pytest.MonkeyPatch) -> None:
+    world.setenv("EXOGYM_DEVICE", "meta")
+    with pytest.raises(ArgumentError, match="device='meta' is not supported"):
+        remote()[0].fit(strategy(), **FIT)
+    remote()[0].fit(strategy(), **FIT | {"device": "cpu"})
+
+
+# On the controller
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"master": "10.0.0.1", "workers": ["10.0.0.2"]}
+    monkeypatch.setattr(network_trainer.SSHLauncher, "launch", lambda *a, **k: pytest.fail("started"))
+    for given, message in (
+        ({"num_nodes": 1}, "num_nodes=1 for 2 slots"),
+        ({"processes": 4}, "processes=4: the hosts file has 2 slots"),
+        ({"max_restarts": 1}, "max_restarts needs save_dir"),
+        ({"max_step": 1}, "did you mean 'max_steps'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            remote(hosts)[0].fit(strategy(), **given)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="there is no field 'mastr'"):
+        remote({"mastr": 1})
+
+
+def test_a_notebook_is_told_what_to_do() -> None:
+    code = "from exogym.remote.network_trainer import calling_script; calling_script()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "write the training into a file, train.py, and start it with python train.py" in done.stderr
+
+
+def test_the_script_that_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import types
+
+    script = tmp_path / "train.py"
+    script.write_text("")
+    ran = types.ModuleType("__main__")
+    ran.__spec__, ran.__file__ = None, str(script)
+    monkeypatch.setitem(sys.modules, "__main__", ran)
+    assert network_trainer.calling_script() == (str(script), False)
+    ran.__spec__ = types.SimpleNamespace(name="mine.__main__")  # type: ignore[assignment]
+    assert network_trainer.calling_script() == ("mine", True)
+
+
+def test_damaged_results_are_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    results.write(tmp_path, 1, model, results.Results(History()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(results.names(1))
+    (tmp_path / results.names(1)[1]).write_bytes(b"torn")
+    with pytest.raises(ExoGymError, match="cannot be read"):
+        results.read(tmp_path, 1, model)
+    with pytest.raises(ExoGymError, match="cannot be read"):
+        results.read(tmp_path, 2, model)
+
+
+def test_localhost_needs_no_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two agents on this machine; the first exit code that is not 0 is that of the run."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # no ssh in it
+    monkeypatch.setattr(launcher_module, "FOLLOW_S", 0.5)
+    script = "import os, sys\nprint('hello', sys.argv[1:], flush=True)\nsys.exit(3 * (os.environ['RANK'] == '1'))\n"
+    (tmp_path / "say.py").write_text(script)
+    hosts = {
+        "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
+        "master_port": 29871,
+    }  # fmt: skip
+    launcher = SSHLauncher(hosts, project=tmp_path, out=tmp_path / "runs")
+    words = ["a b", "it's", "$(touch pwned)", "x\ny", ""]
+    assert launcher.launch("say.py", *words) == 3
+    assert launcher.folder is not None and launcher.folder.parent == tmp_path / "runs"
+    said = f"hello {words}\n"
+    assert all((launcher.folder / f"training_rank_{rank}.log").read_text().startswith(said) for rank in (0, 1))
+    printed = capsys.readouterr()
+    assert f"[localhost] [rank 0] {said}" in printed.out and f"[127.0.0.1] [rank 1] {said}" in printed.out
+    assert "127.0.0.1 ended with exit code 3" in printed.err
+    assert json.loads((launcher.folder / "launch.json").read_text())["args"] == words
+
+
+def test_scripts_are_looked_for_in_the_project(tmp_path: Path) -> None:
+    launcher = SSHLauncher({"master": "localhost"}, project=tmp_path)
+    with pytest.raises(ArgumentError, match="there is no script"):
+        launcher.launch("none.py")
+    with pytest.raises(ArgumentError, match="lies outside the project's folder"):
+        launcher.launch(__file__)
+
+
+def test_what_is_sent_to_hosts_runs_on_an_older_python() -> None:
+    """A host with an old Python is to say so, not to stumble over a word it does not know."""
+    folder = Path(ssh.__file__).parent / "onhost"
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text(), feature_version=(3, 7))
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        strange = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
+        assert strange <= {"exogym.remote.onhost.interfaces", "torch"}  # torch: only to ask it for its devices
+
+
+def test_a_folder_too_large_for_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "b.py").write_text("")
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "pyvenv.cfg").write_text("")
+    (tmp_path / "env" / "c.py").write_text("")
+    assert list(probe.source_sums(str(tmp_path))) == ["a.py"]
+    monkeypatch.setattr(probe, "MOST_FILES", 0)
+    with pytest.raises(ArgumentError, match="name the project's own folder"):
+        SSHLauncher({"master": "localhost"}, project=tmp_path).check()
+
+
+# Profiles
+
+CONFIG = """
+[medium]
+task = digits
+steps = 40
+seed = 3
+colour = blue
+
+[distributed:fast]
+base_profile = medium
+strategy = diloco:outer_lr=0.5
+communication_interval = 20
+hosts_config = hosts.json
+lr = 0.01
+
+[distributed:medium]
+base_profile = medium
+steps = 50
+
+[distributed:round]
+base_profile = other
+[other]
+base_profile = round
+
+[distributed:misspelt]
+task = digits
+stpes = 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.ini"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_a_profile_with_its_base(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = load_profile(config, "fast")
+    assert (profile.task, profile.steps, profile.seed, profile.lr) == ("digits", 40, 3, 0.01)
+    assert profile.hosts_config == str(config.parent / "hosts.json")
+    assert profile.make_strategy(None).given_arguments == {"H": 20, "outer_lr": 0.5, "lr": 0.01}
+    assert "[medium] of config.ini: not used here: colour" in capsys.readouterr().err
+    assert load_profile(config, "distributed:medium").steps == 50  # over a base of the same name
+
+
+def test_a_task_brings_its_settings() -> None:
+    model, train, val, task = Profile("digits", "diloco").problem()
+    assert task is not None and len(train) and len(val)
+    given = Profile("digits", "diloco", communication_interval=7).make_strategy(task).given_arguments
+    assert (given["H"], given["lr"], given["outer_lr"]) == (7, task.lr, task.outer_lr)
+    assert fingerprint(model) == fingerprint(task.make_model(0))
+
+
+def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
+    def wrong(message: str, text: str = "", name: str = "x", base: str = "task = digits\n") -> None:
+        config.write_text(CONFIG + f"\n[distributed:x]\n{base}{text}\n")
+        with pytest.raises(ArgumentError) as caught:
+            load_profile(config, name)
+        assert message in str(caught.value)
+
+    wrong("has no profile 'fats': did you mean 'fast'?", name="fats")
+    wrong("[distributed:misspelt] has no field 'stpes': did you mean 'steps'?", name="misspelt")
+    wrong("goes round in a circle", name="round")
+    wrong("base_profile = nobody: there is no such section", "base_profile = nobody")
+    wrong("[distributed:x] steps = 'many'; wanted a whole number", "steps = many")
+    wrong("[distributed:x] lr = 'high'; wanted a number", "lr = high")
+    wrong("[distributed:x] lr=-1.0 must be a number over 0", "lr = -1")
+    wrong("[distributed:x] steps=0 must be", "steps = 0")
+    wrong("[distributed:x] data is empty", "data =")
+    wrong("max_restarts needs save_dir", "max_restarts = 1")
+    wrong("unknown strategy 'dilco': did you mean 'diloco'?", "strategy = dilco")
+    wrong("both give H", "strategy = diloco:H=3\ncommunication_interval = 4")
+    wrong("ddp communicates at every step", "strategy = ddp\ncommunication_interval = 4")
+    wrong("has no task", base="steps = 4")
+    with pytest.raises(ArgumentError, match="name one with --config"):
+        load_profile(config.parent / "none.ini", "x")
+    config.write_text("no section")
+    with pytest.raises(ArgumentError, match="no section headers"):
+        load_profile(config, "x")
+
+
+def test_a_users_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owntask.py").write_text(
+        "import torch\ndef problem(): return (lambda: torch.nn.Linear(2, 1)), [1, 2], None\ndef nothing(): return 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second, third = (Profile("owntask:problem", seed=seed).problem()[0] for seed in (0, 0, 1))
+    assert fingerprint(first) == fingerprint(second) != fingerprint(third)
+    assert torch.equal(before, torch.get_rng_state())
+    for task, message in (
+        ("owntask:nothing", "returned a int, wanted"),
+        ("owntask:missing", "wanted module:function"),
+        ("no_such_module:f", "wanted module:function"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            Profile(task).problem()
+
+
+def test_what_the_hosts_run_for_a_profile(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    await_fit(world, 1)
+    profile = Profile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4)
+    with pytest.raises(SystemExit) as ended:
+        job.main([json.dumps(profile.as_dict())])
+    assert ended.value.code == 0
+    history = results.history_of(tmp_path / "runs" / "run", 1)
+    assert history.column("val_loss")[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_bad_input_is_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(config.parent)
+    for words, message in (
+        (["doctor", "--hosts", "none.json"], "the hosts file 'none.json' cannot be read"),
+        (["doctor", "--timeout", "0"], "--timeout=0 must be more than 0 seconds"),
+        (["distributed-train", "medium"], "which hosts? Give --hosts FILE"),
+        (["distributed-train", "fast"], "cannot be read"),
+        (["distributed-train", "slow", "--config", "config.ini"], "has no profile 'slow'"),
+    ):
+        assert main(words) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "not used here" not in line]
+        assert line.startswith("exogym: error: ") and message in line
