@@ -111,10 +111,12 @@ class TrainingLoop:
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
                 self.worker.should_stop = interrupt
-                if self._run():
-                    self.together = True
-                    return
-            self._leave(interrupt.received)
+                finished = self._run()
+                if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
+                    self._save_stopped(interrupt.received)
+                self.together = True
+            if not finished or interrupt.received is not None:
+                self._leave(interrupt.received)
         finally:
             self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
@@ -178,20 +180,22 @@ class TrainingLoop:
             return [signal.SIGINT, signal.SIGTERM]
         return [signal.SIGINT] if self.wire.is_shared else []
 
+    def _save_stopped(self, received: signal.Signals | None) -> None:
+        """Save where each node stands, and say what resumes."""
+        if self.plan.save_dir is None:
+            return
+        path = self.save()
+        if self.wire.is_main:
+            notice(
+                f"stopped by {_name(received)} after step {self.step}{self._in_stretch()}; saved in {path}. The same "
+                f"fit with save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
+            )
+
     def _leave(self, received: signal.Signals | None) -> None:
-        """Save, say what resumes, and end as the signal asks."""
-        name = received.name if received is not None else "a signal to another process"
-        if self.plan.save_dir is not None:
-            path = self.save()
-            if self.wire.is_main:
-                notice(
-                    f"stopped by {name} after step {self.step}{self._in_stretch()}; saved in {path}. The same fit with "
-                    f"save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
-                )
-        self.together = True
+        """End as the signal asks; one that came too late to stop the run, too."""
         if received is signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt(f"{name} after step {self.step}")
+        raise KeyboardInterrupt(f"{_name(received)} after step {self.step}")
 
     def _in_stretch(self) -> str:
         if self.begun is None:
@@ -352,3 +356,7 @@ class TrainingLoop:
 
     def wall_s(self) -> float:
         return self.wall_before + time.perf_counter() - self._start
+
+
+def _name(received: signal.Signals | None) -> str:
+    return received.name if received is not None else "a signal to another process"

@@ -21,7 +21,7 @@ from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.meeting import Meeting
-from exogym.object_state import load_object_state, object_state
+from exogym.object_state import SKELETON, load_object_state, object_state
 from exogym.rng import generator, seed_python, seed_torch, stream_seed
 from exogym.strategy.presence import take_rows, take_state
 from exogym.strategy.strategy import Run, Strategy
@@ -58,6 +58,7 @@ class NodeDriver:
         attendance: Attendance | None = None, timing: Timing | None = None,
     ):  # fmt: skip
         self.attendance, self.timing = attendance, timing
+        self._taken: dict[int, dict[str, Tensor]] = {}  # rows of a checkpoint, until they are put together
         if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
                 f"faults with {type(strategy).__name__}: a strategy written for one node can miss nodes in one process "
@@ -317,24 +318,40 @@ class NodeDriver:
     def row_state(self, row: int) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps[row])}
         if self.blocks is None:
-            state |= {f"strategy.{k}": v for k, v in object_state(self.strategies[row], self.worker.model).items()}
-        return state
+            own = object_state(self.strategies[row], self.worker.model)
+        else:
+            own = {name: x[row] for name, x in self._stacked_state()[0].items()}
+        return state | {f"strategy.{name}": x for name, x in own.items()}
 
     def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
         self.steps[row] = int(state["steps"])
+        own = _below("strategy.", state)
         if self.blocks is None:
-            self._load(self.strategies[row], self.worker.model, state)
+            load_object_state(self.strategies[row], self.worker.model, own)
+        else:
+            self._taken[row] = own
 
     def shared_state(self) -> dict[str, Tensor]:
-        if self.blocks is None:
-            return {}
-        return {f"strategy.{k}": v for k, v in object_state(self.strategies[0], self.models[0]).items()}
+        return {} if self.blocks is None else {f"strategy.{name}": x for name, x in self._stacked_state()[1].items()}
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        if self.blocks is not None:
-            self._load(self.strategies[0], self.models[0], state)
+        if self.blocks is None:
+            return
+        tensors = _below("strategy.", state)
+        taken = [self._taken.pop(row) for row in range(len(self.fleet))]
+        for name in taken[0].keys() - tensors.keys():
+            tensors[name] = torch.stack([own[name] for own in taken])
+        load_object_state(self.strategies[0], self.models[0], tensors)
 
-    @staticmethod
-    def _load(strategy: Strategy, model: nn.Module, state: dict[str, Tensor]) -> None:
-        prefix = "strategy."
-        load_object_state(strategy, model, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+    def _stacked_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a stacked strategy keeps: tensors (rows, ...), and the rest, which all rows share."""
+        rows: dict[str, Tensor] = {}
+        shared: dict[str, Tensor] = {}
+        for name, x in object_state(self.strategies[0], self.models[0]).items():
+            by_row = name != SKELETON and x.dim() > 0 and len(x) == len(self.fleet)
+            (rows if by_row else shared)[name] = x
+        return rows, shared
+
+
+def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}

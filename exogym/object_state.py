@@ -21,7 +21,7 @@ from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_sta
 from exogym.strategy.schedule import Schedule
 from exogym.strategy.strategy import Inner
 
-_SKELETON = "skeleton"
+SKELETON = "skeleton"
 _CONSTANT = (OptimSpec, Schedule, Inner, type, nn.Module)
 
 
@@ -35,14 +35,14 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
     own = {id(p): index for index, p in enumerate(model.parameters())}
     source = strategy.state_dict() if hasattr(strategy, "state_dict") else vars(strategy)
     skeleton = {key: _pack(value, key, tensors, own) for key, value in source.items() if key != "given_arguments"}
-    tensors[_SKELETON] = torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
+    tensors[SKELETON] = torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
     return tensors
 
 
 def load_object_state(strategy: Any, model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put the state that `object_state` returned back into `strategy`."""
     own = list(model.parameters())
-    skeleton = json.loads(bytes(tensors[_SKELETON].tolist()))
+    skeleton = json.loads(bytes(tensors[SKELETON].tolist()))
     if hasattr(strategy, "load_state_dict"):
         strategy.load_state_dict({k: _unpack(v, None, tensors, own) for k, v in skeleton.items()})
         return

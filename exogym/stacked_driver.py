@@ -96,7 +96,7 @@ class StackedDriver:
             self._vmap_steps(done, counts, losses)
         else:
             for node, start, count in zip(self.nodes, done, counts, strict=True):
-                if start < count:
+                if start < count and not self.worker.should_stop():
                     with self._timed(node):
                         taken = node.train(count - start)
                     losses[node.row, start : start + len(taken)] = taken

@@ -239,7 +239,6 @@ class Communicator:
             raise ArgumentError(
                 f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
             )
-        swapped = self.wire.rows(x, [partner[rank] for rank in self.ranks]).clone()
         size = _row_bytes(x)
         for rank, other in enumerate(partner):
             if partner[other] != rank:
@@ -248,7 +247,7 @@ class Communicator:
                 )
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
-        return swapped
+        return self.wire.rows(x, range(self.num_nodes))[[partner[rank] for rank in self.ranks]]
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""
@@ -262,11 +261,12 @@ class Communicator:
         self._add(
             "mix", "neighbours", range(self.num_nodes), size, links.sum(0) * float(size), links.sum(1) * float(size)
         )
+        everyone = self.wire.rows(flat, range(self.num_nodes))  # a call that every process makes alike
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
             neighbours = torch.nonzero(matrix[rank]).flatten().tolist()
             if neighbours:
-                out[row] = self.wire.reduce(flat, neighbours, "sum", matrix[rank][neighbours])
+                out[row] = reduce_rows(everyone[neighbours], neighbours, "sum", matrix[rank][neighbours])
         return out.view_as(x)
 
     def barrier(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +48,13 @@ class Loading:
     """One DataLoader, kept with its workers between calls, that is told before each iteration what to load."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
-        self._kwargs = {**kwargs, "collate_fn": _as_read}
+        begin = functools.partial(_begin_worker, kwargs.get("worker_init_fn"))
+        self._kwargs = {**kwargs, "collate_fn": _as_read, "worker_init_fn": begin}
         self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
         self._seed = seed
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
+        self._source: Any = None  # the iterator of the loader, where it has workers
         self._turn = 0
 
     def batches(self, plan: list[Request]) -> Iterator[Any]:
@@ -62,6 +67,7 @@ class Loading:
                 turn = self._turn
                 self._plan.requests = plan[done:]
                 source = iter(self._made())
+                self._source = source if shared else None
             yield next(source)
             done += 1
 
@@ -77,7 +83,12 @@ class Loading:
 
     def close(self) -> None:
         """End the workers; the next `batches` starts new ones."""
-        self._loader = None
+        source, self._loader, self._source = self._source, None, None
+        if source is not None:
+            source._shutdown_workers()  # at once, also where the traceback of an error holds on to it
+            for worker in source._workers:
+                if worker.is_alive():  # hung in the data set
+                    worker.kill()
 
 
 class _Plan(Sampler[Any]):
@@ -129,3 +140,16 @@ class _Batches(Dataset[Any]):
 
 def _as_read(batch: Any) -> Any:
     return batch
+
+
+def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in a main thread
+            signal.signal(name, _nothing)
+    if then is not None:
+        then(number)
+
+
+def _nothing(*args: Any) -> None:
+    """Do nothing. Unlike SIG_IGN, a program that the data set starts does not inherit it."""
