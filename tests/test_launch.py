@@ -352,7 +352,8 @@ def test_the_command_ends_as_it_was_told(script, start, tmp_path):
         folder = tmp_path / number.name
         folder.mkdir()
         (folder / "script.py").write_text(path.read_text())
-        started[number] = start("-m", "exogym.launch", "--nproc-per-node", 2, folder / "script.py")
+        own = os.environ | {"TMPDIR": str(tmp_path)}  # a launcher that is killed cannot tidy up
+        started[number] = start("-m", "exogym.launch", "--nproc-per-node", 2, folder / "script.py", env=own)
     for number, code in ends.items():
         pids = said(tmp_path / number.name, "up", 2)
         started[number].send_signal(number)

@@ -14,7 +14,16 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 LIMIT = 0.25  # machines that run tests are busy
 RUN = [
-    *(sys.executable, str(BENCHMARKS / "predicted.py"), "--hosts", "2", "--rates", "100mbit", "--reduction", "native"),
+    *(
+        sys.executable,
+        str(BENCHMARKS / "predicted.py"),
+        "--hosts",
+        "2",
+        "--rates",
+        "100mbit",
+        "--reduction",
+        "tree,native",
+    ),
     *("--strategies", "ddp,diloco:H=10", "--repeat", "2"),
 ]
 

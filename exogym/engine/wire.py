@@ -151,43 +151,33 @@ class ProcessWire(Wire):
     def _all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
         """Give process team[k] the (n,) `outgoing[k]`; return what each of the team gave, `sizes` elements."""
         incoming = [outgoing[0].new_empty(size) for size in sizes]
-        if len(team) < len(self.placement):
-            self._swap(outgoing, incoming, team)
-            return incoming
-        flat = _bytes(torch.cat(outgoing), 1).flatten()
-        item = outgoing[0].element_size()
-        out = flat.new_empty(sum(sizes) * item)
-        dist.all_to_all_single(
-            out, flat, [n * item for n in sizes], [len(t) * item for t in outgoing], group=self.group
-        )
-        return list(out.view(outgoing[0].dtype).split(sizes))
+        self._swap(outgoing, incoming, team)
+        return incoming
 
     def _all_gather(self, mine: Tensor, sizes: list[int], team: list[int] | None = None) -> list[Tensor]:
         """Return the (sizes[k],) bytes of each process of the team; `mine` is what this one gives."""
-        if team is not None and len(team) < len(self.placement):
-            incoming = [mine.new_empty(size) for size in sizes]
-            self._swap([mine] * len(team), incoming, team)
-            return incoming
-        largest = max(sizes)
-        padded = mine if len(mine) == largest else torch.cat([mine, mine.new_zeros(largest - len(mine))])
-        pieces = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(pieces, padded, group=self.group)
-        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
+        team = list(range(len(self.placement))) if team is None else team
+        incoming = [mine.new_empty(size) for size in sizes]
+        self._swap([mine] * len(team), incoming, team)
+        return incoming
 
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
-        """Send `outgoing[k]` to process team[k] and take `incoming[k]` from it."""
-        sends, calls = [], []
-        for process, give, take in zip(team, outgoing, incoming, strict=True):
-            if process == self.rank:
-                take.copy_(give)
-                continue
-            sends.append(_bytes(give, 1).flatten())
-            peer = self._global(process)
-            calls.append(dist.P2POp(dist.isend, sends[-1], peer, self.group))
-            calls.append(dist.P2POp(dist.irecv, take.view(torch.uint8), peer, self.group))
-        calls = [call for call in calls if call.tensor.numel()]
-        if calls:
-            for work in dist.batch_isend_irecv(calls):
+        """Send `outgoing[k]` to process team[k] and take `incoming[k]` from it, in rounds: one peer to, one from.
+
+        gloo sends nothing before it knows that the peer is ready to receive, and says that itself on the line of its
+        data. So receiving comes first: behind the data, the peer's data would wait until all of it is through.
+        """
+        here, n = team.index(self.rank), len(team)
+        incoming[here].copy_(outgoing[here])
+        for hop in range(1, n):
+            to, source = (here + hop) % n, (here - hop) % n
+            take, give = _bytes(incoming[source], 1).flatten(), _bytes(outgoing[to], 1).flatten()
+            calls = []
+            if take.numel():
+                calls.append(dist.P2POp(dist.irecv, take, self._global(team[source]), self.group))
+            if give.numel():
+                calls.append(dist.P2POp(dist.isend, give, self._global(team[to]), self.group))
+            for work in dist.batch_isend_irecv(calls) if calls else []:
                 work.wait()
 
     def _global(self, rank: int) -> int:
