@@ -1,6 +1,7 @@
 """Law 1: placement changes nothing. One process or several forked ones: the same bits, history and bytes."""
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -591,3 +592,38 @@ def test_auto_with_one_core_or_one_node_takes_one(monkeypatch, capfd):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert train(**AVERAGES, processes="auto", max_steps=5, num_nodes=1).description["placement"]["processes"] == 1
     assert capfd.readouterr().err.count("processes='auto' chose 1: there is one core or one node") == 2
+
+
+class Trap:
+    """Garbage in a cycle that only its own process may collect, as torch's process groups are."""
+
+    def __init__(self, mark):
+        self.mark, self.home, self.me = mark, os.getpid(), self
+
+    def __del__(self):
+        if os.getpid() != self.home:
+            self.mark.write_text("collected elsewhere")
+
+
+class Collecting(torch.nn.Linear):
+    def forward(self, x):
+        gc.collect()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("made_in_the_fork", [False, True])
+def test_a_fork_leaves_the_callers_garbage_alone(tmp_path, made_in_the_fork):
+    model, mark = Collecting(6, 2), tmp_path / "mark"
+    gc.disable()  # the garbage is still there when the processes fork
+    try:
+        Trap(mark)
+        if made_in_the_fork:  # the control: a trap that a fork itself did not inherit as garbage does go off
+            holder = [Trap(mark)]
+            model.register_forward_pre_hook(lambda *_: holder.clear())
+            holder[0].me = None
+        trainer = LocalTrainer(model, small_problem()[1], loss_fn=torch.nn.functional.mse_loss)
+        trainer.fit(SimpleReduceStrategy(lr=0.01), num_nodes=2, max_steps=2, batch_size=8, device="cpu", processes=2)
+    finally:
+        gc.enable()
+        gc.collect()
+    assert mark.exists() == made_in_the_fork

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import mmap
@@ -250,12 +251,20 @@ def _fork(
     up_read, up_write = os.pipe()
     down_read, down_write = os.pipe()
     error_read, error_write = os.pipe()
-    parent = os.getpid()
+    parent, collects = os.getpid(), gc.isenabled()
+    gc.disable()
     pid = os.fork()
     if pid:
+        if collects:
+            gc.enable()
         for pipe in (up_write, down_read, error_write):
             os.close(pipe)
         return _Child(process, pid, up_read, down_write, error_read)
+    # What the caller has left as garbage is not this process's to collect: a process group among it would wait in its
+    # destructor for threads that a fork does not take along.
+    gc.freeze()
+    if collects:
+        gc.enable()
     code = 1
     try:
         _die_with(parent)
