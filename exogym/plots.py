@@ -13,7 +13,6 @@ import numpy as np
 
 from exogym.clock import Clock, Span
 from exogym.errors import ExoGymError
-from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +25,8 @@ LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
 # Of each decade of the loss, according to how far it falls.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+UNITS_AT_LEAST, MOST_TICKS = 3, 8  # an axis has at least so many of its unit, and at most so many marks
 FAR_APART = 8  # from this ratio of the runs' lengths on, time is drawn on a logarithmic axis
 DOING = {
     "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
@@ -89,19 +90,22 @@ class Strip:
 
 
 def first_rounds_s(strips: Iterable[Strip]) -> float:
-    """Return until when timelines are worth a look: every strategy has communicated twice, if it ever does.
+    """Return until when timelines are worth a look: every strategy that communicates has done so twice.
 
-    Earlier where by then a node would have more than 60 spans, which nobody can tell apart.
+    Earlier where by then a node would have more than 60 spans, which nobody can tell apart; where none communicates,
+    the end.
     """
-    rounds, crowded = [0.0], [math.inf]
+    rounds, ends_of_all, crowded = [], [0.0], [math.inf]
     for strip in strips:
         sent = sorted({span.end_s for span in strip.spans if span.kind == "send"})
         ends: dict[int, list[float]] = {}
         for span in strip.spans:
             ends.setdefault(span.node, []).append(span.end_s)
-        rounds.append(sent[min(ROUNDS, len(sent)) - 1] if sent else min(max(own) for own in ends.values()))
+        if sent:
+            rounds.append(sent[min(ROUNDS, len(sent)) - 1])
+        ends_of_all += [max(own) for own in ends.values()]
         crowded += [own[MOST_SPANS - 1] for own in ends.values() if len(own) >= MOST_SPANS]
-    return min(max(rounds), *crowded)
+    return min(max(rounds or ends_of_all), *crowded)
 
 
 def check_matplotlib() -> None:
@@ -135,18 +139,11 @@ def plot_against_time(
     The axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
     """
     times = [np.zeros(1) if curve.time_s is None else curve.time_s for curve in curves]
-    ends = [time_s[-1] for time_s in times]
+    ends = [float(time_s[-1]) for time_s in times]
+    unit, unit_s = _unit_of(max(ends))
+    label = f"predicted {unit}{network and f' on {network}'}"
     far = max(ends) >= FAR_APART * min(ends) > 0
-    _draw(
-        curves,
-        times,
-        path,
-        heading,
-        f"predicted time{network and f' on {network}'}",
-        readable_seconds,
-        far,
-        target_loss,
-    )
+    _draw(curves, [time_s / unit_s for time_s in times], path, heading, label, "{:g}".format, far, target_loss)
 
 
 def _draw(
@@ -219,7 +216,7 @@ def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
 
     nodes = [sorted({span.node for span in strip.spans}) for strip in strips]
     rows = [min(max(len(there), 1), MOST_NODES) for there in nodes]
@@ -246,17 +243,37 @@ def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: 
         axes.spines[:].set_visible(False)
     last = panels[-1]
     last.set_xlim(0, until_s)
-    last.xaxis.set_major_locator(MaxNLocator(6))
-    last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable_seconds(value)))
+    unit, unit_s = _unit_of(until_s)
+    last.xaxis.set_major_locator(MultipleLocator(unit_s * _round_step(until_s / unit_s / MOST_TICKS)))
+    last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit_s:g}"))
     last.tick_params(axis="x", length=3)
     last.spines["bottom"].set_visible(True)
-    last.set_xlabel("predicted time; shares are of the whole run", fontsize=LABEL_POINTS)
+    last.set_xlabel(f"predicted {unit}; shares are of the whole run", fontsize=LABEL_POINTS)
     figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
     figure.legend(
         handles=[Patch(color=colour, label=name) for kind, (colour, name) in DOING.items() if kind in seen],
         loc="outside lower center", ncols=len(DOING), frameon=False, fontsize=LABEL_POINTS,
     )  # fmt: skip
     figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _unit_of(longest_s: float) -> tuple[str, float]:
+    """Return the unit in which an axis of so many seconds is marked, and its seconds.
+
+    >>> _unit_of(84.0), _unit_of(600.0)
+    (('seconds', 1.0), ('minutes', 60.0))
+    """
+    return next(((name, size) for name, size in UNITS if longest_s >= UNITS_AT_LEAST * size), UNITS[-1])
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of ..., 0.5, 1, 2, 5, 10, ... that is at least `least` (over 0).
+
+    >>> _round_step(3.0), _round_step(66.0)
+    (5.0, 100.0)
+    """
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(k * power for k in (1, 2, 5, 10) if k * power >= least)
 
 
 def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:

@@ -247,6 +247,18 @@ def test_nodes_with_their_own_links_do_not_wait_for_each_other_either():
     assert row("diloco:H=10", Network.matrix(matrix), num_nodes=4, parameters=1e6).utilisation < far.utilisation / 3
 
 
+@pytest.mark.parametrize("dylu", ["false", "true"])
+def test_rounds_are_those_of_a_real_run(dylu):
+    """But for the last round, which the end of training cuts short."""
+    text, speeds, steps = f"async_diloco:H=10:dylu={dylu}", [1, 1, 0.8, 0.5], 300
+    given = {"network": "1Mbps,20ms", "step_seconds": "10ms", "speeds": speeds}
+    (ran,) = compare(TASK, [text], steps=steps, seeds=1, **given).rows
+    (told,) = advise(parameters=2410, num_nodes=4, strategies=[text], **given).rows
+    assert told.seconds_per_step == pytest.approx(ran["time_s"] / steps, rel=0.05)
+    assert told.waiting_share == pytest.approx(ran["waiting_share"], abs=0.02)
+    assert told.tx_bytes_per_step == pytest.approx(ran["tx_bytes"] / steps, rel=0.05)
+
+
 # With a simulation
 
 TASK = load_task("digits")

@@ -265,7 +265,7 @@ def spans(node: int, compute_s: float, send_s: float, rounds: int) -> list[Span]
 def test_the_first_rounds_show_every_strategy_twice_or_stay_readable() -> None:
     often, seldom = Strip("often", spans(0, 1, 1, 100), {}), Strip("seldom", spans(0, 10, 1, 20), {})
     never, once = Strip("never", [Span(0, "compute", 0, 500)], {}), Strip("once", spans(0, 12, 1, 1), {})
-    assert first_rounds_s([often, seldom]) == 22
+    assert first_rounds_s([often, seldom]) == first_rounds_s([often, seldom, never]) == 22
     assert first_rounds_s([often]) == 4 and first_rounds_s([once]) == 13
     assert (
         first_rounds_s([often, Strip("rare", spans(0, 1000, 1, 3), {})]) == 60
