@@ -16,6 +16,7 @@ Plain inner SGD, no schedule. The outer momentum is worth much there, and stalen
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import warnings
@@ -77,6 +78,7 @@ def methods(H: int) -> dict[str, Callable[..., Strategy]]:
         "FedBuff": asynchronous(rule="fedbuff"),
         "delayed Nesterov": asynchronous(),
         "delayed Nesterov + DyLU": asynchronous(dylu=True),
+        "the same, 1 s of grace": asynchronous(dylu=True, grace_s=1.0),
     }
 
 
@@ -150,12 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="regression", help="regression, digits, shakespeare, mnist or cifar10")
     parser.add_argument("--steps", type=int, help="of the fleet; a step is as many local steps as there are nodes")
+    parser.add_argument("--H", type=int, help="local steps of the fastest node's round")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--grid", type=float, nargs="+", default=GRID, help="outer learning rates to choose from")
     parser.add_argument("--methods", nargs="+", default=list(methods(1)), choices=list(methods(1)))
     given = parser.parse_args()
     torch.set_num_threads(1)
     task = regression() if given.task == "regression" else load_task(given.task)
+    task = dataclasses.replace(task, H=given.H or task.H)
     print("\n".join(table(task, given.methods, given.grid, given.seeds, given.steps)))
 
 

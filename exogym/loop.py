@@ -111,6 +111,7 @@ class TrainingLoop:
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
                 self.worker.should_stop = interrupt
+                self.wire.barrier()  # nobody trains before all can be told to stop
                 finished = self._run()
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
