@@ -6,8 +6,8 @@
 
 All methods take the same number of local steps in all. Each has its outer learning rate chosen from one grid, by the
 mean of the final validation losses over the seeds; nothing else is tuned, as in arXiv:2401.09135. Seconds are virtual:
-a step of the fastest node takes one, messages nothing. The last column: the share of the synchronous run's seconds
-after which its final loss was reached (interpolated between evaluations).
+a step of the fastest node takes one, messages nothing. The last column: the loss of DiLoCo after as many seconds
+(interpolated between evaluations).
 
 The regression: a tanh network is fitted to another one, without noise, on inputs whose variances span three decades.
 Plain inner SGD, no schedule. The outer momentum is worth much there, and staleness costs much.
@@ -35,6 +35,7 @@ from exogym.tasks import Task, load_task
 
 STEP_SECONDS = [1.0, 2.0, 4.0, 8.0]
 FREE = "1000000000000Gbps"  # messages that take no time
+SYNCHRONOUS = "DiLoCo (synchronous)"
 GRID = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)
 
 
@@ -71,7 +72,7 @@ def methods(H: int) -> dict[str, Callable[..., Strategy]]:
         return lambda **given: AsyncDiLoCoStrategy(H=H, **fixed, **given)
 
     return {
-        "DiLoCo (synchronous)": lambda **given: DiLoCoStrategy(H=H, **given),
+        SYNCHRONOUS: lambda **given: DiLoCoStrategy(H=H, **given),
         "naive": asynchronous(rule="nesterov", period=1),
         "naive + DyLU": asynchronous(rule="nesterov", period=1, dylu=True),
         "discount": asynchronous(rule="discount", period=1),
@@ -105,18 +106,6 @@ def run(task: Task, make: Callable[..., Strategy], outer_lr: float, seed: int, s
     return (final if math.isfinite(final) else math.inf), (np.interp(at, when, seconds), losses)
 
 
-def seconds_to(target: float, curve: Any) -> float:
-    """Return when a curve (seconds, losses) first falls to `target`, infinity if it does not."""
-    if curve is None:
-        return math.inf
-    seconds, losses = curve
-    for k in range(1, len(losses)):
-        if losses[k] <= target:
-            share = (losses[k - 1] - target) / max(losses[k - 1] - losses[k], 1e-12)
-            return float(seconds[k - 1] + min(max(share, 0.0), 1.0) * (seconds[k] - seconds[k - 1]))
-    return math.inf
-
-
 def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, steps: int | None = None) -> list[str]:
     """Return the lines of the table."""
     steps = steps or task.steps
@@ -124,10 +113,10 @@ def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, s
         f"{task.description}; steps of {STEP_SECONDS} s, H = {task.H}, {steps * len(STEP_SECONDS)} local steps in all, "
         f"{seeds} seeds",
         "",
-        "| | outer lr | validation loss | seconds | until the loss of DiLoCo |",
+        "| | outer lr | validation loss | seconds | DiLoCo by then |",
         "| --- | --- | --- | --- | --- |",
     ]
-    reference: list[tuple[float, float]] = []
+    synchronous: list[Any] = []
     for name in names:
         make = methods(task.H)[name]
         found = {eta: [run(task, make, eta, seed, steps) for seed in range(seeds)] for eta in grid}
@@ -137,14 +126,13 @@ def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, s
         if math.isinf(means[eta]):
             lines.append(f"| {name} | | diverged | | |")
             continue
-        losses = [loss for loss, _ in found[eta]]
+        losses, curves = zip(*found[eta], strict=True)
         spread = statistics.stdev(losses) if seeds > 1 else 0.0
-        reference = reference or [(loss, curve[0][-1]) for loss, curve in found[eta]]
-        curves = [curve for _, curve in found[eta]]
-        shares = [seconds_to(goal, curve) / whole for (goal, whole), curve in zip(reference, curves, strict=True)]
-        reached = "not reached" if math.isinf(max(shares)) else f"{statistics.mean(shares):.2f}"
-        whole = statistics.mean(curve[0][-1] for curve in curves)
-        lines.append(f"| {name} | {eta:g} | {means[eta]:.4f} ± {spread:.4f} | {whole:.0f} | {reached} |")
+        end = statistics.mean(seconds[-1] for seconds, _ in curves)
+        synchronous = synchronous or list(curves if name == SYNCHRONOUS else [])
+        by_then = [np.interp(end, *curve) for curve in synchronous]
+        then = f"{np.mean(by_then):.4f} ± {np.std(by_then, ddof=min(1, seeds - 1)):.4f}" if by_then else ""
+        lines.append(f"| {name} | {eta:g} | {means[eta]:.4f} ± {spread:.4f} | {end:.0f} | {then} |")
     return lines
 
 
