@@ -36,7 +36,7 @@ from exogym.tasks import Task, load_task
 STEP_SECONDS = [1.0, 2.0, 4.0, 8.0]
 FREE = "1000000000000Gbps"  # messages that take no time
 SYNCHRONOUS = "DiLoCo (synchronous)"
-GRID = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)
+GRID = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 
 
 class Regressor(nn.Module):
@@ -61,7 +61,7 @@ def regression(inputs: int = 20, train: int = 2048, val: int = 512) -> Task:
     data = [TensorDataset(x[part], y[part]) for part in (slice(train), slice(train, None))]
     return Task(
         "regression", f"regression on {inputs} ill-conditioned inputs, MLP {inputs}-16-1", "made up", *data,
-        lambda: Regressor(inputs), nodes=4, batch_size=32, steps=2000, lr=0.05, H=20, inner_optim="sgd",
+        lambda: Regressor(inputs), nodes=4, batch_size=32, steps=2000, lr=0.05, H=10, inner_optim="sgd",
     )  # fmt: skip
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
+import runpy
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -589,3 +592,27 @@ def test_a_loss_that_is_no_number_names_its_node() -> None:
 def test_by_name() -> None:
     strategy = parse_strategy("async_diloco:H=20:dylu=true:rule=nesterov", outer_lr=0.2, lr=0.01)
     assert isinstance(strategy, AsyncDiLoCoStrategy) and strategy.dylu and strategy.outer_lr == 0.2
+
+
+# What it is for
+
+
+def test_the_naive_rule_is_worse_and_delayed_nesterov_with_dynamic_updates_is_near_diloco() -> None:
+    """arXiv:2401.09135, on a regression where the outer momentum is worth much; speeds 8:4:2:1, equal local steps.
+
+    Lowering the outer learning rate does not repair the naive rule: it is at its best between the ends of its grid.
+    """
+    benchmark = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "asynchronous.py"))
+    task, methods = benchmark["regression"](), benchmark["methods"](10)
+
+    @functools.cache
+    def loss(name: str, outer_lr: float, seed: int) -> float:
+        return benchmark["run"](task, methods[name], outer_lr, seed, 300)[0]
+
+    naive = {eta: loss("naive", eta, 0) for eta in (0.025, 0.05, 0.1, 0.2)}
+    assert min(naive.values()) < min(naive[0.025], naive[0.2])
+    for seed in range(3):
+        synchronous, ours = (loss(name, 0.4, seed) for name in ("DiLoCo (synchronous)", "delayed Nesterov + DyLU"))
+        best = min(loss("naive", eta, seed) for eta in (0.05, 0.1))
+        assert ours < 0.85 * best and synchronous < 0.85 * best
+        assert 0.75 < ours / synchronous < 1.2
