@@ -41,7 +41,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = MLP()
+    model = MLP([784, 200, 10])
     data = TensorDataset(torch.randn(60_000, 784), torch.randint(0, 10, (60_000,)))
     layouts = {
         "given": {"network": "100Mbps,5ms", "step_seconds": "10ms"},

@@ -101,7 +101,7 @@ def main() -> None:
     for name, (model, data, size) in problems().items():
         batch = tuple(x[:size] for x in data.tensors)
         print(f"two threads, {name}: {two_threads(model, batch, 2.0):.2f} times one")
-    mlp = MLP()
+    mlp = MLP([784, 200, 10])
     print(
         f"two threads, MLP: {two_threads(mlp, (torch.randn(20, 784), torch.randint(0, 10, (20,))), 2.0):.2f} times one"
     )
