@@ -32,8 +32,8 @@ class Every:
 
 
 class EvaluateNodes:
-    """At each evaluation also evaluate every single node, as rows of their own in the history."""
+    """At each evaluation also evaluate every single node that is there, as rows of their own in the history."""
 
     def __call__(self, loop: TrainingLoop) -> None:
-        for node in range(loop.fleet.num_nodes):
+        for node in list(loop.fleet.comm.present):
             loop.history.add_evaluation(loop.step, loop.epoch, loop.evaluate(node), node=node)

@@ -6,12 +6,15 @@ training is cut into stretches. Steps are the fleet's, counted from 1.
     away    the node neither computes nor communicates; back, it takes the others' parameters
     lost    the synchronisation after that step passes the node by: it keeps its own parameters and goes on
     slow    the node takes only a share of the local steps, and takes part with what it has
+
+`Outages` are the faults that nobody planned: a run on real hosts writes down who was away when, and the same written
+into `Faults(absent=..., forget=True)` gives the same run in simulation.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -37,6 +40,9 @@ class Faults:
         lost_rate: probability that a node loses a synchronisation.
         slow: node to the share of its steps that it takes, over 0 and at most 1: floor(share * n) of the first n
             steps it is there for.
+        forget: a node that comes back was started anew and remembers nothing: besides parameters it takes the state of
+            its inner optimizer, and what its strategy keeps, from the node whose parameters it takes. Otherwise it was
+            out of reach only.
         seed: of the rates.
 
     Raises:
@@ -60,6 +66,7 @@ class Faults:
         lost: Mapping[int, Sequence[int]] | None = None,
         lost_rate: float = 0.0,
         slow: Mapping[int, float] | None = None,
+        forget: bool = False,
         seed: int = 0,
     ):
         for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
@@ -84,6 +91,9 @@ class Faults:
         self.slow = dict(slow or {})
         self.drop_rate, self.mean_outage_steps = drop_rate, mean_outage_steps
         self.lost_rate, self.seed = lost_rate, seed
+        if not isinstance(forget, bool):
+            raise ArgumentError(f"forget={forget!r} must be True or False")
+        self.forget = forget
 
     def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
         """Return who is there in a fleet of `num_nodes`.
@@ -118,10 +128,14 @@ class Attendance:
 
     def __init__(self, faults: Faults, num_nodes: int, lockstep: bool):
         self.faults, self.num_nodes, self.lockstep = faults, num_nodes, lockstep
-        self._outages = [_Outages(faults, node) for node in range(num_nodes)]
+        self.reread()
         self._shares = {node: Fraction(str(share)) for node, share in faults.slow.items() if share < 1}
         self._loses = bool(faults.lost) or faults.lost_rate > 0
-        self._span, self._there = (0, 1), list(range(num_nodes))  # who is there from a step up to another
+
+    def reread(self) -> None:
+        """Forget what was kept: the schedule has changed."""
+        self._outages = [_Outages(self.faults, node) for node in range(self.num_nodes)]
+        self._span, self._there = (0, 1), list(range(self.num_nodes))  # who is there from a step up to another
 
     def up(self, step: int) -> list[int]:
         """Return the sorted ids of the nodes that are there for step `step`; before step 1 all are. May be empty."""
@@ -222,6 +236,60 @@ class Attendance:
             step = begin - 1 if away else step
             if step <= 0 or not (self.lockstep and self._loses and node in self._losers(step)):
                 return max(step, 0)
+
+
+class Outages(Faults):
+    """The outages of a run as they happen; `Faults(absent=outages.as_absent(), forget=True)` says the same.
+
+    >>> outages = Outages()
+    >>> there = outages.bind(num_nodes=3)
+    >>> outages.note(100, [0, 2])  # node 1 is away from step 101 on
+    >>> outages.note(160, [0, 1, 2])
+    >>> there.up(100), there.up(101), there.up(161), outages.as_absent()
+    ([0, 1, 2], [0, 2], [0, 1, 2], {1: [(101, 161)]})
+    """
+
+    def __init__(self) -> None:
+        super().__init__(forget=True)
+        self._bound: list[Attendance] = []
+
+    def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
+        self._bound.append(super().bind(num_nodes, lockstep))
+        return self._bound[-1]
+
+    def note(self, step: int, present: Collection[int]) -> None:
+        """From step `step + 1` on the nodes `present` are there, and no others."""
+        for there in self._bound:
+            up = set(there.up(step))
+            for node in set(range(there.num_nodes)) - set(present):
+                if node in up:
+                    self.absent.setdefault(node, []).append((step + 1, NEVER))
+            for node in set(present) - up:
+                first, _ = self.absent[node].pop()
+                self.absent[node].append((first, step + 1))
+        self._tell()
+
+    def state(self) -> list[list[int]]:
+        """Return [node, first, last] of each outage, as JSON."""
+        return [[node, first, last] for node, spans in sorted(self.absent.items()) for first, last in spans]
+
+    def load(self, state: Sequence[Sequence[int]]) -> None:
+        """Take over what `state` returned."""
+        self.absent = {}
+        for node, first, last in state:
+            self.absent.setdefault(node, []).append((first, last))
+        self._tell()
+
+    def as_absent(self) -> dict[int, list[tuple[int, int | None]]]:
+        """Return what `Faults(absent=...)` takes, None standing for an outage that has not ended."""
+        return {
+            node: [(first, None if last == NEVER else last) for first, last in spans]
+            for node, spans in sorted(self.absent.items())
+        }
+
+    def _tell(self) -> None:
+        for there in self._bound:
+            there.reread()
 
 
 class _Outages:

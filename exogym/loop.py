@@ -73,6 +73,7 @@ class TrainingLoop:
         step: steps done; `epoch`: of the last one, from 0; `logged`: the last one given to the logger.
         history, fleet: as they stand.
         stopped: whether a callback ended the training.
+        carry: takes the training through; `at_rest`: called before each stretch, where nothing is in flight.
 
     With several processes each runs this loop over its own rows; the main one evaluates, records, logs and calls
     callbacks, and the others serve it meanwhile.
@@ -96,6 +97,9 @@ class TrainingLoop:
         self.evaluated_at = -1
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
+        self._start = self._cpu_start = 0.0
+        self.carry: Callable[[Callable[[], bool]], bool] = self._carry
+        self.at_rest: Callable[[], None] = lambda: None
 
     @property
     def epoch(self) -> int:
@@ -111,8 +115,7 @@ class TrainingLoop:
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
                 self.worker.should_stop = interrupt
-                self.wire.barrier()  # nobody trains before all can be told to stop
-                finished = self._run()
+                finished = self.carry(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
                 self.together = True
@@ -137,6 +140,10 @@ class TrainingLoop:
             for ending in self.endings:
                 ending()
 
+    def _carry(self, run: Callable[[], bool]) -> bool:
+        self.wire.barrier()  # nobody trains before all can be told to stop
+        return run()
+
     def _run(self) -> bool:
         """Train; return False where a signal stopped it."""
         plan = self.plan
@@ -148,6 +155,7 @@ class TrainingLoop:
                 self._call_back(every=False)
             self._log()
         while self.step < plan.total_steps and not self.stopped:
+            self.at_rest()
             first, last = self.step, self._stretch_end()
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
             losses, finished = self.driver.advance(first, last, self.begun)
@@ -356,7 +364,7 @@ class TrainingLoop:
         return 0.0 if self.timing is None else self.timing.time_s
 
     def wall_s(self) -> float:
-        return self.wall_before + time.perf_counter() - self._start
+        return self.wall_before + (time.perf_counter() - self._start if self._start else 0.0)
 
 
 def _name(received: signal.Signals | None) -> str:

@@ -159,7 +159,7 @@ class NodeDriver:
                 per_row[node.row] = list(grads)
         if self.worker.scaled:
             flags = torch.full((len(self.nodes), 1), float(overflowed))
-            overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
+            overflowed = bool(self.fleet.comm.wire.reduce(flags, self.fleet.comm.present, "max"))
         if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
             per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         self.worker.overflowed = overflowed

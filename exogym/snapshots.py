@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exogym.checkpoint import Snapshot
+from exogym.faults import Outages
 from exogym.history import History
 
 if TYPE_CHECKING:
@@ -43,13 +44,20 @@ def snapshot_of(loop: TrainingLoop) -> Snapshot:
         "evaluated": loop.evaluated_at,
         "wall_s": loop.wall_s(),
     }
+    there = loop.driver.attendance
+    if there is not None and isinstance(there.faults, Outages):  # planned faults are known without being told
+        counters["outages"] = there.faults.state()
     return Snapshot(rows, shared, counters | {"history": history, "description": loop.plan.description})
 
 
 def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
-    """Make `loop` stand where `snapshot` was taken."""
-    fleet, meta = loop.fleet, snapshot.meta
+    """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
+    fleet, meta, there = loop.fleet, snapshot.meta, loop.driver.attendance
+    if there is not None and isinstance(there.faults, Outages):
+        there.faults.load(meta["outages"])
     for row, rank in enumerate(fleet.ranks):
+        if rank not in snapshot.rows and there is not None and rank not in there.up(meta["step"]):
+            continue
         state = snapshot.rows[rank]
         for b, block in enumerate(fleet.blocks):
             block.params[row] = state[f"params.{b}"]
@@ -59,7 +67,10 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
         loop.worker.scales[row], loop.worker.good_steps[row] = state["scale"].tolist()
     if meta["begun_end"] is not None:
         loop.begun_end = meta["begun_end"]
-        loop.begun = torch.stack([snapshot.rows[rank]["begun"] for rank in fleet.ranks]).to(loop.worker.device)
+        begun = [snapshot.rows[rank]["begun"] for rank in fleet.ranks if rank in snapshot.rows]
+        nobody = torch.full_like(begun[0], torch.nan) if begun else torch.empty(0)
+        rows = [snapshot.rows[rank]["begun"] if rank in snapshot.rows else nobody for rank in fleet.ranks]
+        loop.begun = torch.stack(rows).to(loop.worker.device)
     loop.driver.load_shared_state(_below("driver.", snapshot.shared))
     fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
     if loop.timing is not None:
@@ -68,8 +79,8 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
     loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
     loop.wall_before = meta["wall_s"]
-    if loop.driver.attendance is not None:
-        fleet.comm.present = loop.driver.attendance.up(loop.step)
+    if there is not None:
+        fleet.comm.present = there.up(loop.step)
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

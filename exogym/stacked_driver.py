@@ -130,12 +130,19 @@ class StackedDriver:
             return
         fleet.comm.present = self.attendance.up(step + 1)
         with torch.no_grad():
-            takes_all = self.strategy.bring_back(fleet, nodes, source, step + 1)
+            forget = self.attendance.faults.forget
+            takes_all = self.strategy.bring_back(fleet, nodes, source, step + 1, forget)
         if not takes_all:
             return
-        state = self.inner.save_row(fleet.ranks.index(source)) if source in fleet.ranks else None
-        taken = take_state(fleet, state, source, nodes, self.worker.device)
+        state, worker = None, self.worker
+        if source in fleet.ranks:
+            row = fleet.ranks.index(source)
+            scale = torch.tensor([worker.scales[row], worker.good_steps[row]], dtype=torch.float64)
+            state = self.inner.save_row(row) | {"scale": scale}
+        taken = take_state(fleet, state, source, nodes, worker.device)
+        scale = taken.pop("scale", torch.zeros(2))
         for row in rows_of(fleet, nodes):
+            worker.scales[row], worker.good_steps[row] = scale.tolist()
             self.inner.load_row(row, {name: x.clone() for name, x in taken.items()})
             self.inner.steps[row] = step
 
@@ -172,7 +179,7 @@ class StackedDriver:
                     self.worker.clear_grads()
         if self.worker.scaled:
             flags = torch.full((len(self.nodes), 1), float(overflowed))
-            overflowed = bool(self.fleet.comm.wire.reduce(flags, range(self.fleet.num_nodes), "max"))
+            overflowed = bool(self.fleet.comm.wire.reduce(flags, self.fleet.comm.present, "max"))
         self.worker.overflowed = overflowed
         if self.timing is not None:
             self.timing.computed(everyone)

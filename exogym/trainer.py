@@ -194,10 +194,13 @@ class LocalTrainer(Trainer):
         with preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
-                run_placed(self.subject, options, place, lambda given, wire: self._train(given, place, wire))
+                self._carry_out(options, place)
             finally:
                 for module, training in modes:
                     module.training = training
+
+    def _carry_out(self, options: FitOptions, device: torch.device) -> None:
+        run_placed(self.subject, options, device, lambda given, wire: self._train(given, device, wire))
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""

@@ -13,7 +13,7 @@ from exogym.errors import ArgumentError
 from exogym.remote import HostsConfig, SSHLauncher
 from exogym.remote.launcher import new_folder
 from exogym.remote.profile import load_profile
-from exogym.remote.results import history_of, names
+from exogym.remote.results import bring, history_of, names
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
 
 
@@ -39,7 +39,9 @@ def distributed_train(
     known = HostsConfig.load(file)
     if run.nodes is not None and run.nodes < known.slots:
         raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
-    launcher = SSHLauncher(known, sync=sync, max_restarts=run.max_restarts)
+    launcher = SSHLauncher(
+        known, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries
+    )
     words = json.dumps(run.as_dict())
     if dry_run:
         launcher.launch("exogym.remote.job", words, module=True, save_dir=run.save_dir, dry_run=True)
@@ -52,8 +54,7 @@ def distributed_train(
     )  # fmt: skip
     if code:
         raise typer.Exit(code)
-    for name in names(1):
-        launcher.fetch(f"{RUNS}/{folder.name}/{name}", folder / name)
+    bring(launcher, folder, 1)
     history = history_of(folder, 1)
     history.to_csv(folder / "history.csv")
     last = next((row for row in reversed(list(history.rows(node=None))) if row["val_loss"] is not None), None)

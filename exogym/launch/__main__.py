@@ -29,6 +29,7 @@ HELP = {
     "monitor_interval": (float, "seconds between two looks at the processes"),
     "start_timeout": (int, "seconds within which all nodes must be there"),
     "log_dir": (str, "folder for what each rank prints: training_rank_{rank}.log, appended to"),
+    "first_rank": (int, "added to the ranks in what is printed, where this launch is a part of something greater"),
 }
 ALIKE = 0.85  # a script's option this near to one of the launcher's is taken for a slip
 

@@ -20,12 +20,13 @@ class Attempts(DefaultLogsSpecs):
         output: told which rank each process of this node has.
         node: knows the number of the attempt, the same on all nodes.
         environment: added to each rank's environment.
+        first_rank: added to the ranks in what is printed.
     """
 
-    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str]):
+    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str], first_rank: int = 0):
         super().__init__(log_dir=str(folder / "errors"))
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
-        self.world_size = 0
+        self.world_size, self.first_rank = 0, first_rank
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         kill_what_is_left(self.folder)
@@ -34,6 +35,6 @@ class Attempts(DefaultLogsSpecs):
         for local_rank, env in envs.items():
             env.update(self.environment)
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.node.attempt)
-            self.output.ranks[local_rank] = int(env["RANK"])
+            self.output.ranks[local_rank] = self.first_rank + int(env["RANK"])
             self.world_size = int(env["WORLD_SIZE"])
         return super().reify(envs)

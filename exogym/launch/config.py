@@ -30,6 +30,8 @@ class LaunchConfig:
         monitor_interval: seconds between two looks at the processes.
         start_timeout: whole seconds within which all nodes must be there.
         log_dir: folder for the output of each rank, appended to `training_rank_{rank}.log`. None: no files.
+        first_rank: added to the ranks in what is printed and in the names of those files, where this launch is one of
+            several that a greater program watches over.
 
     Raises:
         ArgumentError: a value that cannot be; the message says which and what was wanted.
@@ -52,6 +54,7 @@ class LaunchConfig:
     monitor_interval: float = 0.1
     start_timeout: int = 600
     log_dir: str | os.PathLike[str] | None = None
+    first_rank: int = 0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LaunchConfig:
         names = [field.name for field in dataclasses.fields(cls)]
@@ -63,7 +66,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("nproc_per_node", "nnodes", "start_timeout"):
             check_count(name, getattr(self, name))
-        for name in ("node_rank", "max_restarts"):
+        for name in ("node_rank", "max_restarts", "first_rank"):
             check_count(name, getattr(self, name), least=0)
         if self.node_rank >= self.nnodes:
             raise ArgumentError(f"node_rank={self.node_rank} is not a node of nnodes={self.nnodes}: count from 0")

@@ -45,14 +45,14 @@ def exit_code(failure: ProcessFailure) -> int:
     return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
 
 
-def describe(rank: int, failure: ProcessFailure, world_size: int, log_dir: Path | None) -> str:
+def describe(rank: int, failure: ProcessFailure, world_size: int | None, log_dir: Path | None) -> str:
     """Return one line on the failure, and where to read on."""
     recorded = _recorded(failure)
     if failure.exitcode < 0 and exit_code(failure) > 128:
         how = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
     else:
         how = f"ended with exit code {exit_code(failure)}"
-    text = f"rank {rank} of {world_size} {how}"
+    text = f"rank {rank}{'' if world_size is None else f' of {world_size}'} {how}"
     if recorded:
         text += f": {str(recorded['message']).splitlines()[0]}"
     where = [f'above, after "[rank {rank}]"']

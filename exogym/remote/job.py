@@ -15,7 +15,8 @@ def main(words: Sequence[str]) -> None:
     profile = Profile(**json.loads(words[0]))
     model, train, val, task = profile.problem()
     steps = profile.steps or (task.steps if task else DEFAULT_STEPS)
-    trainer = NetworkTrainer({"master": "localhost"}, model, train, val)  # inside a world the hosts are given
+    # Inside a world the hosts are given.
+    trainer = NetworkTrainer({"master": "localhost"}, model, train, val, min_hosts=profile.min_hosts)
     trainer.fit(
         profile.make_strategy(task),
         num_nodes=profile.nodes,

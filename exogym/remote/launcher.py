@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import shlex
 import signal
 import sys
@@ -19,18 +18,15 @@ from typing import Any
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.progress import notice
 from exogym.remote import ssh
-from exogym.remote.channel import Channel, Logs
+from exogym.remote.channel import Logs
 from exogym.remote.fetching import fetch
-from exogym.remote.hosts import HostsConfig
+from exogym.remote.hosts import Host, HostsConfig
 from exogym.remote.inspection import Check
-from exogym.remote.orders import STOP_S, Order, inside, orders
+from exogym.remote.orders import Order, inside, orders
 from exogym.remote.preflight import ANSWER_S, check_hosts, require
 from exogym.remote.sync import copies, sync_project, sync_words
-from exogym.remote.world import NETWORK, RUNS
-
-BEAT_S = 5.0
-FOLLOW_S = 10.0  # after one host has failed, what the others have to end by themselves
-LOOK_S = 0.2
+from exogym.remote.watch import Watch, pause_s
+from exogym.remote.world import NETWORK, RETRY, RUNS
 
 
 class SSHLauncher:
@@ -40,6 +36,10 @@ class SSHLauncher:
         hosts_config: a hosts file or a dict (see `HostsConfig.load`).
         sync: copy the project's folder to the hosts first, with rsync.
         max_restarts: times all processes are started again after one of them failed.
+        min_hosts: go on while so many hosts are left, and take in again those that come back; `max_restarts` then
+            counts for each host. For scripts whose training can do that (see `NetworkTrainer`). None: all are needed.
+        retries: times the whole run is started again, on all hosts, after a host was lost, with longer and longer
+            pauses; EXOGYM_NETWORK_RETRY tells the processes how often that was.
         project: the project's folder here; the current one by default.
         out: the folder in which each run gets a new one for its logs.
         start_timeout_s: seconds within which the hosts' launchers must have met.
@@ -47,7 +47,7 @@ class SSHLauncher:
         echo: whether to print here what the processes print.
 
     Attributes:
-        folder: the folder of the last run.
+        folder: the folder of the last run; `finished`: the hosts whose part in it ended well.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -61,6 +61,8 @@ class SSHLauncher:
         *,
         sync: bool = False,
         max_restarts: int = 0,
+        min_hosts: int | None = None,
+        retries: int = 0,
         project: str | os.PathLike[str] | None = None,
         out: str | os.PathLike[str] = RUNS,
         start_timeout_s: int = 300,
@@ -70,6 +72,13 @@ class SSHLauncher:
         self.config = HostsConfig.load(hosts_config)
         check_count("max_restarts", max_restarts, least=0)
         check_count("start_timeout_s", start_timeout_s)
+        check_count("retries", retries, least=0)
+        if min_hosts is not None:
+            check_count("min_hosts", min_hosts)
+            if min_hosts > len(self.config.hosts):
+                raise ArgumentError(f"min_hosts={min_hosts}, but the hosts file has {len(self.config.hosts)}: lower it")
+        self.min_hosts, self.retries = min_hosts, retries
+        self.finished: list[Host] = []
         self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
         self.project = os.path.realpath(project or os.getcwd())
         self.out, self.answer_s, self.echo = Path(out), answer_s, echo
@@ -111,13 +120,17 @@ class SSHLauncher:
             KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP take their usual effect then.)
         """
         target = os.fspath(script) if module else self._script(script)
-        parts = orders(
-            self.config, target, [str(word) for word in args], module=module, project=self.project,
-            environment={NETWORK: "1"} | dict(environment or {}), max_restarts=self.max_restarts,
-            start_timeout_s=self.start_timeout_s,
-        )  # fmt: skip
+
+        def parts(retry: int = 0) -> list[Order]:
+            told = {NETWORK: "1"} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
+            return orders(
+                self.config, target, [str(word) for word in args], module=module, project=self.project,
+                environment=told, max_restarts=self.max_restarts, start_timeout_s=self.start_timeout_s,
+                min_hosts=self.min_hosts,
+            )  # fmt: skip
+
         if dry_run:
-            print("\n".join(self.shown(parts)))
+            print("\n".join(self.shown(parts())))
             return 0
         with _ended_by_signals():
             self._prepare(save_dir, folder)
@@ -125,19 +138,22 @@ class SSHLauncher:
             self._describe(target, args)
             logs = Logs(self.folder, self.echo)
             try:
-                return self._run(parts, logs)
+                return self._run(parts, logs, save_dir)
             finally:
                 logs.close()
         return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
 
-    def fetch(self, path: str, target: Path) -> None:
-        """Copy the file `path` (below the project's folder) from the master to `target` here, whole or not at all.
+    def fetch(self, path: str, target: Path, host: Host | None = None) -> None:
+        """Copy the file `path` (below the project's folder) from `host` to `target` here, whole or not at all.
+
+        Args:
+            host: the master by default.
 
         Raises:
             ExoGymError: it is not there, or was damaged on the way.
         """
-        master = self.config.master
-        fetch(master, master.path or self.project, path, target)
+        host = host or self.config.master
+        fetch(host, host.path or self.project, path, target)
 
     def shown(self, parts: Sequence[Order]) -> list[str]:
         """Return, as text, every command that a run would have this machine run."""
@@ -170,64 +186,35 @@ class SSHLauncher:
                     folder.rmdir()
             raise
 
+    def _run(self, parts: Callable[[int], list[Order]], logs: Logs, save_dir: str | None) -> int:
+        """Run the parts; where a host was lost, all again after a pause, as often as `retries` says."""
+        retry = 0
+        while True:
+            watch = Watch(parts(retry), logs, goes_on=self.min_hosts is not None)
+            code = watch.run()
+            self.finished = watch.finished
+            while code and watch.lost and retry < self.retries:
+                pause, retry = pause_s(retry), retry + 1
+                notice(f"starting again in {pause:g} s (retry {retry} of {self.retries})")
+                time.sleep(pause)
+                failed = [check for check in self.check(save_dir) if not check.ok]
+                if not failed:
+                    break
+                notice(f"{failed[0].host}: {failed[0].check}: {failed[0].seen}")
+            else:
+                return code
+
     def _describe(self, target: str, args: tuple[Any, ...]) -> None:
         hosts = [{"address": host.address, "slots": host.slots, "device": host.device} for host in self.config.hosts]
-        value = {"script": target, "args": list(map(str, args)), "hosts": hosts, "max_restarts": self.max_restarts}
+        value = {
+            "script": target,
+            "args": list(map(str, args)),
+            "hosts": hosts,
+            "max_restarts": self.max_restarts,
+            "min_hosts": self.min_hosts,
+        }
         assert self.folder is not None
         (self.folder / "launch.json").write_text(json.dumps(value, indent=1))
-
-    def _run(self, parts: Sequence[Order], logs: Logs) -> int:
-        ended: queue.Queue[Channel] = queue.Queue()
-        channels: list[Channel] = []
-        done = threading.Event()
-        beats = threading.Thread(target=_beat, args=(channels, done), daemon=True)
-        try:
-            for number, part in enumerate(parts):
-                channels.append(Channel(number, part, logs, ended.put))
-            beats.start()
-            return self._wait(channels, ended)
-        finally:
-            done.set()
-            self._end(channels)
-
-    def _wait(self, channels: Sequence[Channel], ended: queue.Queue[Channel]) -> int:
-        """Wait for all hosts; after the first failure the others have a while to end by themselves."""
-        left, code, deadline = len(channels), 0, float("inf")
-        while left and time.monotonic() < deadline:
-            with contextlib.suppress(queue.Empty):
-                channel = ended.get(timeout=LOOK_S)
-                left -= 1
-                if channel.status and not code:
-                    code, deadline = channel.status, time.monotonic() + FOLLOW_S
-                    notice(self._why(channel))
-        return code
-
-    def _why(self, channel: Channel) -> str:
-        host = channel.order.host
-        if channel.status == ssh.SSH_FAILED and not host.is_local:
-            return f"the connection to {host.address}, or what watched over the run there, is lost"
-        return f"{host.address} ended with exit code {channel.status}; what it said is above and in {self.folder}"
-
-    def _end(self, channels: Sequence[Channel]) -> None:
-        """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines."""
-        try:
-            running = [channel for channel in channels if channel.status is None]
-            for channel in running:
-                channel.stop()
-            deadline = time.monotonic() + STOP_S + FOLLOW_S
-            for channel in running:
-                if not channel.join(max(0.0, deadline - time.monotonic())):
-                    notice(f"{channel.order.host.address} has not answered the order to stop; it will end by itself")
-        finally:
-            for channel in channels:
-                if channel.process.poll() is None:
-                    channel.kill()
-
-
-def _beat(channels: Sequence[Channel], done: threading.Event) -> None:
-    while not done.wait(BEAT_S):
-        for channel in list(channels):
-            channel.beat()
 
 
 def new_folder(out: Path, name: str) -> Path:

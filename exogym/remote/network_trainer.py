@@ -14,16 +14,21 @@ from torch import Tensor, nn
 
 from exogym.data.partition import Partitioner
 from exogym.devices import resolve_device
+from exogym.engine.wire import place
 from exogym.engine.world import local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
 from exogym.metrics import Metric
 from exogym.network import Network
 from exogym.options import FitOptions, option_names
+from exogym.progress import notice
 from exogym.remote import results
+from exogym.remote.elastic import recovery as elastic
+from exogym.remote.elastic.member import Member
+from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, new_folder
-from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, TOKEN, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 
@@ -47,10 +52,17 @@ class NetworkTrainer(Trainer):
         hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
         model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
         sync: copy the project's folder, which is the current one, to the hosts first, with rsync.
+        min_hosts: when hosts are lost, go on with those that remain, down to so many, and take back those that return
+            (see `exogym.remote.elastic`): their nodes are away meanwhile, as with `Faults(absent=...)`. For strategies
+            of communication modules. None: the run needs all hosts.
+        retries: times the whole run is started again, after longer and longer pauses, when a host was lost (with
+            `min_hosts`: when too few are left); with `save_dir` from the last checkpoint.
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
         folder: of the last run: logs of all ranks, final model, history.
+        outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
+            the same run in simulation, bit for bit.
 
     >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
     >>> trainer.hosts.slots
@@ -68,11 +80,13 @@ class NetworkTrainer(Trainer):
         loss_fn: Callable[..., Tensor] | None = None,
         metrics: dict[str, Metric] | None = None,
         sync: bool = False,
+        min_hosts: int | None = None,
+        retries: int = 0,
     ):
         super().__init__(model, train_dataset, val_dataset, loss_fn=loss_fn, metrics=metrics)
         # A process that was started from the hosts file needs none.
         self.hosts = None if _in_a_world() else HostsConfig.load(hosts_config)
-        self.sync = sync
+        self.sync, self.min_hosts, self.retries = sync, min_hosts, retries
         self.folder: Path | None = None
 
     @checked
@@ -140,6 +154,11 @@ class NetworkTrainer(Trainer):
             return self._on_host(part, number, given)
         return self._here(given) if _in_a_world() else self._on_controller(number, given)
 
+    @property
+    def outages(self) -> dict[int, list[tuple[int, int | None]]]:
+        found = self.description.get("outages", {})
+        return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
+
     # In a process of the world
 
     def _here(self, given: dict[str, Any]) -> nn.Module:
@@ -160,6 +179,10 @@ class NetworkTrainer(Trainer):
         self.folder = part.folder
         if given["device"] == "auto":
             given["device"] = part.device
+        if given["progress"] is None and part.progress:
+            given["progress"] = True
+        if part.roll is not None:
+            return self._with_a_seat(part, number, given)
         join(resolve_device(local_device(given["device"])))
         if part.fit is not None and part.folder is not None and number < part.fit:
             self._take(results.replay(part.folder, number, self.model))
@@ -167,14 +190,44 @@ class NetworkTrainer(Trainer):
         same_start(self.model)
         if part.restarts and given["save_dir"] is not None:
             given["resume"] = True
-        if given["progress"] is None and part.progress:
-            given["progress"] = True
         self._here(given)
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
-            found = results.Results(self.history, self.description, self.traffic)
-            results.write(part.folder, number, self.model, found)
+            self._leave_results(part.folder, number)
+        raise SystemExit(0)
+
+    def _leave_results(self, folder: Path, number: int) -> None:
+        found = results.Results(self.history, self.description, self.traffic)
+        results.write(folder, number, self.model, found)
+
+    def _with_a_seat(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+        """Train with those who are there."""
+        seats, given["max_restarts"] = sum(part.slots), 0
+        assert part.roll is not None
+        given["num_nodes"] = given["num_nodes"] or seats
+        member = Member(*part.roll, part.rank, os.environ[TOKEN])
+        if member.over is not None:
+            notice(f"nothing is left to do here: the run is over ({member.over})")
+            raise SystemExit(0)
+        epoch = member.ready("fresh") if member.fresh else None
+        if epoch is not None:
+            same_start(self.model)
+            if (member.again or part.restarts) and given["save_dir"] is not None:
+                given["resume"] = True
+        trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
+        try:
+            trainer.fit(**given)
+        finally:
+            self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
+        member.finished()
+        if trainer.is_main:
+            if part.folder is not None:
+                self._leave_results(part.folder, number)
+            member.done()
+        member.group.leave()
+        if part.fit is None:
+            return self.model
         raise SystemExit(0)
 
     # On the controller
@@ -184,14 +237,27 @@ class NetworkTrainer(Trainer):
         slots = self.hosts.slots
         if given["num_nodes"] is None:
             given["num_nodes"] = slots
+        restarts = given["max_restarts"]
+        if self.min_hosts is not None:
+            given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
         options = FitOptions(**given)
         if options.num_nodes < slots:
             raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
         if options.processes not in (1, "auto", slots):
             raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
+        if self.min_hosts is not None:
+            elastic.check(options)
+            if number > 1:
+                raise ArgumentError(
+                    f"fit number {number} of the script has min_hosts: who comes back in the middle of it could not "
+                    "know what came of the earlier ones; put each into a script of its own"
+                )
         script, is_module = calling_script()
         self.folder = _folder_of(script)
-        launcher = SSHLauncher(self.hosts, sync=self.sync, max_restarts=options.max_restarts)
+        launcher = SSHLauncher(
+            self.hosts, sync=self.sync, max_restarts=restarts, min_hosts=self.min_hosts,
+            retries=self.retries,
+        )  # fmt: skip
         watched = options.progress is None and sys.stderr.isatty()
         code = launcher.launch(
             script, *sys.argv[1:], module=is_module, folder=self.folder,
@@ -203,8 +269,7 @@ class NetworkTrainer(Trainer):
                 "" if options.save_dir is None else "; the same fit with resume=True goes on from the last checkpoint"
             )
             raise WorkerError(f"the run ended with exit code {code}; the logs of all ranks are in {self.folder}{again}")
-        for name in results.names(number):
-            launcher.fetch(f"{RUNS}/{self.folder.name}/{name}", self.folder / name)
+        results.bring(launcher, self.folder, number)
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
         return self.model

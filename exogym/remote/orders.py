@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from typing import Any
 from exogym.errors import ArgumentError
 from exogym.remote import ssh
 from exogym.remote.hosts import Host, HostsConfig
-from exogym.remote.world import DEVICE
+from exogym.remote.world import DEVICE, FIRST_SEAT, ROLL, SEATS, TOKEN
 
-SILENCE_S = 60.0  # a host that has heard nothing from the controller for so long ends its part
+SILENCE_S = 60.0  # a host that has heard nothing from the controller (or the roll call) for so long ends its part
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
 
 
@@ -23,6 +24,7 @@ class Order:
     """One host's part of a run.
 
     Attributes:
+        ranks: of its processes; none: it is the roll call's (see `exogym.remote.elastic`).
         words: what its Python is given, `-m exogym.launch ...`.
         folder: where it runs there; `~` stands for the home folder there.
         environment: added to the environment there.
@@ -43,12 +45,16 @@ class Order:
 
     def shown(self) -> str:
         """Return the command that this machine runs, and below it what the host runs, as text to read."""
-        last = "" if len(self.ranks) == 1 else f" to {self.ranks[-1]}"
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        if not self.ranks:
+            who = "the roll call"
+        else:
+            who = f"rank {self.ranks[0]}" + ("" if len(self.ranks) == 1 else f" to {self.ranks[-1]}")
+        shown = {name: "..." if name == TOKEN else shlex.quote(value) for name, value in self.environment.items()}
+        variables = [f"{name}={value}" for name, value in shown.items()]
         variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
         return "\n".join(
             [
-                f"# {self.host.address}, rank {self.ranks[0]}{last}: onhost/guard.py on stdin, which runs:",
+                f"# {self.host.address}, {who}: onhost/guard.py on stdin, which runs:",
                 ssh.shown(self.host),
                 f"    cd {shlex.quote(self.folder)}",
                 f"    {' '.join(variables)} {shlex.join([self.host.interpreter, *self.words])}",
@@ -66,23 +72,39 @@ def orders(
     environment: dict[str, str],
     max_restarts: int,
     start_timeout_s: int,
+    min_hosts: int | None = None,
 ) -> list[Order]:
     """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
+
+    With `min_hosts` each host's agent watches over its own processes only, and the first order is the roll call's, on
+    the master.
 
     Args:
         script: path inside the project, or the name of a module.
         project: the project's folder here, and on the hosts that name no other.
     """
     found = []
-    master = config.master.address
+    master, port = config.master, config.master_port
+    if min_hosts is not None:
+        slots = ",".join(str(host.slots) for host in config.hosts)
+        token = {TOKEN: secrets.token_hex(16)}
+        environment = environment | token | {ROLL: f"{master.address} {port}", SEATS: slots}
+        words = ["-m", "exogym.remote.elastic.rollcall", "--address", master.address, "--port", str(port)]
+        words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
+        found.append(Order(master, range(0), words, master.path or project, token))
     for index, host in enumerate(config.hosts):
-        words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots), "--nnodes", str(len(config.hosts))]
-        if len(config.hosts) > 1:
-            words += ["--node_rank", str(index), "--master_addr", master, "--master_port", str(config.master_port)]
+        own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
+        words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
+        if min_hosts is not None:
+            words += ["--first_rank", str(config.ranks(index)[0])]
+            own[FIRST_SEAT] = str(config.ranks(index)[0])
+        else:
+            words += ["--nnodes", str(len(config.hosts))]
+        if min_hosts is None and len(config.hosts) > 1:
+            words += ["--node_rank", str(index), "--master_addr", master.address, "--master_port", str(port)]
         words += ["--max_restarts", str(max_restarts), "--start_timeout", str(start_timeout_s)]
         words += ["-m", script] if module else [script]
         words += ["--", *args]
-        own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
         found.append(Order(host, config.ranks(index), words, host.path or project, own | environment))
     return found
 

@@ -49,6 +49,7 @@ class Profile:
         hosts_config: the hosts file, from the config file's folder on.
         nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
         save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
+        min_hosts, retries: as for `NetworkTrainer`.
     """
 
     task: str
@@ -64,16 +65,21 @@ class Profile:
     save_dir: str | None = None
     checkpoint_interval: int | None = None
     max_restarts: int = 0
+    min_hosts: int | None = None
+    retries: int = 0
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("communication_interval", "nodes", "steps", "batch_size", "checkpoint_interval"):
+        for name in ("communication_interval", "nodes", "steps", "batch_size", "checkpoint_interval", "min_hosts"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_count("max_restarts", self.max_restarts, least=0)
+        check_count("retries", self.retries, least=0)
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
         for name in ("checkpoint_interval", "max_restarts", "resume"):
+            if name == "max_restarts" and self.min_hosts is not None:
+                continue  # a host that starts again takes the others' state
             if getattr(self, name) and self.save_dir is None:
                 raise ArgumentError(f"{name} needs save_dir, a folder that all hosts share")
         self.make_strategy(None)

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from exogym.errors import ExoGymError
 from exogym.export import load_model, save_model
 from exogym.files import replacing
 from exogym.history import History
-from exogym.remote.world import send, tell, world_size
+from exogym.remote.world import RUNS, send, tell, world_size
+
+if TYPE_CHECKING:
+    from exogym.remote.launcher import SSHLauncher
 
 MODEL, HISTORY, FACTS = "model.safetensors", "history.safetensors", "facts.json"
 
@@ -52,6 +55,23 @@ def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
     facts = {"history": plain, "description": results.description, "traffic": results.traffic}
     with replacing(folder / facts_name) as file:
         json.dump(facts, file)
+
+
+def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
+    """Copy the results of a launch's fit to `folder` here, from the host of the process that was the first at the end.
+
+    Raises:
+        ExoGymError: no host has them.
+    """
+    hosts = sorted(launcher.finished, key=launcher.config.hosts.index) or [launcher.config.master]
+    for host in hosts:
+        try:
+            for name in names(fit):
+                launcher.fetch(f"{RUNS}/{folder.name}/{name}", folder / name, host)
+            return
+        except ExoGymError:
+            if host is hosts[-1]:
+                raise
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> Results:

@@ -18,8 +18,10 @@ from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
 
+ROLL, TOKEN, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_ROLL_TOKEN", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
+RETRY = "EXOGYM_NETWORK_RETRY"
 RUNS = "runs"
 
 
@@ -32,6 +34,9 @@ class Part:
         fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
         folder: where rank 0 leaves the results, or None.
         device: of this host; progress: whether to show some; restarts: how often all were started again.
+        roll: (address, port) of the roll call where hosts may be lost and come back, else None.
+        slots: processes of each host, there.
+        local_rank: of this process on its host.
     """
 
     rank: int
@@ -40,6 +45,9 @@ class Part:
     device: str
     progress: bool
     restarts: int
+    roll: tuple[str, int] | None = None
+    slots: tuple[int, ...] = ()
+    local_rank: int = 0
 
     @classmethod
     def of_this_process(cls) -> Part | None:
@@ -52,13 +60,17 @@ class Part:
         if given.get(NETWORK) != "1" or "RANK" not in given:
             return None
         folder = Path(given[PROJECT]) / RUNS / given[RUN] if RUN in given else None
+        address, _, port = given.get(ROLL, "").rpartition(" ")
         return cls(
-            rank=int(given["RANK"]),
+            rank=int(given["RANK"]) + int(given.get(FIRST_SEAT, "0")),
             fit=int(given[FIT]) if FIT in given else None,
             folder=folder,
             device=given.get(DEVICE, "auto"),
             progress=given.get(PROGRESS) == "1",
-            restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(given.get(RETRY, "0")),
+            roll=(address, int(port)) if port else None,
+            slots=tuple(map(int, given[SEATS].split(","))) if SEATS in given else (),
+            local_rank=int(given.get("LOCAL_RANK", "0")),
         )
 
 

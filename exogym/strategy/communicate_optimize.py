@@ -241,12 +241,13 @@ class CommunicateOptimizeStrategy(Strategy):
                 fresh = fresh or module.fresh_inner_state
         return fresh
 
-    def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int) -> bool:
+    def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
         """Bring back `nodes`, which were away at step `step - 1` and are there for step `step`.
 
         They take the outer parameters where there are some, else those of `source`, and its buffers; the modules put
         their own state in order. Inner optimizer states and step counts stay what they were, unless gradients meet
-        at every step: then replicas are to be equal again.
+        at every step: then replicas are to be equal again. Nodes that `forget` take all that from `source`, and what
+        its modules keep of it.
 
         Payload P b bytes, broadcast by `source` to `nodes`; buffers counted apart.
 
@@ -254,7 +255,7 @@ class CommunicateOptimizeStrategy(Strategy):
             Whether the nodes are to take over the inner optimizer state of `source` too, and the fleet's step.
         """
         joining = list(nodes)
-        for communication in self.communication_modules:
+        for communication in () if forget else self.communication_modules:
             joining = communication.joining(joining, step)
         if joining:
             outer = self.consensus(fleet)
@@ -264,8 +265,10 @@ class CommunicateOptimizeStrategy(Strategy):
                 for rows in fleet.buffers.values():
                     take_rows(fleet, rows, source, joining)
             for module in self.modules:
+                for rows in module.row_state.values() if forget else ():
+                    take_rows(fleet, rows, source, joining)
                 module.rejoin(fleet, joining, step)
-        return self.needs_gradients
+        return self.needs_gradients or forget
 
     def finish(self, fleet: Fleet, step: int) -> None:
         if not fleet.comm.present:

@@ -1,0 +1,246 @@
+"""A process's seat at the roll call, and the process group of the epoch that it takes part in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from exogym.errors import WorkerError
+from exogym.remote.orders import SILENCE_S
+
+BEAT_S = 2.0
+RETRY_S = 0.5
+NEVER = 2**62
+FOREVER = timedelta(days=30)  # who waits too long for another is found out by the roll call
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Those who train together from `step` on (None: from the start).
+
+    Attributes:
+        members, newcomers: seats; newcomers are members that know nothing yet.
+        source: the seat whose state they take.
+        port: of the store at which the members meet.
+    """
+
+    number: int
+    members: list[int]
+    step: int | None
+    newcomers: list[int]
+    source: int
+    port: int
+
+
+class Member:
+    """A seat at the roll call at `address` and `port`.
+
+    Attributes:
+        fresh: whether no training went on when this process came; again: whether some had been before.
+        over: why there is nothing to do any more, or None.
+        lost: whether the present epoch has ended, because someone is lost.
+        waiting: whether newcomers wait to be let in.
+
+    Raises:
+        WorkerError: nobody answered within `timeout_s`.
+    """
+
+    def __init__(
+        self, address: str, port: int, seat: int, token: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
+    ):
+        self.address, self.seat, self.silence_s = address, seat, silence_s
+        self.lost = self.waiting = False
+        self.cut: str | None = None  # why the roll call is out of reach
+        self.group = Group()
+        self._epochs: queue.Queue[Epoch | None] = queue.Queue()
+        self._sending = threading.Lock()
+        self._socket = _connected(address, port, timeout_s)
+        self._file = self._socket.makefile("rb")
+        self._say({"say": "hello", "seat": seat, "token": token})
+        self._socket.settimeout(silence_s)
+        line = self._file.readline()
+        if not line:
+            raise WorkerError(f"the roll call at {address} port {port} refused rank {seat}: it belongs to another run")
+        welcome = json.loads(line)
+        self.fresh, self.again, self.over = welcome["fresh"], welcome["again"], welcome["over"]
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name="exogym-roll", daemon=True).start()
+
+    def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Epoch:
+        """Wait for the next epoch and join its process group; return it.
+
+        Args:
+            kind: "fresh" (at the start), "alone" (to join others), "member" (of the epoch before).
+            anchors: steps that this process can go back to.
+            planned: whether all members come here at the same step.
+
+        Raises:
+            WorkerError: the run is over, or the roll call is lost.
+        """
+        while True:
+            self.group.leave()
+            self.lost = self.waiting = False
+            self._say({"say": "ready", "kind": kind, "anchors": list(anchors), "planned": planned})
+            epoch = self._epochs.get()
+            if epoch is None:
+                raise WorkerError(self.over or self.cut or "the roll call has ended")
+            with contextlib.suppress(RuntimeError):  # torch's own errors of the network are such
+                self.group.join(self.address, epoch, self.seat)
+                return epoch
+            planned = False  # a member was lost meanwhile; all stand where they stood
+
+    def finished(self) -> None:
+        """Say that this process has trained to the end."""
+        self._say({"say": "finished"})
+
+    def done(self) -> None:
+        """Say that the run has come to its end, and its results are there."""
+        self._say({"say": "done"})
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(json.dumps(what).encode() + b"\n")
+        except OSError as error:
+            self._cut(f"the roll call cannot be reached: {error}")
+
+    def _beat(self) -> None:
+        while self.cut is None:
+            time.sleep(BEAT_S)
+            self._say({"say": "beat"})
+
+    def _listen(self) -> None:
+        try:
+            for line in self._file:
+                self._hear(json.loads(line))
+            self._cut("the roll call has ended this process's part, or is gone")
+        except TimeoutError:
+            self._cut(f"the roll call has not been heard for {self.silence_s:g} s")
+        except (OSError, ValueError) as error:
+            self._cut(f"the roll call is lost: {error}")
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        kind = said.pop("hear")
+        if kind == "lost":
+            self.lost = self.group.sever(said["number"])
+        elif kind == "waiting":
+            self.waiting = True
+        elif kind == "epoch":
+            self._epochs.put(Epoch(**said))
+        elif kind == "over":
+            self.over = said["why"]
+            self._epochs.put(None)
+
+    def _cut(self, why: str) -> None:
+        if self.cut is None:
+            self.cut, self.lost = why, True
+            self.group.sever(NEVER)
+            self._epochs.put(None)
+
+
+class Group:
+    """The process group of an epoch: torch's default one, over gloo, which can be cut off from another thread.
+
+    Neither gloo's operations nor its meeting can be ended by torch (`abort` does not wake who waits), so `sever` shuts
+    down the connections that were opened since the meeting began; whoever waits on one gets an error at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = -1  # of the epoch that this process takes part in, or is about to
+        self._ended = -1  # the last epoch that is known to have ended
+        self._before: set[tuple[int, int]] = set()
+        self._own: set[tuple[int, int]] | None = None
+
+    def join(self, address: str, epoch: Epoch, seat: int) -> None:
+        """Meet the other members of the epoch.
+
+        Raises:
+            RuntimeError: one of them is lost.
+        """
+        with self._lock:
+            self._before, self._own, self._number = _sockets(), None, epoch.number
+            if self._ended >= epoch.number:
+                raise RuntimeError("a member was lost")
+        store = dist.TCPStore(address, epoch.port, is_master=False, wait_for_workers=False)
+        rank = epoch.members.index(seat)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"epoch/{epoch.number}", store), rank=rank, world_size=len(epoch.members),
+            timeout=FOREVER,
+        )  # fmt: skip
+        dist.barrier()
+        with self._lock:
+            self._own = _sockets() - self._before
+
+    def leave(self) -> None:
+        """End the group."""
+        with self._lock:
+            self._number = -1
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    def sever(self, number: int) -> bool:
+        """The epochs up to `number` have ended: cut the connections if this group is of one; say whether it is."""
+        with self._lock:
+            self._ended = max(self._ended, number)
+            if not 0 <= self._number <= number:
+                return False
+            theirs = _sockets() - self._before
+            for descriptor, inode in theirs if self._own is None else theirs & self._own:
+                _shut(descriptor, inode)
+            return True
+
+
+def _connected(address: str, port: int, timeout_s: float) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=max(RETRY_S, deadline - time.monotonic()))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"the roll call at {address} port {port} does not answer within {timeout_s:g} s: {error}"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """Return (descriptor, inode) of the sockets that this process has."""
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    found = set()
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError, ValueError):
+            facts = os.fstat(int(name))
+            if stat.S_ISSOCK(facts.st_mode):
+                found.add((int(name), facts.st_ino))
+    return found
+
+
+def _shut(descriptor: int, inode: int) -> None:
+    """Shut down the connection, if the descriptor still is that socket; it stays open for who holds it."""
+    with contextlib.suppress(OSError):
+        double = socket.socket(fileno=os.dup(descriptor))
+        try:
+            if os.fstat(double.fileno()).st_ino == inode and double.family != socket.AF_UNIX:
+                double.getpeername()  # gloo does not survive the end of a socket that listens, which has no peer
+                double.shutdown(socket.SHUT_RDWR)
+        finally:
+            double.close()

@@ -1,0 +1,298 @@
+"""Training that goes on when hosts are lost, and takes back those that return.
+
+Every process keeps copies of where its nodes stood at the last two moments of rest. When a member of the epoch is lost,
+those who remain go back to the last of these moments that all of them know, and from the next step on the nodes of the
+lost one are away, as `Faults` would have it; so the same run can be had in simulation, from the outages that were
+written down. Who comes back is let in at a moment of rest and takes the others' state, as in simulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.assembly import assemble
+from exogym.checkpoint import Snapshot
+from exogym.communicator import Wire
+from exogym.errors import ArgumentError, WorkerError
+from exogym.faults import Outages
+from exogym.loop import TrainingLoop
+from exogym.options import FitOptions
+from exogym.remote.elastic.member import Epoch, Member
+from exogym.remote.elastic.wire import ElasticWire, Lost
+from exogym.snapshots import put_back, snapshot_of
+from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.trainer import LocalTrainer
+
+if TYPE_CHECKING:
+    from exogym.assembly import Subject
+
+ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
+KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another
+TRIES = 3  # epochs without a step forward, with the same members, before that counts as an error of its own
+
+
+def check(options: FitOptions) -> None:
+    """Refuse what cannot go on with fewer hosts.
+
+    Raises:
+        ArgumentError: an option or a strategy.
+    """
+    strategy = options.strategy
+    if not isinstance(strategy, CommunicateOptimizeStrategy) or isinstance(strategy, AsyncDiLoCoStrategy):
+        raise ArgumentError(
+            f"min_hosts with {type(strategy).__name__}: going on without lost nodes needs a strategy of communication "
+            "modules (DiLoCo, FedAvg, SPARTA, DDP, ...); leave min_hosts out, or take one of these"
+        )
+    for name, default in (("faults", None), ("network", None), ("max_memory_usage", None)):
+        if getattr(options, name) is not default:
+            raise ArgumentError(f"min_hosts and {name} do not go together: leave one out")
+    if options.compute == "auto":
+        raise ArgumentError("min_hosts needs compute='loop' or 'vmap': a host that joins later must not choose anew")
+
+
+class _Planned(Exception):
+    """All members stand at the same step, and newcomers wait."""
+
+
+class ElasticTrainer(LocalTrainer):
+    """A `LocalTrainer` in a process that has a seat at a roll call; `processes` come and go.
+
+    Args:
+        subject: model, data and loss.
+        member: the seat.
+        nodes_of: seat to the ids of its nodes.
+        epoch: the one that was joined before anything was trained; None: others are training already.
+    """
+
+    def __init__(self, subject: Subject, member: Member, nodes_of: Sequence[Sequence[int]], epoch: Epoch | None):
+        super().__init__(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
+        self.member, self.nodes_of, self.epoch = member, nodes_of, epoch
+        self.is_main = False  # of those who came to the end together
+
+    def _carry_out(self, options: FitOptions, device: torch.device) -> None:
+        check(options)
+        options = dataclasses.replace(options, faults=Outages())
+        native = options.reduction == "native"
+        if self.epoch is not None:
+            wire = ElasticWire(self.member, self.nodes_of, self.epoch, native)
+            recovery = Recovery(assemble(self.subject, options, device, self.max_stretch, wire), wire)
+        else:
+            recovery = self._join(options, device, native)
+        loop = recovery.loop
+        self.history, self.description = loop.history, loop.plan.description
+        try:
+            loop.run()
+        finally:
+            self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            self.is_main = loop.wire.is_main
+            away = recovery.outages.as_absent()
+            self.description["outages"] = {str(node): [list(span) for span in spans] for node, spans in away.items()}
+            loop.end()
+
+    def _join(self, options: FitOptions, device: torch.device, native: bool) -> Recovery:
+        """Put this process's part together alone, and join those who are training."""
+        own = self.nodes_of[self.member.seat]
+        alone = dataclasses.replace(
+            options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0,
+            logger=options.logger if self.member.seat == 0 else None,
+            progress=options.progress if self.member.seat == 0 else False,
+        )  # fmt: skip
+        loop = assemble(self.subject, alone, device, self.max_stretch, Wire(own))
+        plan = loop.plan
+        plan.save_dir, plan.checkpoint_interval = options.save_dir, options.checkpoint_interval
+        wire = ElasticWire(self.member, self.nodes_of, self.member.ready("alone"), native)
+        loop.wire = loop.fleet.comm.wire = wire
+        recovery = Recovery(loop, wire)
+        recovery.join()
+        return recovery
+
+
+class Recovery:
+    """Takes `loop` through its run over `wire`, whoever is lost or comes back."""
+
+    def __init__(self, loop: TrainingLoop, wire: ElasticWire):
+        self.loop, self.wire, self.member = loop, wire, wire.member
+        assert loop.driver.attendance is not None and isinstance(loop.driver.attendance.faults, Outages)
+        self.outages = loop.driver.attendance.faults
+        self.anchors: dict[int, Snapshot] = {}
+        self.joined = False
+        self._stood: list[Any] = []  # step and members of the last epochs in which nobody came forward
+        loop.carry, loop.at_rest = self.carry, self.at_rest
+
+    def carry(self, run: Callable[[], bool]) -> bool:
+        """Train to the end, or to where a signal stops all; say whether it is the end."""
+        if not self.joined:
+            self._note_who_is_there()
+            self._anchor()
+            self._trying(self.wire.barrier)
+        while True:
+            try:
+                finished = run()
+                self.wire.barrier()  # nobody leaves before all have come so far
+                return finished
+            except Lost as lost:
+                self._regroup(lost)
+            except _Planned:
+                self._regroup(None)
+
+    def at_rest(self) -> None:
+        """All stand at the same step, and nothing is in flight."""
+        loop = self.loop
+        if loop.step - max(self.anchors) >= ANCHOR_STEPS:
+            self._anchor()
+            if loop.begun is None and self.wire.agree(self.member.waiting):
+                raise _Planned
+
+    def join(self) -> None:
+        """Take the state of the others, in the epoch that the wire is in; then the next ones."""
+        rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop).rows.items()}
+        while True:
+            try:
+                self._receive(rows)
+                break
+            except Lost:
+                epoch = self.member.ready("alone")
+                self.wire.take_part(epoch)
+        self.joined = True
+
+    # Inside
+
+    def _anchor(self) -> None:
+        found = snapshot_of(self.loop)
+        rows = {rank: _copy(state) for rank, state in found.rows.items()}
+        meta = json.loads(json.dumps(found.meta | {"outages": self.outages.state()}))
+        self.anchors[self.loop.step] = Snapshot(rows, _copy(found.shared), meta)
+        for step in sorted(self.anchors)[:-KEPT_ANCHORS]:
+            del self.anchors[step]
+
+    def _trying(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Lost as lost:
+            self._regroup(lost)
+
+    def _regroup(self, lost: Lost | None) -> None:
+        """Go on in the next epoch, where nothing that this process knows is unknown to another.
+
+        Raises:
+            WorkerError: the same members have failed together again and again.
+        """
+        while True:
+            epoch = self.member.ready("member", sorted(self.anchors), planned=lost is None)
+            assert epoch.step is not None
+            standing = [epoch.step, epoch.members]
+            self._stood = [*self._stood, standing] if standing in self._stood[-1:] else [standing]
+            if len(self._stood) > TRIES:
+                raise WorkerError(f"the same ranks failed {TRIES} times after step {epoch.step}: {lost}") from lost
+            self.wire.take_part(epoch)
+            try:
+                self._settle(epoch)
+                return
+            except Lost as again:
+                lost = again
+
+    def _settle(self, epoch: Epoch) -> None:
+        """Stand where the epoch begins, and tell the newcomers."""
+        assert epoch.step is not None
+        anchor = self.anchors[epoch.step]
+        self._stand(anchor)
+        if epoch.newcomers and epoch.source == self.member.seat:
+            for seat in epoch.newcomers:
+                process = epoch.members.index(seat)
+                self.wire.or_lost(lambda process=process: _send(process, anchor, self._constants()))  # type: ignore[misc]
+        self.wire.barrier()
+        self._note_who_is_there()
+
+    def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
+        """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
+        epoch = self.wire.epoch
+        process = epoch.members.index(epoch.source)
+        shared, meta, constants = self.wire.or_lost(lambda: _take(process))
+        self._stand(Snapshot(rows, shared, meta))
+        with torch.no_grad():
+            for name, x in self._constants().items():
+                x.copy_(constants[name])
+        self.loop.plan.description = meta["description"]
+        self.wire.barrier()
+        self._note_who_is_there()
+
+    def _stand(self, anchor: Snapshot) -> None:
+        loop = self.loop
+        logged, began = loop.logged, bool(self.anchors)
+        wall_s = loop.wall_s() if began else anchor.meta["wall_s"]
+        copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
+        loop.begun, loop.stopped = None, False
+        put_back(loop, copy)
+        loop.logged, loop.wall_before = max(logged, loop.logged), wall_s
+        self.anchors = {anchor.meta["step"]: anchor}
+
+    def _note_who_is_there(self) -> None:
+        step, there = self.loop.step, self.wire.present
+        stayed = [node for node in self.outages_up(step) if node in there]
+        self.outages.note(step, there)
+        self.loop.fleet.comm.present = stayed
+
+    def outages_up(self, step: int) -> list[int]:
+        assert self.loop.driver.attendance is not None
+        return self.loop.driver.attendance.up(step)
+
+    def _constants(self) -> dict[str, Tensor]:
+        """Return what all nodes share and no row holds: frozen parameters and buffers that do not change."""
+        model, fleet = self.loop.worker.model, self.loop.fleet
+        frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
+
+
+def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in tensors.items()}
+
+
+# Sending a state: a line of JSON with the names, then all numbers as bytes. Nothing is pickled.
+
+
+def _send(process: int, anchor: Snapshot, constants: dict[str, Tensor]) -> None:
+    tensors = {f"shared.{name}": x for name, x in anchor.shared.items()}
+    tensors |= {f"constant.{name}": x for name, x in constants.items()}
+    kinds = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()]
+    text = np.frombuffer(json.dumps({"tensors": kinds, "meta": anchor.meta}).encode(), np.uint8)
+    numbers = [_as_bytes(x) for x in tensors.values()]
+    dist.send(torch.tensor([len(text), sum(map(len, numbers))]), process)
+    dist.send(torch.from_numpy(text.copy()), process)
+    dist.send(torch.cat([*numbers, torch.zeros(1, dtype=torch.uint8)]), process)
+
+
+def _take(process: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    """Return shared state, meta and constants that `process` sends."""
+    lengths = torch.zeros(2, dtype=torch.int64)
+    dist.recv(lengths, process)
+    text = torch.empty(int(lengths[0]), dtype=torch.uint8)
+    dist.recv(text, process)
+    numbers = torch.empty(int(lengths[1]) + 1, dtype=torch.uint8)
+    dist.recv(numbers, process)
+    told = json.loads(text.numpy().tobytes())
+    found: dict[str, dict[str, Tensor]] = {"shared": {}, "constant": {}}
+    at = 0
+    for name, dtype, shape in told["tensors"]:
+        x = torch.empty(shape, dtype=getattr(torch, dtype))
+        size = x.numel() * x.element_size()
+        if size:
+            x.view(-1).view(torch.uint8).copy_(numbers[at : at + size])
+        at += size
+        part, _, own = name.partition(".")
+        found[part][own] = x
+    return found["shared"], told["meta"], found["constant"]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
