@@ -24,7 +24,7 @@ from exogym.options import FitOptions, option_names
 from exogym.progress import notice
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
-from exogym.remote.elastic.member import Member
+from exogym.remote.elastic.member import DONE, Member
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, new_folder
@@ -207,9 +207,11 @@ class NetworkTrainer(Trainer):
         assert part.roll is not None
         given["num_nodes"] = given["num_nodes"] or seats
         member = Member(*part.roll, part.rank, os.environ[TOKEN])
-        if member.over is not None:
-            notice(f"nothing is left to do here: the run is over ({member.over})")
+        if member.over == DONE:
+            notice("nothing is left to do here: the run has come to its end")
             raise SystemExit(0)
+        if member.over is not None:
+            raise WorkerError(f"the run is over: {member.over}")
         epoch = member.ready("fresh") if member.fresh else None
         if epoch is not None:
             same_start(self.model)

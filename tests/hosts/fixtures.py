@@ -78,11 +78,11 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.stdout}\n{done.stderr}"
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None) -> Any:
-    """Return the first true value of `condition`; fail where the process ends before, or after a minute."""
-    deadline = time.monotonic() + 60
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None, within_s: float = 60) -> Any:
+    """Return the first true value of `condition`; fail where the process ends before, or after `within_s`."""
+    deadline = time.monotonic() + within_s
     while not (found := condition()):
         assert process is None or process.poll() is None, "it ended too early"
-        assert time.monotonic() < deadline, "it did not come within a minute"
+        assert time.monotonic() < deadline, f"it did not come within {within_s} s"
         time.sleep(0.05)
     return found

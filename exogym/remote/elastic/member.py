@@ -20,6 +20,7 @@ import torch.distributed as dist
 from exogym.errors import WorkerError
 from exogym.remote.orders import SILENCE_S
 
+DONE = "done"  # why a run is over that has come to its end
 BEAT_S = 2.0
 RETRY_S = 0.5
 NEVER = 2**62

@@ -34,6 +34,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from exogym.remote.elastic.member import DONE
 from exogym.remote.orders import SILENCE_S
 from exogym.remote.world import TOKEN
 
@@ -130,7 +131,7 @@ class Roll:
 
     def done(self) -> None:
         """The run has come to its end."""
-        self.over = "done"
+        self.over = DONE
 
     def look(self, now: float) -> None:
         """Begin the next epoch, if all is there that it needs."""
@@ -220,7 +221,7 @@ class Server:
 
     def serve(self) -> None:
         """Serve until the run has come to its end and all have left."""
-        while self.lines or self.roll.over != "done":
+        while self.lines or self.roll.over != DONE:
             for key, _ in self.selector.select(LOOK_S):
                 if key.fileobj is self.listener:
                     self._accept()

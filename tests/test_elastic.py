@@ -1,0 +1,356 @@
+"""Runs that go on without lost hosts: the roll call's decisions, and training between losses and returns on real hosts.
+
+The law: a run in which hosts were lost and came back has the bits of the simulation with the same outages.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Hosts, fixtures
+from hosts.fixtures import said, wait_for
+
+from exogym import LocalTrainer, load_model
+from exogym.errors import ArgumentError
+from exogym.faults import Faults, Outages
+from exogym.remote import NetworkTrainer, SSHLauncher
+from exogym.remote.elastic.rollcall import Roll
+from exogym.remote.watch import pause_s
+from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
+from exogym.strategy.strategy import Strategy
+from exogym.testing import fingerprint, small_problem
+
+hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them
+COUNT = 3
+STEPS = 400
+STRATEGIES: dict[str, Any] = {
+    "diloco": lambda: DiLoCoStrategy(H=5, lr=0.01),
+    "fedavg": lambda: FedAvgStrategy(H=5, lr=0.01),
+    "sparta": lambda: SPARTAStrategy(lr=0.01),
+    "ddp": lambda: SimpleReduceStrategy(lr=0.01),
+}
+
+
+# The roll call decides
+
+
+def begun(slots: list[int], min_hosts: int = 1) -> Roll:
+    """A run in its first epoch, with every seat."""
+    roll = Roll(slots, min_hosts, gather_s=100)
+    for seat in range(sum(slots)):
+        assert roll.hello(seat) == {"hear": "welcome", "fresh": True, "again": False, "over": None}
+    for seat in range(sum(slots)):
+        assert roll.told == []
+        roll.ready(seat, {"kind": "fresh"}, now=0.0)
+    assert {seat for seat, what in roll.told if what["hear"] == "epoch"} == set(range(sum(slots)))
+    roll.told.clear()
+    return roll
+
+
+def member(*anchors: int, planned: bool = False) -> dict[str, Any]:
+    return {"kind": "member", "anchors": list(anchors), "planned": planned}
+
+
+def epoch_of(roll: Roll) -> dict[str, Any]:
+    """The epoch that was told last; all its members were told the same."""
+    epochs = [(seat, what) for seat, what in roll.told if what["hear"] == "epoch"]
+    last = epochs[-1][1]
+    assert sorted(seat for seat, what in epochs if what["number"] == last["number"]) == last["members"]
+    assert all(what == last for _, what in epochs if what["number"] == last["number"])
+    return last
+
+
+def test_after_a_loss_all_go_back_to_what_everyone_knows() -> None:
+    roll = begun([1, 1, 1])
+    assert roll.leave(1) == [1]
+    assert roll.told == [(0, {"hear": "lost", "number": 0}), (2, {"hear": "lost", "number": 0})]
+    roll.ready(0, member(20, 30), now=1.0)
+    assert all(what["hear"] == "lost" for _, what in roll.told), "the epoch waits for everyone"
+    roll.ready(2, member(10, 20), now=2.0)
+    found = epoch_of(roll)
+    assert (found["number"], found["members"], found["step"], found["newcomers"]) == (1, [0, 2], 20, [])
+
+
+def test_who_comes_back_waits_for_a_planned_moment() -> None:
+    roll = begun([1, 1, 1])
+    roll.leave(1)
+    assert roll.hello(1)["fresh"] is False
+    roll.ready(1, {"kind": "alone"}, now=0.0)
+    roll.ready(0, member(20), now=1.0)
+    roll.ready(2, member(20), now=1.0)
+    assert epoch_of(roll)["members"] == [0, 2], "not in the epoch after a loss: its nodes were not away yet"
+    assert [what["hear"] for seat, what in roll.told if seat == 0][-1] == "waiting"
+    roll.ready(0, member(20, 30, planned=True), now=2.0)
+    assert roll.lost is False, "a planned meeting cuts nobody off"
+    roll.ready(2, member(20, 30, planned=True), now=2.0)
+    found = epoch_of(roll)
+    assert (found["members"], found["newcomers"], found["step"], found["source"]) == ([0, 1, 2], [1], 30, 0)
+
+
+def test_a_member_that_cannot_reach_another_ends_the_epoch_for_all() -> None:
+    roll = begun([1, 1])
+    roll.ready(0, member(10), now=0.0)
+    assert roll.lost and (1, {"hear": "lost", "number": 0}) in roll.told
+    roll.ready(1, member(10), now=0.0)
+    assert epoch_of(roll)["members"] == [0, 1]
+
+
+def test_a_newcomer_that_got_nothing_is_a_newcomer_still() -> None:
+    roll = begun([1, 1])
+    roll.leave(1)
+    roll.ready(0, member(10), now=0.0)
+    roll.hello(1)
+    roll.ready(1, {"kind": "alone"}, now=0.0)
+    roll.ready(0, member(20, planned=True), now=0.0)
+    assert epoch_of(roll)["newcomers"] == [1]
+    roll.ready(1, {"kind": "alone"}, now=0.0)  # the sending failed
+    roll.ready(0, member(20), now=0.0)
+    assert epoch_of(roll)["members"] == [0]
+    roll.ready(0, member(30, planned=True), now=0.0)
+    assert epoch_of(roll)["newcomers"] == [1]
+
+
+def test_a_host_is_lost_and_comes_back_as_a_whole() -> None:
+    roll = begun([1, 2])
+    assert sorted(roll.leave(2)) == [1, 2] and roll.members == {0}
+    roll.ready(0, member(10), now=0.0)
+    roll.hello(1)
+    roll.ready(1, {"kind": "alone"}, now=0.0)
+    roll.ready(0, member(20, planned=True), now=0.0)
+    assert epoch_of(roll)["members"] == [0], "its other process is not there yet"
+    roll.hello(2)
+    roll.ready(2, {"kind": "alone"}, now=0.0)
+    roll.ready(0, member(30, planned=True), now=0.0)
+    assert epoch_of(roll)["newcomers"] == [1, 2]
+
+
+def test_with_too_few_hosts_the_run_is_over() -> None:
+    roll = begun([1, 1, 1], min_hosts=2)
+    roll.leave(0)
+    roll.ready(1, member(10), now=0.0)
+    roll.ready(2, member(10), now=0.0)
+    assert epoch_of(roll)["members"] == [1, 2]
+    roll.leave(1)
+    roll.ready(2, member(10), now=0.0)
+    assert roll.told[-1] == (2, {"hear": "over", "why": "1 hosts are left, and min_hosts=2"})
+    assert roll.hello(1)["over"] is not None
+
+
+def test_the_start_waits_for_all_and_then_for_enough() -> None:
+    roll = Roll([1, 1, 1], 2, gather_s=100)
+    for seat in (0, 2):
+        roll.hello(seat)
+        roll.ready(seat, {"kind": "fresh"}, now=0.0)
+    roll.look(99)
+    assert roll.told == []
+    roll.look(101)
+    assert epoch_of(roll)["members"] == [0, 2]
+    roll.told.clear()
+    roll.hello(1)
+    roll.ready(1, {"kind": "fresh"}, now=102.0)  # it had said hello too early to know
+    assert roll.told == [(1, {"hear": "over", "why": "the run has begun without this process"})]
+    alone = Roll([1, 1, 1], 2, gather_s=100)
+    alone.hello(0)
+    alone.ready(0, {"kind": "fresh"}, now=0.0)
+    alone.look(101)
+    assert alone.told[-1][1]["hear"] == "over"
+
+
+def test_when_all_are_lost_the_next_ones_start_afresh() -> None:
+    roll = begun([1, 1])
+    roll.leave(0)
+    roll.leave(1)
+    assert roll.hello(0) == {"hear": "welcome", "fresh": True, "again": True, "over": None}
+    roll.hello(1)
+    roll.ready(1, {"kind": "alone"}, now=0.0)  # it had come while others still trained
+    assert roll.told[-1][1]["hear"] == "over"
+
+
+def test_who_leaves_at_the_end_is_not_lost() -> None:
+    roll = begun([1, 1])
+    roll.finished(1)
+    roll.leave(1)
+    assert roll.told == [] and not roll.lost
+    roll.done()
+    roll.leave(0)
+    assert roll.told == [] and roll.hello(0)["over"] == "done"
+
+
+# What is refused
+
+
+def test_what_cannot_go_on_without_hosts_is_refused() -> None:
+    model, data = small_problem()
+    loss_fn = torch.nn.functional.mse_loss
+    trainer = NetworkTrainer({"master": "localhost"}, model, data, loss_fn=loss_fn, min_hosts=1)
+    wrong: list[tuple[Strategy, dict[str, Any], str]] = [
+        (AsyncDiLoCoStrategy(H=5, lr=0.01), {}, "AsyncDiLoCoStrategy"),
+        (DiLoCoStrategy(H=5), {"faults": Faults(drop_rate=0.1)}, "faults"),
+        (DiLoCoStrategy(H=5), {"network": "wifi"}, "network"),
+        (DiLoCoStrategy(H=5), {"compute": "auto"}, "compute"),
+    ]
+    for strategy, given, named in wrong:
+        with pytest.raises(ArgumentError, match=named):
+            trainer.fit(strategy, max_steps=2, **given)
+    with pytest.raises(ArgumentError, match="min_hosts=2, but the hosts file has 1"):
+        SSHLauncher({"master": "localhost"}, min_hosts=2)
+
+
+def test_pauses_between_tries_grow_to_a_minute() -> None:
+    assert [pause_s(n) for n in (0, 1, 3, 4, 1000)] == [5, 10, 40, 60, 60]
+
+
+def test_outages_are_what_faults_would_say() -> None:
+    outages = Outages()
+    there = outages.bind(4)
+    outages.note(10, [0, 1, 3])
+    outages.note(20, [0, 1])
+    saved = outages.state()
+    outages.note(30, [0, 1, 2])
+    planned = Faults(absent=outages.as_absent(), forget=True).bind(4)
+    for step in range(1, 50):
+        assert there.up(step) == planned.up(step) and there.returning(step) == planned.returning(step)
+    outages.load(saved)
+    assert there.up(40) == [0, 1] and outages.as_absent() == {2: [(11, None)], 3: [(21, None)]}
+
+
+# On real hosts
+
+TRAIN = """
+import os, sys, time, torch
+from exogym import NetworkTrainer
+from exogym.callbacks import Every
+from exogym.testing import small_problem
+sys.path.insert(0, sys.argv[1])
+from test_elastic import STEPS, STRATEGIES
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return self.data[i]
+
+def note(loop):
+    with open("step.tmp", "w") as file:
+        file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
+    os.replace("step.tmp", "step")
+
+model, data = small_problem()
+trainer = NetworkTrainer(
+    "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
+)
+trainer.fit(
+    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]),
+    callbacks=[Every(10, note)],
+)
+print("outages", trainer.outages)
+"""
+
+
+def start(hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1) -> Any:
+    """Start the training; return the process once it has trained 50 steps."""
+    (project / "train.py").write_text(TRAIN)
+    hosts.file(project / "hosts.json")
+    with open(project / "said", "w") as file:
+        words = ["train.py", str(Path(__file__).parent), name, str(min_hosts), str(steps), str(restarts)]
+        run = hosts.controller.start([sys.executable, *words], cwd=project, stdout=file, stderr=file)
+    wait_for(lambda: progress(project)[0] >= 50, run)
+    return run
+
+
+def progress(project: Path) -> tuple[int, int]:
+    """Return (step, nodes that are there), as rank 0 saw them last."""
+    path = project / "step"
+    step, present = path.read_text().split() if path.exists() else ("0", "0")
+    return int(step), int(present)
+
+
+def kill_worker(hosts: Hosts, number: int) -> None:
+    (worker,) = [pid for pid, line in hosts[number].processes().items() if "runner.py" in line]
+    os.kill(worker, signal.SIGKILL)
+
+
+def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int, Any]:
+    """Hold the run's model and losses against the simulation with the run's own outages; return these."""
+    (folder,) = (project / "runs").iterdir()
+    facts = json.loads((folder / "fit_1.facts.json").read_text())
+    away = {int(k): [tuple(x) for x in v] for k, v in facts["description"]["outages"].items()}
+    found = fingerprint(load_model(small_problem()[0], folder / "fit_1.model.safetensors"))
+    for faults, same in ((Faults(absent=away, forget=True), True), (Faults(absent=away), False), (None, False)):
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+        trainer.fit(STRATEGIES[name](), num_nodes=COUNT, max_steps=steps, batch_size=8, faults=faults)
+        returned = any(last is not None for spans in away.values() for _, last in spans)
+        if faults is None or faults.forget or (returned and name != "ddp"):
+            assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
+        if same:
+            assert trainer.traffic == facts["traffic"]
+    return away
+
+
+@pytest.mark.parametrize(("name", "number"), [("diloco", 1), ("sparta", 0)])
+def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: Path, name: str, number: int) -> None:
+    """The first rank's too: then another one is the first meanwhile."""
+    run = start(hosts, project, name, min_hosts=1)
+    kill_worker(hosts, number)
+    assert run.wait(120) == 0, (project / "said").read_text()
+    away = is_the_simulation(project, name)
+    ((first, last),) = away[number]
+    assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
+    assert hosts.left_over() == {}
+
+
+def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Path) -> None:
+    run = start(hosts, project, "diloco", min_hosts=3, restarts=0)
+    kill_worker(hosts, 2)
+    assert run.wait(60) != 0
+    text = (project / "said").read_text()
+    assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "ddp"])
+def test_a_host_that_is_cut_off_for_minutes_is_done_without_and_comes_back(
+    hosts: Hosts, project: Path, name: str
+) -> None:
+    """After a minute the others go on; the host ends its part by itself; the controller starts it again."""
+    steps = 20000 if name == "fedavg" else 12000
+    run = start(hosts, project, name, min_hosts=1, steps=steps, restarts=0)
+    hosts.cut(hosts[1])
+    try:
+        wait_for(lambda: progress(project)[1] == 2, run, within_s=100)
+    finally:
+        hosts.restore(hosts[1])
+    wait_for(lambda: progress(project)[1] == 3, run, within_s=150)
+    assert run.wait(600) == 0, (project / "said").read_text()
+    away = is_the_simulation(project, name, steps)
+    assert set(away) == {1} and len(away[1]) == 1
+    assert "trying again in 5 s" in said_by(project)
+    assert hosts.left_over() == {}
+
+
+def said_by(project: Path) -> str:
+    return (project / "said").read_text()
+
+
+def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: Path) -> None:
+    (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
+    hosts.file(project / "hosts.json")
+    words = [
+        str(Path(sys.executable).with_name("exogym")),
+        "distributed-train",
+        "a",
+        "--hosts",
+        "hosts.json",
+        "--dry-run",
+    ]
+    done = hosts.controller.run(words, cwd=project)
+    assert done.returncode == 0, said(done)
+    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_ROLL_TOKEN=..." in done.stdout
