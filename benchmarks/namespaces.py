@@ -2,10 +2,11 @@
 
     enter()
     with hosts(2, train) as group:
-        alone = group.train({"strategy": "ddp", "hosts": 1})  # each for itself, all at once
         group.meet()
         group.limit("100mbit")
         seen = measured(group.train({"strategy": "ddp", "hosts": 2}))
+        group.part()
+        alone = group.train({"strategy": "ddp", "hosts": 1})  # each for itself, all at once
 
 A host has one process and one cable to a bridge, which lies in a namespace of its own. `tc tbf` limits every cable in
 both directions. The namespaces have no names and live as long as their processes, so nothing is left behind however a
@@ -112,7 +113,7 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
     """Be a host: say when there is a namespace, then do as told until killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
-    the world), ("latency", None) and ("train", job); each is answered.
+    the world), ("part", None), ("latency", None) and ("train", job); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     linux("unshare", CLONE_NEWNET)
@@ -128,6 +129,11 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
         if order == "meet":
             os.environ.update(given)
             dist.init_process_group("gloo", timeout=timedelta(seconds=GIVE_UP_S))
+            pipe.send(None)
+        elif order == "part":
+            dist.destroy_process_group()
+            for name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
             pipe.send(None)
         elif order == "latency":
             pipe.send(message_s())
@@ -184,6 +190,7 @@ class Hosts:
     def __init__(self, count: int, train: Train, urgent: bool):
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
+        self.meetings = 0
         fork = multiprocessing.get_context("fork")
         for _ in range(count):
             here, there = fork.Pipe()
@@ -210,7 +217,9 @@ class Hosts:
 
     def meet(self) -> None:
         """Let the processes become one world; what they train from now on they train together."""
-        world = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": "29500", "WORLD_SIZE": str(len(self.pipes))}
+        self.meetings += 1  # each at a port of its own: the last one may still be closing
+        port = str(29500 + self.meetings)
+        world = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(self.pipes))}
         self._order("meet", [world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"} for rank in self._ranks])
 
     def limit(self, rate: str | None) -> None:
@@ -225,6 +234,10 @@ class Hosts:
                 shape = ["rate", rate, "burst", str(max(3028, int(bytes_per_s * BURST_S)))]
                 shape += ["limit", str(int(bytes_per_s * QUEUE_S))]
                 shell(*words, "replace", "dev", device, "root", "tbf", *shape)
+
+    def part(self) -> None:
+        """End the world: what the processes train from now on, each trains for itself."""
+        self._order("part", [None for _ in self._ranks])
 
     def latency_s(self) -> float:
         """Return the seconds of a small message between the first two, which have met."""
