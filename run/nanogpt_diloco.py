@@ -1,6 +1,8 @@
 """Train a small GPT on Shakespeare, character by character, with DiLoCo, and let it write.
 
 python run/nanogpt_diloco.py --dataset shakespeare --num_nodes 4 --H 20
+torchrun --nproc_per_node 2 run/nanogpt_diloco.py --num_nodes 4
+python run/nanogpt_diloco.py --num_nodes 4 --hosts distributed_hosts.json
 """
 
 import argparse
@@ -8,8 +10,9 @@ import sys
 
 import torch
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, NetworkTrainer, save_model
 from exogym.data import shakespeare
+from exogym.distributed import get_rank, is_initialized
 from exogym.errors import ExoGymError
 from exogym.models import CharGPT
 from exogym.progress import readable_bytes
@@ -30,6 +33,8 @@ def main() -> None:
     parser.add_argument("--n_layer", type=int, default=2)
     parser.add_argument("--n_embd", type=int, default=64)
     parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
+    parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
+    parser.add_argument("--save", help="file for the final model (safetensors)")
     args = parser.parse_args()
 
     source = shakespeare(args.data, block_size=args.block_size, stride=args.block_size // 2, val_windows=256)
@@ -39,12 +44,17 @@ def main() -> None:
         inner_optim="adamw", outer_optim="sgd", H=args.H, lr=args.lr, outer_lr=args.outer_lr, max_norm=1.0,
         lr_scheduler="cosine", warmup_steps=min(50, args.max_steps // 10),
     )  # fmt: skip
-    trainer = LocalTrainer(model, source.train, source.val)
+    data = source.train, source.val
+    trainer = NetworkTrainer(args.hosts, model, *data) if args.hosts else LocalTrainer(model, *data)
     trainer.fit(
         strategy, num_nodes=args.num_nodes, max_steps=args.max_steps, batch_size=args.batch_size,
         val_interval=max(1, args.max_steps // 10),
     )  # fmt: skip
 
+    if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
+        return
+    if args.save:
+        save_model(model, args.save)
     for row in trainer.history.rows(node=None):
         if row["val_loss"] is not None:
             sent = readable_bytes(row["tx_bytes"])

@@ -1,0 +1,328 @@
+"""Hosts for benchmarks: processes in network namespaces on limited links, what they measure, what the clock says.
+
+    enter()
+    with hosts(2, train) as group:
+        group.meet()
+        group.limit("100mbit")
+        seen = measured(group.train({"strategy": "ddp", "hosts": 2}))
+        group.part()
+        alone = group.train({"strategy": "ddp", "hosts": 1})  # each for itself, all at once
+
+A host has one process and one cable to a bridge, which lies in a namespace of its own. `tc tbf` limits every cable in
+both directions. The namespaces have no names and live as long as their processes, so nothing is left behind however a
+run ends. Needs Linux, root, and Debian's iproute2.
+
+What a job is, the script says: `train(job, mark, **options)` trains as it says, calls `mark(loop)` after each segment,
+gives `options` to `fit`, and returns the `LocalTrainer`. All hosts are forks of the script, so any function will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym import LocalTrainer
+from exogym.engine.wire import ProcessWire
+from exogym.network import Network, parse_bandwidth
+from exogym.testing import fingerprint
+
+Train = Callable[..., LocalTrainer]  # train(job, mark, **options of fit)
+PAYLOAD_SHARE = 1448 / (1514 + 66 / 2)
+BURST_S = 0.002  # of the rate, that may pass at once after a pause
+QUEUE_S = 2.0  # of the rate, that may wait: nothing is dropped
+CONTROL = "cubic"  # of TCP: Linux's own default, whatever this machine's is
+SMALL_BYTES = 65536  # what is under this is the loop's own: which gradients there are, losses
+GIVE_UP_S = 120.0
+SUBNET = "10.78.0"
+CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1  # linux/sched.h, linux/prctl.h
+SCRIPT = Path(sys.argv[0]).stem  # that measures, for its messages
+
+
+def enter() -> None:
+    """Put this process into a namespace of its own, with one thread; end it where that cannot be."""
+    missing = [name for name in ("nsenter", "ip", "tc") if not shutil.which(name)]
+    if missing or os.geteuid() != 0:
+        raise SystemExit(
+            f"{SCRIPT}: needs {', '.join(missing) or 'root'}: apt-get install iproute2 util-linux; run as root"
+        )
+    linux("unshare", CLONE_NEWNET)
+    torch.set_num_threads(1)
+
+
+# A host's process
+
+
+class Stopwatch:
+    """Notes when this process enters and leaves the wire's collectives: (start, end, bytes handed over) in `spans`."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float, int]] = []
+        self._inside = False
+        for name in ("rows", "reduce", "agree", "tell"):
+            setattr(ProcessWire, name, self._timed(getattr(ProcessWire, name)))
+        begin = ProcessWire.begin
+        ProcessWire.begin = lambda wire, x: _Begun(self, begin(wire, x), x)  # type: ignore[method-assign]
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(wire: ProcessWire, x: Any, *args: Any, **options: Any) -> Any:
+            if self._inside:
+                return call(wire, x, *args, **options)
+            self._inside, start = True, time.perf_counter()
+            try:
+                return call(wire, x, *args, **options)
+            finally:
+                self._inside = False
+                self.add(start, x)
+
+        return timed
+
+    def add(self, start: float, x: Any) -> None:
+        self.spans.append((start, time.perf_counter(), x.nbytes if isinstance(x, Tensor) else 0))
+
+
+class _Begun:
+    """A sum that was begun; it lasts until somebody has waited for it."""
+
+    def __init__(self, watch: Stopwatch, work: Any, x: Tensor):
+        self.watch, self.work, self.x, self.start = watch, work, x, time.perf_counter()
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.watch.add(self.start, self.x)
+
+
+def host(pipe: Connection, train: Train, urgent: bool) -> None:
+    """Be a host: say when there is a namespace, then do as told until killed.
+
+    The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
+    the world), ("part", None), ("latency", None) and ("train", job); each is answered.
+    """
+    linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux("unshare", CLONE_NEWNET)
+    try:
+        if urgent:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        pipe.send(True)
+    except PermissionError:
+        pipe.send(False)
+    watch = Stopwatch()
+    while True:
+        order, given = pipe.recv()
+        if order == "meet":
+            os.environ.update(given)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=GIVE_UP_S))
+            pipe.send(None)
+        elif order == "part":
+            dist.destroy_process_group()
+            for name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
+            pipe.send(None)
+        elif order == "latency":
+            pipe.send(message_s())
+        else:
+            watch.spans, marks = [], []
+
+            def mark(loop: Any, marks: list[tuple[float, int]] = marks) -> None:
+                marks.append((time.perf_counter(), len(watch.spans)))
+
+            trainer = train(given, mark)
+            pipe.send({"spans": watch.spans, "marks": marks, "fingerprint": fingerprint(trainer.model)})
+
+
+def message_s(times: int = 100) -> float:
+    """Return the least seconds that a small message between ranks 0 and 1 took, one way."""
+    rank, x, seconds = dist.get_rank(), torch.zeros(1), []
+    for _ in range(times if rank < 2 else 0):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if rank == sender:
+                dist.send(x, 1 - sender)
+            else:
+                dist.recv(x, sender)
+        seconds.append((time.perf_counter() - start) / 2)
+    dist.barrier()
+    return min(seconds, default=0.0)
+
+
+# Hosts
+
+
+def linux(call: str, *arguments: int) -> None:
+    """Make a call of the C library that Python has no name for."""
+    if getattr(ctypes.CDLL(None, use_errno=True), call)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
+
+
+def shell(*words: str) -> None:
+    """Run a command that must succeed."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{SCRIPT}: {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+class Hosts:
+    """`count` processes, each in a network namespace, on one bridge in the namespace of this process.
+
+    Args:
+        train: what a job is.
+        urgent: ask for real-time priority, so that what other programs do is not measured. Not for jobs that compute
+            all the time: they would keep the system from carrying their packets.
+    """
+
+    def __init__(self, count: int, train: Train, urgent: bool):
+        self.processes: list[Any] = []
+        self.pipes: list[Connection] = []
+        self.meetings = 0
+        fork = multiprocessing.get_context("fork")
+        for _ in range(count):
+            here, there = fork.Pipe()
+            self.pipes.append(here)
+            self.processes.append(fork.Process(target=host, args=(there, train, urgent), daemon=True))
+            self.processes[-1].start()
+            there.close()  # else its end would not be seen
+
+    def connect(self) -> None:
+        """Plug the cables in."""
+        shell("ip", "link", "add", "name", "bridge0", "type", "bridge")
+        shell("ip", "link", "set", "bridge0", "up")
+        if not all(self._answers()):
+            print(f"{len(self.pipes)} hosts without real-time priority: what other programs do is measured too")
+        for rank, process in enumerate(self.processes):
+            inside, port = self._inside(process), f"port{rank}"
+            ends = ["name", "eth0", "netns", str(process.pid), "type", "veth", "peer", "name", port]
+            shell("ip", "link", "add", *ends)
+            shell("ip", "link", "set", port, "master", "bridge0", "up")
+            shell(*inside, "ip", "link", "set", "lo", "up")
+            shell(*inside, "ip", "addr", "add", f"{SUBNET}.{rank + 1}/24", "dev", "eth0")
+            shell(*inside, "ip", "link", "set", "eth0", "up")
+            shell(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", CONTROL)
+
+    def meet(self) -> None:
+        """Let the processes become one world; what they train from now on they train together."""
+        self.meetings += 1  # each at a port of its own: the last one may still be closing
+        port = str(29500 + self.meetings)
+        world = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(self.pipes))}
+        self._order("meet", [world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"} for rank in self._ranks])
+
+    def limit(self, rate: str | None) -> None:
+        """Let every cable carry `rate`, such as "100mbit", each way; None: no limit."""
+        for rank, process in enumerate(self.processes):
+            for inside, device in ((self._inside(process), "eth0"), ([], f"port{rank}")):
+                words = [*inside, "tc", "qdisc"]
+                if rate is None:  # none is there at first
+                    subprocess.run([*words, "del", "dev", device, "root"], capture_output=True, check=False)
+                    continue
+                bytes_per_s = bits_per_s(rate) / 8
+                shape = ["rate", rate, "burst", str(max(3028, int(bytes_per_s * BURST_S)))]
+                shape += ["limit", str(int(bytes_per_s * QUEUE_S))]
+                shell(*words, "replace", "dev", device, "root", "tbf", *shape)
+
+    def part(self) -> None:
+        """End the world: what the processes train from now on, each trains for itself."""
+        self._order("part", [None for _ in self._ranks])
+
+    def latency_s(self) -> float:
+        """Return the seconds of a small message between the first two, which have met."""
+        return self._order("latency", [None for _ in self._ranks])[0]
+
+    def train(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        """Let all processes train; return what each saw: its "spans" on the wire, "marks", and "fingerprint"."""
+        return self._order("train", [job for _ in self._ranks])
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        subprocess.run(["ip", "link", "del", "bridge0"], capture_output=True, check=False)
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self.pipes))
+
+    def _order(self, order: str, given: Sequence[Any]) -> list[Any]:
+        for pipe, own in zip(self.pipes, given, strict=True):
+            pipe.send((order, own))
+        return self._answers()
+
+    def _inside(self, process: Any) -> list[str]:
+        return ["nsenter", "--net", "--target", str(process.pid)]
+
+    def _answers(self) -> list[Any]:
+        try:
+            return [pipe.recv() for pipe in self.pipes]
+        except EOFError:
+            raise SystemExit(f"{SCRIPT}: a host's process ended; its error is above") from None
+
+
+@contextlib.contextmanager
+def hosts(count: int, train: Train, urgent: bool = False) -> Iterator[Hosts]:
+    """Hosts while entered."""
+    made = Hosts(count, train, urgent)
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.close()
+
+
+# What they measured, and what the clock says
+
+
+def measured(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of a segment: "run_s", of that "comm_s", "waiting_s", "small_s" (in comm_s); medians."""
+    spans, marks = [answer["spans"] for answer in answers], answers[0]["marks"]
+    segments = []
+    for (start, first), (end, last) in itertools.pairwise(marks):
+        found = dict.fromkeys(("comm_s", "waiting_s", "small_s"), 0.0) | {"run_s": end - start}
+        for calls in zip(*(of[first:last] for of in spans), strict=True):
+            (entered, left, size), all_there = calls[0], max(call[0] for call in calls)
+            took = max(0.0, left - all_there)
+            found["comm_s"] += took
+            found["small_s"] += took if size < SMALL_BYTES else 0.0
+            found["waiting_s"] += min(left, all_there) - entered
+        segments.append(found)
+    return {name: statistics.median(segment[name] for segment in segments) for name in segments[0]}
+
+
+def predict(train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float) -> dict[str, Any]:
+    """Return the seconds of a segment, "comm_s" and "run_s", as the clock has it, and the weights' "fingerprint".
+
+    The job is trained here, in one process; `rate_bps` and `latency_s` are of every link, `step_s` of a node's step.
+    """
+    seen: list[tuple[float, float]] = []
+
+    def mark(loop: Any) -> None:
+        seen.append((loop.timing.time_s, float(loop.timing.clock.seconds("sending")[0])))
+
+    network = Network(rate_bps * PAYLOAD_SHARE, latency_s)
+    trainer = train(job, mark, network=network, step_seconds=step_s)
+    run_s, comm_s = ((seen[-1][part] - seen[0][part]) / (len(seen) - 1) for part in (0, 1))
+    return {"run_s": run_s, "comm_s": comm_s, "fingerprint": fingerprint(trainer.model)}
+
+
+def bits_per_s(rate: str) -> float:
+    """Return a rate as `tc` writes it, "100mbit", in bits per second."""
+    return parse_bandwidth(f"{rate}/s", "--rates")
+
+
+def load() -> str:
+    return "load average {:.1f} {:.1f} {:.1f}".format(*os.getloadavg())
