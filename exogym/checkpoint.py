@@ -281,9 +281,8 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     said = wire.gather([trouble, lacking, there, mark])
     troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
     if not troubles and len({mark for *_, mark in said}) > 1:
-        troubles = [
-            f"{path.name} is not of one run in {' and '.join(keepers.places[k] for k in sorted(set(keepers.of)))}"
-        ]
+        places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
+        troubles = [f"{path.name} is not of one run in {places}: remove it where it is of another"]
     copies: dict[tuple[str, str], None] = {}
     for process, (_, files, _, _) in enumerate(said):
         for file in files:

@@ -75,7 +75,7 @@ class Profile:
             raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
         for name in ("checkpoint_interval", "max_restarts", "resume"):
             if getattr(self, name) and self.save_dir is None:
-                raise ArgumentError(f"{name} needs save_dir, a folder that all hosts share")
+                raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
