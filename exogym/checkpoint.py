@@ -259,7 +259,9 @@ def load_newest(
             complaints.append(complaint)
         advice = advice or _advice(name, copies)
     if complaints:
-        raise CheckpointError(f"no checkpoint of {folder} can be read: {'; '.join(complaints)}{advice}")
+        raise CheckpointError(
+            f"no checkpoint of {folder} can be read (another save_dir starts anew): {'; '.join(complaints)}{advice}"
+        )
     return None, []
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of processes that do not share a folder: three under torchrun, two see folder `a` and the last sees `b`.
 
-In the first launch the last process is killed when `a` has the checkpoint of step 9 under its name, and `b` has not yet;
+In the first launch the last process is killed when `a` has the checkpoint of step 9 under its name and `b` not yet;
 the second launch goes on from copies of what is left.
 """
 
