@@ -19,20 +19,19 @@ from torch import Tensor, nn
 from exogym.async_driver import AsyncDriver
 from exogym.checkpoint import (
     Snapshot,
-    check_folder,
     differences,
     list_checkpoints,
     load_newest,
-    remove_folders,
     remove_leftovers,
 )
 from exogym.communicator import Wire
 from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
-from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelError
+from exogym.errors import ArgumentError, CheckpointError, ModelError
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.history import History
+from exogym.keepers import Keepers, check_folder, everywhere, find_keepers, on_main, remove_folders
 from exogym.logger import combine
 from exogym.loop import Driver, Plan, TrainingLoop
 from exogym.memory import fitting_micro_batch
@@ -103,14 +102,13 @@ def assemble(
 
         snapshot = None
         description = _description(options, fleet, stream, total_steps, device)
-        folder = None if options.save_dir is None else Path(options.save_dir)
+        folder, keepers = None if options.save_dir is None else Path(options.save_dir), None
         if folder is not None:
-            made = _on_main(wire, lambda: [str(path) for path in _prepare_folder(folder, options)])
-            undo.callback(remove_folders, [Path(path) for path in made] if wire.is_main else [])
+            keepers = _open(folder, options.resume, wire, undo)
             description["shared"] = _sum_of_shared(model, fleet)
-            snapshot = _matching_snapshot(folder, description, wire) if options.resume else None
+            snapshot = _matching_snapshot(folder, description, wire, keepers) if options.resume else None
         if snapshot is None:
-            description["chosen"] = _on_main(wire, lambda: _choose(options, worker, stream, first_batch))
+            description["chosen"] = on_main(wire, lambda: _choose(options, worker, stream, first_batch))
         worker.micro_batch_size = description["chosen"]["micro_batch_size"]
         timing = None
         if options.network is not None:
@@ -122,7 +120,7 @@ def assemble(
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
-            np.minimum(options.step_examples, stream.examples),
+            np.minimum(options.step_examples, stream.examples), keepers,
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
@@ -135,25 +133,6 @@ def assemble(
         sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
         undo.pop_all()
     return loop
-
-
-def _on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
-    """Return what `choose` gives (JSON-able) in the main process, in every process.
-
-    Raises:
-        ExoGymError: what it raised there, in every process.
-    """
-    found: list[Any] = [None, None]
-    if wire.is_main:
-        try:
-            found[0] = choose()
-        except ExoGymError as error:
-            wire.tell([None, str(error)])
-            raise
-    result, problem = wire.tell(found)
-    if problem is not None:
-        raise ExoGymError(problem)
-    return result
 
 
 def make_driver(
@@ -170,15 +149,25 @@ def make_driver(
     return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing)
 
 
-def _prepare_folder(folder: Path, options: FitOptions) -> list[Path]:
-    made = check_folder(folder)
-    if not options.resume and list_checkpoints(folder):
+def _open(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
+    """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
+    made: list[Path] = []
+    undo.callback(remove_folders, made)
+    everywhere(wire, lambda: made.extend(check_folder(folder) if wire.is_main or not wire.forked else []))
+    keepers = find_keepers(folder, wire)
+    if not resume:
+        everywhere(wire, lambda: _check_empty(folder, keepers))
+    remove_leftovers(folder, wire, keepers)
+    return keepers
+
+
+def _check_empty(folder: Path, keepers: Keepers) -> None:
+    if keepers.is_keeper and list_checkpoints(folder):
+        where = "" if keepers.are_one else f" ({keepers.places[keepers.here]})"
         raise ArgumentError(
-            f"save_dir={str(options.save_dir)!r} already holds checkpoints: pass resume=True to go on from them, or "
+            f"save_dir={str(folder)!r}{where} already holds checkpoints: pass resume=True to go on from them, or "
             "choose another folder"
         )
-    remove_leftovers(folder)
-    return made
 
 
 def _sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
@@ -204,9 +193,9 @@ def _description(
     }  # fmt: skip
 
 
-def _matching_snapshot(folder: Path, description: dict[str, Any], wire: Wire) -> Snapshot | None:
+def _matching_snapshot(folder: Path, description: dict[str, Any], wire: Wire, keepers: Keepers) -> Snapshot | None:
     """Return the newest good checkpoint of this very run; what it had chosen for itself is taken over."""
-    snapshot, complaints = load_newest(folder, wire)
+    snapshot, complaints = load_newest(folder, wire, keepers)
     for complaint in complaints if wire.is_main else []:
         notice(f"{complaint}; using the one before")
     if snapshot is None:

@@ -9,6 +9,11 @@ A checkpoint is a folder `step_<number>` with
 Rows are stored by global id, each process writing its own, so another layout can read the ones it needs. The folder
 is written under another name and renamed, so one that bears its name is whole; one is never replaced: a second of
 the same step is `step_<number>_<count>`. Nothing is ever unpickled.
+
+Hosts may share a folder or have one each (see `keepers`). A host's own holds the rows of its processes, what all nodes
+share, and a run.json that names the files of all; the folders of one step laid together are the checkpoint that a
+shared folder would hold. No host renames before all have written, or removes an older one before all have renamed.
+Where a run is cut off in between, the next one has the others rename too.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,11 +31,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as unpacked
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as packed
 from torch import Tensor
 
 from exogym.communicator import Wire
-from exogym.errors import ArgumentError, CheckpointError
+from exogym.errors import CheckpointError
+from exogym.keepers import MARK, Keepers, one_keeper
 
 FORMAT = 1
 
@@ -51,79 +60,85 @@ def name_of(path: Path) -> tuple[int, int] | None:
     return int(parts[1]), int(parts[2]) if len(parts) == 3 else 0
 
 
-def check_folder(path: str | Path) -> list[Path]:
-    """Make the folder and write to it once; return the folders that were made, the deepest first.
-
-    Raises:
-        ArgumentError: it cannot be written.
-    """
-    folder = Path(path)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f".writable-{os.getpid()}"
-        trial.write_text("")
-        trial.unlink()
-    except OSError as error:
-        remove_folders(made)
-        raise ArgumentError(
-            f"save_dir={str(path)!r} cannot be written: {error.strerror or error}; choose another folder"
-        ) from error
-    return made
-
-
-def remove_folders(made: list[Path]) -> None:
-    """Remove the folders that `check_folder` made, unless there is something in them."""
-    for folder in made:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Return the complete checkpoints of `folder`, oldest first."""
     found = [(name_of(path), path) for path in Path(folder).glob("step_*") if path.is_dir()]
     return [path for _, path in sorted((name, path) for name, path in found if name is not None)]
 
 
-def save(folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None) -> Path:
+def save(
+    folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
+) -> Path:
     """Write `snapshot` atomically and keep the last `keep` up to it (later ones are torn). Returns its folder.
 
-    With several processes each one calls this with its own rows; the main one writes what is shared.
+    With several processes each one calls this with its own rows; the keeper of a folder writes there what is shared,
+    as the main process has it.
 
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written; earlier checkpoints stand.
+        CheckpointError: a disk is full or a folder cannot be written; earlier checkpoints stand.
     """
     folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
+    keepers = keepers or one_keeper(folder, wire)
     step = snapshot.meta["step"]
-    name = wire.tell(_free_name(folder, step) if wire.is_main else None)
+    taken = max(wire.gather(_last_count(folder, step) if keepers.is_keeper else -1))
+    name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
     temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
     final = folder / name
+    if not keepers.are_one:
+        snapshot = _as_the_main_one(snapshot, wire, keepers)
     digest = b""
     try:
         with _together(wire, folder, step):
-            if wire.is_main:
+            if keepers.is_keeper:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
         with _together(wire, folder, step):
             ids = sorted(snapshot.rows)
             rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
             digest = _write(rows, temporary / _rows_file(ids))
-        sums = _sums(wire, digest)
+        sums = dict(wire.gather([_rows_file(ids), digest.hex()]))
         with _together(wire, folder, step):
-            if wire.is_main:
+            if keepers.is_keeper:
                 sums["shared.safetensors"] = _write(snapshot.shared, temporary / "shared.safetensors").hex()
                 meta = {"format": FORMAT, "sha256": sums} | snapshot.meta
                 (temporary / "run.json").write_text(json.dumps(meta | {"sha256_of_this": _sum_of(meta)}, indent=1))
                 _flush_and_sum(temporary / "run.json")
+        with _together(wire, folder, step):
+            if keepers.is_keeper:
                 os.rename(temporary, final)
                 _flush_folder(folder)
-                older = [path for path in list_checkpoints(folder) if _order(path) <= _order(final)]
-                for old in older[: -max(1, keep)]:
+        common = set.intersection(*_held(folder, wire, keepers).values())
+        kept = sorted(order for order in map(_order, common) if order <= _order(name))[-max(1, keep) :]
+        with _together(wire, folder, step):
+            for old in list_checkpoints(folder) if keepers.is_keeper else []:
+                if _order(old.name) < kept[0]:
                     _remove(old)
-    finally:
-        if wire.is_main:
+    except BaseException as error:
+        # Cut off from the others, a host cannot know whether one has renamed: then the next start finds out.
+        unknown = not keepers.are_one and not isinstance(error, CheckpointError) and (temporary / "run.json").exists()
+        if keepers.is_keeper and not unknown:
             shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
+
+
+def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapshot:
+    """Return `snapshot` with the main process's meta and shared tensors; those that are the same here are not sent.
+
+    Only the main process has what its callbacks recorded, and each has its own wall time.
+    """
+    meta = wire.tell(snapshot.meta)
+    sums = {name: _sum_of_tensor(x) for name, x in snapshot.shared.items()}
+    wanted = wire.tell(sums)
+    unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
+    sent = sorted({name for names in wire.gather(unlike) for name in names})
+    text = packed({name: _plain(snapshot.shared[name]) for name in sent}) if wire.is_main else b""
+    empty = torch.empty(wire.tell(len(text)), dtype=torch.uint8)
+    flat = torch.frombuffer(bytearray(text), dtype=torch.uint8) if wire.is_main else empty
+    moved = wire.rows(flat.expand(len(wire.ranks), -1), wire.placement[0][:1])[0]
+    theirs = unpacked(moved.numpy().tobytes())
+    shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
+    return Snapshot(snapshot.rows, shared, meta)
 
 
 @contextlib.contextmanager
@@ -141,13 +156,13 @@ def _together(wire: Wire, folder: Path, step: int) -> Iterator[None]:
         ) from cause
 
 
-def _free_name(folder: Path, step: int) -> str:
-    taken = [count for path in folder.glob("step_*") for at, count in [name_of(path) or (-1, 0)] if at == step]
-    return f"step_{step:010d}" + (f"_{max(taken) + 1}" if taken else "")
+def _last_count(folder: Path, step: int) -> int:
+    """Return the largest count of the checkpoints of `step`, -1 without any."""
+    return max((count for path in folder.glob("step_*") for at, count in [_order(path.name)] if at == step), default=-1)
 
 
-def _order(path: Path) -> tuple[int, int]:
-    return name_of(path) or (-1, 0)
+def _order(name: str) -> tuple[int, int]:
+    return name_of(Path(name)) or (-1, 0)
 
 
 def _rows_file(ids: Sequence[int]) -> str:
@@ -155,15 +170,25 @@ def _rows_file(ids: Sequence[int]) -> str:
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> bytes:
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, file)
+    save_file({k: _plain(v) for k, v in tensors.items()}, file)
     return bytes.fromhex(_flush_and_sum(file))
 
 
-def _sums(wire: Wire, digest: bytes) -> dict[str, str]:
-    """Return file name to SHA-256 of the rows that each process wrote."""
-    mine = torch.tensor(list(digest), dtype=torch.uint8).expand(len(wire.ranks), -1)
-    digests = wire.rows(mine, [ids[0] for ids in wire.placement])
-    return {_rows_file(ids): bytes(d.tolist()).hex() for ids, d in zip(wire.placement, digests, strict=True)}
+def _plain(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().clone()
+
+
+def _sum_of_tensor(x: Tensor) -> str:
+    data = _plain(x).view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
+
+
+class _RowsElsewhere(CheckpointError):
+    """Files with rows that a process needs are not in its folder."""
+
+    def __init__(self, path: Path, files: list[str]):
+        super().__init__(f"{path} lacks {', '.join(files)}, with the rows of nodes that are wanted here")
+        self.files = files
 
 
 def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
@@ -180,6 +205,8 @@ def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
         if meta["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {meta['format']}, this version reads {FORMAT}")
         files = [file for file in meta["sha256"] if _holds(file, ids)]
+        if lacking := [file for file in files if file.startswith("rows-") and not (path / file).exists()]:
+            raise _RowsElsewhere(path, lacking)
         for file in files:
             expected = meta["sha256"][file]
             if hashlib.sha256((path / file).read_bytes()).hexdigest() != expected:
@@ -206,25 +233,80 @@ def _holds(file: str, ids: Collection[int] | None) -> bool:
     return any(first <= i <= last for i in ids)
 
 
-def load_newest(folder: str | Path, wire: Wire | None = None) -> tuple[Snapshot | None, list[str]]:
+def load_newest(
+    folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None
+) -> tuple[Snapshot | None, list[str]]:
     """Return the newest good checkpoint of `folder` (None without any) and what is wrong with newer ones.
 
-    With several processes each gets its own rows of a checkpoint that all of them can read.
+    With several processes each gets its own rows of a checkpoint that all of them can read, each in the folder it sees.
+
+    Raises:
+        CheckpointError: there are some, but none can be read; where rows are on other hosts, what to do.
     """
+    folder, wire = Path(folder), wire or Wire([])
+    keepers = keepers or one_keeper(folder, wire)
     complaints: list[str] = []
-    wire = wire or Wire([])
-    for path in wire.tell([str(path) for path in reversed(list_checkpoints(folder))] if wire.is_main else None):
-        found, complaint = None, "another process cannot read it"
-        try:
-            found = load(path, wire.ranks if wire.is_shared else None)
-        except CheckpointError as error:
-            complaint = str(error)
-        if not wire.agree(found is None):
-            return found, complaints
-        complaints.append(complaint)
+    advice = ""
+    held = _held(folder, wire, keepers)
+    for name in sorted(set().union(*held.values()), key=_order, reverse=True):
+        if without := [keepers.places[k] for k, names in held.items() if name not in names]:
+            complaints.append(f"there is no {name} in {' and '.join(without)}")
+            copies = [(keepers.places[k], place) for place in without for k, names in held.items() if name in names]
+        else:
+            found, complaint, copies = _load_in_all(folder / name, wire, keepers)
+            if found is not None:
+                return found, complaints
+            complaints.append(complaint)
+        advice = advice or _advice(name, copies)
     if complaints:
-        raise CheckpointError(f"no checkpoint of {folder} can be read: {'; '.join(complaints)}")
+        raise CheckpointError(
+            f"no checkpoint of {folder} can be read (another save_dir starts anew): {'; '.join(complaints)}{advice}"
+        )
     return None, []
+
+
+def _held(folder: Path, wire: Wire, keepers: Keepers) -> dict[int, set[str]]:
+    """Return for each keeper the names of the checkpoints in its folder."""
+    mine = [path.name for path in list_checkpoints(folder)] if keepers.is_keeper else []
+    return {k: set(names) for k, names in enumerate(wire.gather(mine)) if keepers.of[k] == k}
+
+
+def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, list[tuple[str, str]]]:
+    """Load a checkpoint if all processes can; else say why not, and which folder (from, to) has what another lacks."""
+    found, trouble, lacking, mark = None, None, [], ""
+    try:
+        found = load(path, wire.ranks if wire.is_shared else None)
+        mark = _sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
+    except CheckpointError as error:
+        trouble, lacking = str(error), error.files if isinstance(error, _RowsElsewhere) else []
+    there = [file.name for file in path.glob("rows-*")] if keepers.is_keeper else []
+    said = wire.gather([trouble, lacking, there, mark])
+    troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
+    if not troubles and len({mark for *_, mark in said}) > 1:
+        places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
+        troubles = [f"{path.name} is not of one run in {places}: remove it where it is of another"]
+    copies: dict[tuple[str, str], None] = {}
+    for process, (_, files, _, _) in enumerate(said):
+        for file in files:
+            holders = [keepers.places[k] for k, (_, _, there, _) in enumerate(said) if file in there]
+            where = f"{file} is in {' and '.join(holders)}" if holders else f"no host of this run has {file}"
+            troubles += [] if where in troubles else [where]
+            copies |= dict.fromkeys((holder, keepers.places[process]) for holder in holders or ["OTHER_HOST:FOLDER"])
+    return (None if troubles else found), "; ".join(troubles), list(copies)
+
+
+def _advice(name: str, copies: list[tuple[str, str]]) -> str:
+    """Return how to bring together what is in folders of several hosts, by copying (from, to)."""
+    lines = []
+    for source, target in copies:
+        host, _, folder = target.partition(":")
+        lines.append(f"\n  on {host}: {shlex.join(['rsync', '-a', f'{source}/{name}/', f'{folder}/{name}/'])}")
+    if not lines:
+        return ""
+    return (
+        "\nHosts that share no file system have the rows of their own nodes. Go on with the same hosts in the same "
+        f"order, or bring the files of a checkpoint together, here:{''.join(lines)}"
+    )
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
@@ -247,10 +329,23 @@ def _remove(path: Path) -> None:
         shutil.rmtree(gone)
 
 
-def remove_leftovers(folder: str | Path) -> None:
-    """Remove what a run that was killed while it wrote or removed a checkpoint has left in `folder`."""
-    for path in Path(folder).glob(".step_*.tmp"):
+def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
+    """Remove what a run that was killed while it wrote or removed a checkpoint has left in `folder`.
+
+    Where one host had renamed the checkpoint, all had written it: then the others rename it now.
+    """
+    folder, wire = Path(folder), wire or Wire([])
+    keepers = keepers or one_keeper(folder, wire)
+    named = set().union(*_held(folder, wire, keepers).values())
+    for path in folder.glob(".step_*.tmp") if keepers.is_keeper else []:
+        name, *rest = path.name.split(".")[1:]
+        with contextlib.suppress(OSError):
+            if len(rest) == 2 and name in named and (path / "run.json").exists():  # not one half removed
+                os.rename(path, folder / name)
         shutil.rmtree(path, ignore_errors=True)
+    for mark in folder.glob(f"{MARK}*") if keepers.is_keeper else []:
+        mark.unlink(missing_ok=True)
+    wire.barrier()
 
 
 def _sum_of(meta: dict[str, Any]) -> str:

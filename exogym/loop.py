@@ -23,6 +23,7 @@ from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.history import History
 from exogym.interrupt import Interrupt
+from exogym.keepers import Keepers
 from exogym.logger import Logger
 from exogym.metrics import Evaluator, spread, usage
 from exogym.progress import Progress, notice
@@ -64,6 +65,7 @@ class Plan:
     max_stretch: int | None = None
     description: dict[str, Any] = field(default_factory=dict)
     examples_per_step: np.ndarray | int = 1  # of each node
+    keepers: Keepers | None = None
 
 
 class TrainingLoop:
@@ -237,7 +239,8 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
-        return save(self.plan.save_dir, snapshot_of(self), self.plan.keep_checkpoints, self.wire)
+        plan = self.plan
+        return save(plan.save_dir, snapshot_of(self), plan.keep_checkpoints, self.wire, plan.keepers)
 
     # Between stretches
 

@@ -229,6 +229,7 @@ def test_the_copy_that_is_made() -> None:
     assert words[-3:] == ["--", "/home/ann/p/", "[fd00::2]:my project/"]
     assert "'/it''s a key'" in words[words.index("--rsh") + 1] and "--secluded-args" in words
     assert {"--exclude=.git", "--exclude=.venv", "--exclude=runs"} <= set(words)
+    assert f"--exclude=step_{'[0-9]' * 10}*/" in words  # a host's own checkpoints
     local = sync_words(Host("localhost", "localhost", path="/elsewhere"), "/p")
     assert local[-2:] == ["/p/", "/elsewhere/"] and "--rsh" not in local
 

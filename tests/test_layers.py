@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
         "logger",
         "history",
         "checkpoint",
+        "keepers",
         "progress",
         "outputs",
         "worker",

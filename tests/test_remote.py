@@ -116,16 +116,24 @@ def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project:
     assert not list(tmp_path.rglob("pwned")) and not (Path.home() / "pwned").exists()
 
 
-def test_a_killed_worker_costs_no_bit(hosts: Hosts, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`exogym distributed-train`: a worker is killed once checkpoints are there; all start again from the last one."""
+def test_a_killed_worker_costs_no_bit(
+    hosts: Hosts, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exogym distributed-train`: a worker is killed once checkpoints are there; all start again from the last one.
+
+    The hosts share no folder: each keeps the rows of its own node. `test_remote_slow` has hosts with one.
+    """
     (project / "mytask.py").write_text(TASK)
     (project / "config.ini").write_text(CONFIG)
-    hosts.file(project / "hosts.json", count=2)
+    config, places = hosts.config(count=2), [project, tmp_path / "apart"]
+    shutil.copytree(project, places[1])
+    config["workers"][0]["path"] = str(places[1])
+    (project / "hosts.json").write_text(json.dumps(config))
     with open(project / "said", "w") as said_file:
         run = hosts.controller.start(
             [EXOGYM, "distributed-train", "small"], cwd=project, stdout=said_file, stderr=said_file
         )
-    wait_for(lambda: list((project / "checkpoints").glob("step_*")), run)
+    wait_for(lambda: all(list((place / "checkpoints").glob("step_*")) for place in places), run)
     workers = [pid for pid, line in hosts[1].processes().items() if "launch/runner.py" in line]
     assert len(workers) == 1
     os.kill(workers[0], signal.SIGKILL)
@@ -143,6 +151,9 @@ def test_a_killed_worker_costs_no_bit(hosts: Hosts, project: Path, monkeypatch: 
     (run_folder,) = (project / "runs").iterdir()
     ended = load_model(make_model(), run_folder / "fit_1.model.safetensors")
     assert fingerprint(ended) == fingerprint(undisturbed.model)
+    rows = [{file.name for file in place.glob("checkpoints/step_*/rows-*")} for place in places]
+    assert rows == [{"rows-0-0.safetensors"}, {"rows-1-1.safetensors"}]
+    assert "no checkpoint" not in text and (project / "checkpoints" / "step_0000000080").is_dir()
 
 
 # Ends
@@ -327,21 +338,33 @@ def test_every_failure_is_named_with_a_remedy(
     assert not list(tmp_path.rglob("pwned")) and not (Path.home() / "pwned").exists()
 
 
-def test_good_hosts_pass_and_a_folder_that_is_not_shared_is_found(hosts: Hosts, project: Path, tmp_path: Path) -> None:
+def test_good_hosts_pass_and_it_is_said_whether_they_share_a_folder(
+    hosts: Hosts, project: Path, tmp_path: Path
+) -> None:
+    """One that cannot be written fails."""
     (tmp_path / "other").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "checkpoints").write_text("a file, and no folder")
     config = hosts.config(count=2)
     with hosts.controller.inside():
         checks = check_hosts(config, project=project, save_dir="checkpoints")
         config["workers"][0]["path"] = str(tmp_path / "other")
-        apart = check_hosts(config, project=project, save_dir="checkpoints")
+        apart = check_hosts(config, project=project, save_dir="checkpoints", code=False)
+        config["workers"][0]["path"] = str(tmp_path / "full")
+        wrong = check_hosts(config, project=project, save_dir="checkpoints", code=False)
     assert all(check.ok and not check.remedy for check in checks)
     assert {check.check for check in checks} == {
         "login", "python", "clock", "torch", "exogym", "project", "disk", "device", "address", "port", "save_dir",
         "way to the others",
     }  # fmt: skip
-    (failed,) = [check for check in apart if not check.ok]
-    assert failed.host == hosts[1].address and "checkpoints is another one here" in failed.seen
-    assert not list(tmp_path.rglob(".shared*"))
+    seen = [{check.host: check.seen for check in found if check.check == "save_dir"} for found in (checks, apart)]
+    assert [here[hosts[0].address] for here in seen] == ["checkpoints can be written"] * 2
+    assert seen[0][hosts[1].address] == "checkpoints is shared with the master"
+    assert seen[1][hosts[1].address].startswith("checkpoints is not the master's: this host keeps its own nodes' rows")
+    assert all(check.ok for check in apart)
+    (failed,) = [check for check in wrong if not check.ok]
+    assert (failed.host, failed.check) == (hosts[1].address, "save_dir") and "give a save_dir that" in failed.remedy
+    assert not list(tmp_path.rglob(".shared*")) and not list(tmp_path.rglob(".writable*"))
 
 
 def test_hosts_that_are_not_ready_start_nothing(hosts: Hosts, project: Path) -> None:

@@ -68,10 +68,10 @@ if world == 4:
 """
 
 
-def launch(processes, folder):
+def launch(processes, folder, script=SCRIPT):
     """Start the script; return the launcher, which leads a session of its own."""
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

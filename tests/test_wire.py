@@ -110,6 +110,16 @@ def test_bits_do_not_depend_on_the_number_of_processes(over, processes, nodes, t
     over(processes, nodes, tmp_path, lambda wire, x: same(calls(wire, x, nodes), wanted))
 
 
+def test_values_are_gathered_in_the_order_of_the_processes(over, tmp_path):
+    values = ["", {"longer": ["ä", None, 1.5]}, 7]
+    over(3, 5, tmp_path, lambda wire, x: check(wire.gather(values[wire.placement.index(wire.ranks)]) == values))
+    assert Wire([0]).gather("alone") == ["alone"]
+
+
+def check(is_true):
+    assert is_true
+
+
 def test_a_plain_sum_has_other_bits():
     """The control: the order of a sum matters, so the tree is needed."""
     x = matrix(8)

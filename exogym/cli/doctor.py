@@ -24,7 +24,8 @@ def doctor(
     ),
     sync: Annotated[bool, typer.Option("--sync", help="The project will be copied; see that it can be.")] = False,
     save_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="See whether all hosts share this folder of checkpoints.")
+        str | None,
+        typer.Option(metavar="DIR", help="See whether all hosts can write to this folder, and whether they share it."),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,

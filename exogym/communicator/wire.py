@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,6 +123,16 @@ class Wire:
     def tell(self, value: Any) -> Any:
         """Return the main process's `value` (JSON-able) in every process."""
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` (JSON-able) of every process, in their order, in every process."""
+        if not self.is_shared:
+            return [value]
+        firsts, text = [ids[0] for ids in self.placement], json.dumps(value).encode()
+        lengths = self.rows(torch.tensor([[len(text)]]).expand(len(self.ranks), -1), firsts).flatten().tolist()
+        padded = torch.tensor([[*text, *bytes(max(lengths) - len(text))]], dtype=torch.uint8)
+        rows = self.rows(padded.expand(len(self.ranks), -1), firsts)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Wait for all processes."""

@@ -20,6 +20,7 @@ LEAST_DISK_BYTES = 1_000_000_000
 MOST_CLOCK_S = 5.0
 SHOWN_FILES = 3
 WAY = "way to the others"
+OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can go on with them"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Inspection:
             if self.here.sync and not self.host.is_local:
                 self._rsync()
             if self.here.save_dir is not None and len(self.config.hosts) > 1:
-                self._shared()
+                self._save_dir()
         except Unanswered:
             self._unanswered()
         except ExoGymError as error:  # no such Python on this machine
@@ -244,21 +245,24 @@ class Inspection:
                 "rsync", path is not None, path or "not installed", "install rsync there, or copy by other means"
             )
 
-    def _shared(self) -> None:
-        """See whether a file that the master writes into `save_dir` is there on this host."""
+    def _save_dir(self) -> None:
+        """See whether this host can write into `save_dir`, and whether what the master writes there is there too."""
         token, folder = self.here.token, self.here.save_dir
-        remedy = (
-            "give a save_dir on a file system that all hosts share, such as NFS: each host writes its own nodes there"
-        )
+        remedy = "give a save_dir that the user there may write to; see that its disk is not full"
+        own = f"{folder}/.writable-{token}-{self.index}"
+        written = self._answer("save_dir", remedy, "file", path=own, folder=self.folder, text=token)
+        if written is None:
+            return
+        self._ask("remove", path=own, folder=self.folder)
         if self.index > 0:
             self.here.token_is_written.wait(self.answer_s)
-        written = token if self.index == 0 else None
-        found = self._answer("save_dir", remedy, "file", path=self._token_file, folder=self.folder, text=written)
-        if found is not None:
+        text = token if self.index == 0 else None
+        found = self._answer("save_dir", remedy, "file", path=self._token_file, folder=self.folder, text=text)
+        if found is not None and self.index == 0:
+            self._note("save_dir", True, f"{folder} can be written")
+        elif found is not None:
             shared = found["text"] == token
-            self._note(
-                "save_dir", shared, f"{folder} is {'one folder for all' if shared else 'another one here'}", remedy
-            )
+            self._note("save_dir", True, f"{folder} is {'shared with the master' if shared else OWN_FOLDER}")
 
     @property
     def _token_file(self) -> str:

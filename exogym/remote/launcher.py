@@ -107,7 +107,7 @@ class SSHLauncher:
             script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
             args: handed to the script, as text.
             environment: added to the environment on all hosts.
-            save_dir: where the script keeps checkpoints, which all hosts must share.
+            save_dir: where the script keeps checkpoints, one folder for all hosts or each host's own.
             dry_run: print every command that would be run, and run none.
             folder: for the logs, instead of a new one in `out`.
 

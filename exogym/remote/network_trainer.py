@@ -136,7 +136,7 @@ class NetworkTrainer(Trainer):
             device: "auto": what the hosts file says of each host.
             processes: leave it out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
-            save_dir: a folder that all hosts share; a relative one lies in the project's folder.
+            save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
             max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
             strategy and the others: as for `LocalTrainer.fit`.
 

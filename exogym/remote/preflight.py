@@ -34,7 +34,7 @@ def check_hosts(
         hosts_config: see `HostsConfig.load`.
         project: the project's folder here; the current one by default.
         sync: whether the project is about to be copied to the hosts: then it need not be there, but rsync must.
-        save_dir: a folder that all hosts must share.
+        save_dir: a folder for checkpoints, which every host must be able to write; shared, or each host's own.
         code: whether the project's Python files must be the same there as here.
         answer_s: seconds that a host has for each answer.
 

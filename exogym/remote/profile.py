@@ -81,7 +81,7 @@ class Profile:
             if name == "max_restarts" and self.min_hosts is not None:
                 continue  # a host that starts again takes the others' state
             if getattr(self, name) and self.save_dir is None:
-                raise ArgumentError(f"{name} needs save_dir, a folder that all hosts share")
+                raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:

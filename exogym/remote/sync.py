@@ -14,6 +14,7 @@ from exogym.remote.session import Session, Unanswered
 EXCLUDED = (
     *(".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
     *("*.egg-info", ".ipynb_checkpoints", ".DS_Store"),
+    *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
 )
 
 
