@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from exogym.checkpoint import Snapshot
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, WorkerError
 from exogym.faults import Outages
+from exogym.keepers import check_folder, everywhere, find_keepers
 from exogym.loop import TrainingLoop
 from exogym.options import FitOptions
 from exogym.remote.elastic.member import Epoch, Member
@@ -110,7 +112,8 @@ class ElasticTrainer(LocalTrainer):
         )  # fmt: skip
         loop = assemble(self.subject, alone, device, self.max_stretch, Wire(own))
         plan = loop.plan
-        plan.save_dir, plan.checkpoint_interval = options.save_dir, options.checkpoint_interval
+        plan.save_dir = None if options.save_dir is None else Path(options.save_dir)
+        plan.checkpoint_interval = options.checkpoint_interval
         wire = ElasticWire(self.member, self.nodes_of, self.member.ready("alone"), native)
         loop.wire = loop.fleet.comm.wire = wire
         recovery = Recovery(loop, wire)
@@ -211,8 +214,7 @@ class Recovery:
             for seat in epoch.newcomers:
                 process = epoch.members.index(seat)
                 self.wire.or_lost(lambda process=process: _send(process, anchor, self._constants()))  # type: ignore[misc]
-        self.wire.barrier()
-        self._note_who_is_there()
+        self._begin()
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
         """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
@@ -224,8 +226,16 @@ class Recovery:
             for name, x in self._constants().items():
                 x.copy_(constants[name])
         self.loop.plan.description = meta["description"]
+        self._begin()
+
+    def _begin(self) -> None:
+        """All members stand at the same step: note who is there, and who keeps which folder of checkpoints."""
+        plan = self.loop.plan
         self.wire.barrier()
         self._note_who_is_there()
+        if plan.save_dir is not None:
+            everywhere(self.wire, lambda: check_folder(plan.save_dir))
+            plan.keepers = find_keepers(Path(plan.save_dir), self.wire)
 
     def _stand(self, anchor: Snapshot) -> None:
         loop = self.loop
