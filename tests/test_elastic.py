@@ -247,18 +247,20 @@ trainer = NetworkTrainer(
 )
 trainer.fit(
     STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]),
-    callbacks=[Every(10, note)],
+    callbacks=[Every(10, note)], save_dir=sys.argv[6] or None, checkpoint_interval=100 if sys.argv[6] else None,
 )
 print("outages", trainer.outages)
 """
 
 
-def start(hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1) -> Any:
+def start(
+    hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1, save_dir: str = ""
+) -> Any:
     """Start the training; return the process once it has trained 50 steps."""
     (project / "train.py").write_text(TRAIN)
     hosts.file(project / "hosts.json")
     with open(project / "said", "w") as file:
-        words = ["train.py", str(Path(__file__).parent), name, str(min_hosts), str(steps), str(restarts)]
+        words = ["train.py", str(Path(__file__).parent), name, str(min_hosts), str(steps), str(restarts), save_dir]
         run = hosts.controller.start([sys.executable, *words], cwd=project, stdout=file, stderr=file)
     wait_for(lambda: progress(project)[0] >= 50, run)
     return run
@@ -294,7 +296,7 @@ def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int,
     return away
 
 
-@pytest.mark.parametrize(("name", "number"), [("diloco", 1), ("sparta", 0)])
+@pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
 def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: Path, name: str, number: int) -> None:
     """The first rank's too: then another one is the first meanwhile."""
     run = start(hosts, project, name, min_hosts=1)
@@ -312,6 +314,20 @@ def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Pa
     assert run.wait(60) != 0
     text = (project / "said").read_text()
     assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_when_all_are_lost_they_go_on_from_a_checkpoint_that_lacks_the_rows_of_one(hosts: Hosts, project: Path) -> None:
+    run = start(hosts, project, "diloco", min_hosts=1, restarts=2, save_dir="checkpoints")
+    kill_worker(hosts, 1)
+    wait_for(lambda: (project / "checkpoints" / "step_0000000100").exists(), run)
+    rows = {path.name for path in (project / "checkpoints" / "step_0000000100").glob("rows*")}
+    kill_worker(hosts, 0)
+    kill_worker(hosts, 2)
+    assert run.wait(180) == 0, said_by(project)
+    away = is_the_simulation(project, "diloco")
+    assert rows == {"rows-0-0.safetensors", "rows-2-2.safetensors"} and away[1][0][1] >= 101, (rows, away)
     assert hosts.left_over() == {}
 
 
