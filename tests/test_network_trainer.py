@@ -191,7 +191,7 @@ def test_localhost_needs_no_ssh(
 ) -> None:
     """Two agents on this machine; the first exit code that is not 0 is that of the run."""
     monkeypatch.setenv("PATH", str(tmp_path))  # no ssh in it
-    monkeypatch.setattr(launcher_module, "FOLLOW_S", 0.5)
+    monkeypatch.setattr(watch, "FOLLOW_S", 0.5)
     script = "import os, sys\nprint('hello', sys.argv[1:], flush=True)\nsys.exit(3 * (os.environ['RANK'] == '1'))\n"
     (tmp_path / "say.py").write_text(script)
     hosts = {
