@@ -85,10 +85,11 @@ class Faults:
         self.drop_rate, self.mean_outage_steps = drop_rate, mean_outage_steps
         self.lost_rate, self.seed = lost_rate, seed
 
-    def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
+    def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
         """Return who is there in a fleet of `num_nodes`.
 
         Args:
+            shares: of the steps that each node takes, beside `slow`, which then takes a share of that.
             lockstep: the nodes take every step together (gradients meet at each): then a lost synchronisation is
                 a missed step, after which the node comes back, and no node can be slow.
 
@@ -107,7 +108,7 @@ class Faults:
                 f"faults: slow={self.slow!r} gives nodes fewer local steps, but this strategy takes every step of all "
                 "nodes together: leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)"
             )
-        return Attendance(self, num_nodes, lockstep)
+        return Attendance(self, num_nodes, lockstep, shares)
 
 
 class Attendance:
@@ -116,10 +117,13 @@ class Attendance:
     Every answer is a function of the arguments; what is kept here only saves asking twice.
     """
 
-    def __init__(self, faults: Faults, num_nodes: int, lockstep: bool):
+    def __init__(self, faults: Faults, num_nodes: int, lockstep: bool, shares: Sequence[Fraction] = ()):
         self.faults, self.num_nodes, self.lockstep = faults, num_nodes, lockstep
         self._outages = [_Outages(faults, node) for node in range(num_nodes)]
-        self._shares = {node: Fraction(str(share)) for node, share in faults.slow.items() if share < 1}
+        slow = {node: Fraction(str(share)) for node, share in faults.slow.items()}
+        taken = dict(enumerate(shares))
+        both = {node: slow.get(node, Fraction(1)) * taken.get(node, 1) for node in slow | taken}
+        self._shares = {node: share for node, share in both.items() if share < 1}
         self._loses = bool(faults.lost) or faults.lost_rate > 0
         self._span, self._there = (0, 1), list(range(num_nodes))  # who is there from a step up to another
 
