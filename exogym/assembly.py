@@ -7,8 +7,9 @@ import copy
 import hashlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.async_driver import AsyncDriver
+from exogym.balance import Balance
 from exogym.checkpoint import (
     Snapshot,
     differences,
@@ -28,6 +30,7 @@ from exogym.communicator import Wire
 from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
 from exogym.errors import ArgumentError, CheckpointError, ModelError
+from exogym.faults import Faults
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.history import History
@@ -42,6 +45,7 @@ from exogym.outputs import Loss
 from exogym.progress import Progress, notice
 from exogym.rng import seed_torch, stream_seed
 from exogym.snapshots import put_back
+from exogym.speeds import node_speeds
 from exogym.stacked_driver import StackedDriver
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
@@ -83,22 +87,9 @@ def assemble(
         if x.is_meta:
             raise ModelError(f"{name!r} is on the meta device and has no numbers: materialise the model first")
     with contextlib.ExitStack() as undo:
-        stream = Stream(
-            subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
-            shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
-        )  # fmt: skip
-        undo.callback(stream.close)
+        stream, worker, first_batch = workplace(subject, options, device, wire, undo)
+        model, fleet = worker.model, worker.fleet
         total_steps = bar.total_steps = options.total_steps(stream.steps_per_epoch)
-        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, options.step_examples)
-        model = subject.model.to(device)
-        loss = Loss(model, subject.loss_fn)
-        worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
-        first_batch = next(iter(stream.batches(0, 0, 1)))
-        _initialise_lazy(worker, first_batch)
-        worker.probe(first_batch)
-        fleet = Fleet(model, wire.ranks, options.num_nodes, device, wire)
-        worker.bind(fleet)
-        undo.callback(worker.go_home)
 
         snapshot = None
         description = _description(options, fleet, stream, total_steps, device)
@@ -106,21 +97,29 @@ def assemble(
         if folder is not None:
             keepers = _open(folder, options.resume, wire, undo)
             description["shared"] = _sum_of_shared(model, fleet)
-            snapshot = _matching_snapshot(folder, description, wire, keepers) if options.resume else None
+            snapshot = _matching_snapshot(folder, description, options, wire, keepers) if options.resume else None
         if snapshot is None:
             description["chosen"] = on_main(wire, lambda: _choose(options, worker, stream, first_batch))
-        worker.micro_batch_size = description["chosen"]["micro_batch_size"]
+        chosen = description["chosen"]
+        worker.micro_batch_size = chosen["micro_batch_size"]
+        if options.weighs_nodes and snapshot is None:
+            chosen["speeds"] = node_speeds(options.balance, wire, worker, stream)
+        balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
+        work = None if balance is None else _share_out(balance, stream, fleet)
+        sizes = options.step_examples if work is None else stream.batch_sizes
+        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes)
         timing = None
         if options.network is not None:
-            timing = Timing(fleet, options.network, options.step_seconds, options.timeline)
-        driver = make_driver(options, fleet, worker, stream, run, description["chosen"]["compute"], timing)
+            timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
+        shares = balance.shares() if balance is not None and balance.kind == "steps" else []
+        driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, shares)
         undo.callback(driver.close)
         if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
-            np.minimum(options.step_examples, stream.examples), keepers,
+            np.minimum(stream.batch_sizes, stream.examples), keepers,
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
@@ -135,13 +134,54 @@ def assemble(
     return loop
 
 
+def workplace(
+    subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
+) -> tuple[Stream, Worker, Any]:
+    """Return the data's stream, a worker bound to the fleet of the rows here, and the first batch; `undo` unbinds."""
+    stream = Stream(
+        subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
+        shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
+    )  # fmt: skip
+    undo.callback(stream.close)
+    model = subject.model.to(device)
+    loss = Loss(model, subject.loss_fn)
+    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    first_batch = next(iter(stream.batches(0, 0, 1)))
+    _initialise_lazy(worker, first_batch)
+    worker.probe(first_batch)
+    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
+    undo.callback(worker.go_home)
+    return stream, worker, first_batch
+
+
+def _share_out(balance: Balance, stream: Stream, fleet: Fleet) -> np.ndarray | None:
+    """Let nodes work and weigh as `balance` says; return (N,) examples of their steps, in even ones; None: all even."""
+    shares = [float(share) for share in balance.shares()]
+    sizes = balance.counts(stream.num_nodes * stream.batch_size)
+    what, weights = "batches of " + ", ".join(map(str, sizes)), None
+    if balance.kind == "steps":
+        what = "each takes that share of the local steps"
+        weights = torch.tensor(shares, dtype=torch.float64)
+    elif len(set(sizes)) > 1:
+        stream.share_out(sizes)
+        weights = torch.from_numpy(np.minimum(stream.batch_sizes, stream.examples).astype(np.float64))
+    if fleet.comm.wire.is_main:
+        notice(f"balance={balance.kind!r}: speeds of the nodes {', '.join(f'{x:.3g}' for x in shares)}; {what}")
+    if min(shares) < 1:  # else the bits of a run without
+        fleet.comm.weights = weights
+    return stream.batch_sizes / stream.batch_size if balance.kind == "batch" else None
+
+
 def make_driver(
-    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None
-) -> Driver:
+    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None,
+    shares: Sequence[Fraction] = (),
+) -> Driver:  # fmt: skip
     """Return what takes the strategy, copied so that it starts fresh, through training."""
     strategy = options.strategy
     lockstep = not isinstance(strategy, CommunicateOptimizeStrategy) or strategy.needs_gradients
-    attendance = None if options.faults is None else options.faults.bind(options.num_nodes, lockstep)
+    uneven = [share for share in shares if share < 1]
+    faults = Faults() if options.faults is None and uneven else options.faults
+    attendance = None if faults is None else faults.bind(options.num_nodes, lockstep, shares)
     if isinstance(strategy, AsyncDiLoCoStrategy):
         return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
     if isinstance(strategy, CommunicateOptimizeStrategy):
@@ -186,14 +226,18 @@ def _description(
 ) -> dict[str, Any]:
     model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16]
+    by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
+    dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
     return options.description() | {
         "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
-        "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement},
+        "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
     }  # fmt: skip
 
 
-def _matching_snapshot(folder: Path, description: dict[str, Any], wire: Wire, keepers: Keepers) -> Snapshot | None:
+def _matching_snapshot(
+    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers
+) -> Snapshot | None:
     """Return the newest good checkpoint of this very run; what it had chosen for itself is taken over."""
     snapshot, complaints = load_newest(folder, wire, keepers)
     for complaint in complaints if wire.is_main else []:
@@ -201,7 +245,9 @@ def _matching_snapshot(folder: Path, description: dict[str, Any], wire: Wire, ke
     if snapshot is None:
         return None
     saved = snapshot.meta["description"]
-    description["chosen"] = saved["chosen"]
+    description["chosen"] = dict(saved["chosen"])
+    if options.weighs_nodes and options.balance.speeds is not None:
+        description["chosen"]["speeds"] = options.balance.speeds
     free = ("limits", "placement")
     unlike = differences(
         {k: v for k, v in saved.items() if k not in free}, {k: v for k, v in description.items() if k not in free}

@@ -78,7 +78,7 @@ class Buckets:
     def _send(self, until: int) -> None:
         for bucket in self.buckets[self._next : until]:
             assert bucket.block.grads is not None
-            self.fleet.comm.begin_sum(bucket.block.grads, bucket.start, bucket.stop)
+            self.fleet.comm.begin_mean(bucket.block.grads, bucket.start, bucket.stop)
         self._next = max(self._next, until)
 
 

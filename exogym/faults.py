@@ -95,10 +95,11 @@ class Faults:
             raise ArgumentError(f"forget={forget!r} must be True or False")
         self.forget = forget
 
-    def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
+    def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
         """Return who is there in a fleet of `num_nodes`.
 
         Args:
+            shares: of the steps that each node takes, beside `slow`, which then takes a share of that.
             lockstep: the nodes take every step together (gradients meet at each): then a lost synchronisation is
                 a missed step, after which the node comes back, and no node can be slow.
 
@@ -117,7 +118,7 @@ class Faults:
                 f"faults: slow={self.slow!r} gives nodes fewer local steps, but this strategy takes every step of all "
                 "nodes together: leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)"
             )
-        return Attendance(self, num_nodes, lockstep)
+        return Attendance(self, num_nodes, lockstep, shares)
 
 
 class Attendance:
@@ -126,10 +127,13 @@ class Attendance:
     Every answer is a function of the arguments; what is kept here only saves asking twice.
     """
 
-    def __init__(self, faults: Faults, num_nodes: int, lockstep: bool):
+    def __init__(self, faults: Faults, num_nodes: int, lockstep: bool, shares: Sequence[Fraction] = ()):
         self.faults, self.num_nodes, self.lockstep = faults, num_nodes, lockstep
         self.reread()
-        self._shares = {node: Fraction(str(share)) for node, share in faults.slow.items() if share < 1}
+        slow = {node: Fraction(str(share)) for node, share in faults.slow.items()}
+        taken = dict(enumerate(shares))
+        both = {node: slow.get(node, Fraction(1)) * taken.get(node, 1) for node in slow | taken}
+        self._shares = {node: share for node, share in both.items() if share < 1}
         self._loses = bool(faults.lost) or faults.lost_rate > 0
 
     def reread(self) -> None:
@@ -253,8 +257,8 @@ class Outages(Faults):
         super().__init__(forget=True)
         self._bound: list[Attendance] = []
 
-    def bind(self, num_nodes: int, lockstep: bool = False) -> Attendance:
-        self._bound.append(super().bind(num_nodes, lockstep))
+    def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
+        self._bound.append(super().bind(num_nodes, lockstep, shares))
         return self._bound[-1]
 
     def note(self, step: int, present: Collection[int]) -> None:

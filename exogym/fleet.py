@@ -97,7 +97,8 @@ class Fleet:
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
         wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
-        return [wire.reduce(block.params, everyone, "mean") for block in self.blocks]
+        share = self.comm.share(everyone)
+        return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
         """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
@@ -105,7 +106,8 @@ class Fleet:
         result = {}
         for name, rows in self.buffers.items():
             if rows.is_floating_point():
-                result[name] = wire.reduce(rows.reshape(len(rows), -1), everyone, "mean").view(rows.shape[1:])
+                share = self.comm.share(everyone)
+                result[name] = wire.reduce(rows.reshape(len(rows), -1), everyone, "mean", share).view(rows.shape[1:])
             else:
                 result[name] = wire.rows(rows, everyone[:1])[0]
         return result

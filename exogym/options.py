@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from exogym.balance import Balance
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.network import Network
+from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Strategy
 from exogym.worker import check_precision
 
@@ -51,6 +54,7 @@ class FitOptions:
     compute: str = "loop"
     processes: int | str = 1
     reduction: str = "tree"
+    balance: Any = None
     faults: Faults | None = None
     network: Any = None
     step_seconds: Any = None
@@ -118,6 +122,11 @@ class FitOptions:
             raise ArgumentError(
                 f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
             )
+        if self.balance is not None:
+            object.__setattr__(self, "balance", Balance.of(self.balance))
+            if self.weighs_nodes:
+                self.balance.check_speeds(self.num_nodes, "nodes")
+                check_weighted(self.strategy, self.balance.kind)
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -141,6 +150,11 @@ class FitOptions:
             return self.batch_size
         return self.minibatch_size
 
+    @property
+    def weighs_nodes(self) -> bool:
+        """Whether nodes work and weigh by their speeds. Dealing nodes to processes changes no result."""
+        return self.balance is not None and self.balance.kind != "nodes"
+
     def total_steps(self, steps_per_epoch: int) -> int:
         """Steps each node takes."""
         if self.num_epochs is None:
@@ -154,7 +168,31 @@ class FitOptions:
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
+        given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
+
+
+def check_weighted(strategy: Strategy, kind: str) -> None:
+    """Raise ArgumentError unless nodes of `strategy` can take other batches ("batch") or fewer steps ("steps")."""
+    what = f"balance={kind!r} with {type(strategy).__name__}"
+    if isinstance(strategy, AsyncDiLoCoStrategy):
+        raise ArgumentError(
+            f"{what}: there no node waits for another, and dylu=True gives slow nodes fewer steps: leave balance out"
+        )
+    stacked = strategy if isinstance(strategy, CommunicateOptimizeStrategy) else None
+    if kind == "steps" and (stacked is None or stacked.needs_gradients):
+        raise ArgumentError(
+            f"{what}: it takes every step of all nodes together; use balance='batch' or 'nodes', or a strategy with "
+            "local steps (DiLoCo, FedAvg, SPARTA)"
+        )
+    if not strategy.weighted_means:
+        modules = [] if stacked is None else [type(m).__name__ for m in stacked.modules if not m.weighted_means]
+        whose = f" ({', '.join(modules)})" if modules else ""
+        raise ArgumentError(
+            f"{what}: nodes would weigh what they have done, and it averages in a way of its own{whose}; use "
+            "balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. In a class of yours "
+            "weighted_means = True says that all it averages are means of the communicator (op='mean')"
+        )
 
 
 def is_number(value: Any) -> bool:

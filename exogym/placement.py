@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -14,7 +15,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from exogym.assembly import Subject, assemble
+from exogym.assembly import Subject, assemble, workplace
+from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
 from exogym.engine.shared import SharedWire, can_fork, run_forked
 from exogym.engine.wire import ProcessWire, place
@@ -22,6 +24,7 @@ from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
 from exogym.options import FitOptions
 from exogym.progress import notice
+from exogym.speeds import step_seconds
 
 Result = TypeVar("Result")
 NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyError)  # by starting again
@@ -45,20 +48,26 @@ def run_placed(
     if world > 1:
         if processes not in (1, "auto", world):
             raise ArgumentError(f"processes={processes}, but this script runs as {world} processes: leave it out")
-        placement = place(nodes, world)
+        place(nodes, world)  # refused before the processes meet, where there are too few nodes
         join_world(device)
+        measure = lambda: _process_seconds(ProcessWire([[k] for k in range(world)]), subject, options, device)  # noqa: E731
+        placement, options = _dealt(options, world, measure)
         return body(options, ProcessWire(placement, native=native))
     if processes == "auto":
         processes = _choose(subject, options, device)
     if processes == 1:
         return body(options, Wire(range(nodes), native))
-    placement = place(nodes, int(processes))
+    place(nodes, int(processes))
     if device.type != "cpu" or not can_fork():
         raise ArgumentError(
             f"processes={processes} forks this process, which is safe on Linux and on the CPU only, not with device "
             f"{str(device)!r} here: leave it out, and start the script with python -m exogym.launch "
             f"--nproc_per_node {processes}"
         )
+    alone = [[k] for k in range(int(processes))]
+    placement, options = _dealt(
+        options, len(alone), lambda: run_forked(alone, lambda wire: _process_seconds(wire, subject, options, device))
+    )
     for attempt, given in enumerate(_attempts(subject.model, options)):
         try:
             return run_forked(placement, lambda wire, given=given: body(given, wire), native)  # type: ignore[misc]
@@ -69,6 +78,42 @@ def run_placed(
                 raise
             notice(f"{error}; starting again from the last checkpoint ({attempt + 1} of {options.max_restarts})")
     raise AssertionError
+
+
+def _dealt(
+    options: FitOptions, processes: int, measure: Callable[[], list[float]]
+) -> tuple[list[list[int]], FitOptions]:
+    """Return the ids of each process, and the options with the processes' speeds where they decided.
+
+    Args:
+        measure: gives the seconds that a step takes in each process, the same in all of them.
+    """
+    balance, nodes = options.balance, options.num_nodes
+    if balance is None or balance.kind != "nodes":
+        return place(nodes, processes), options
+    balance.check_speeds(processes, "processes")
+    if balance.speeds is None and nodes > processes:
+        balance = Balance("nodes", speeds_of(measure()))
+    if balance.speeds is None:
+        notice(f"balance='nodes' changes nothing: each of {processes} processes has one node")
+        return place(nodes, processes), options
+    placement = place(nodes, processes, balance.speeds)
+    if int(os.environ.get("RANK", 0)) == 0:
+        speeds, held = (", ".join(f"{x:g}" for x in row) for row in (balance.speeds, map(len, placement)))
+        notice(f"balance='nodes': the processes' speeds are {speeds}; they hold {held} nodes")
+    return placement, replace(options, balance=balance)
+
+
+def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
+    """Take a few training steps in each process, at the same time; return what one takes in each, everywhere."""
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the run says it again
+        (node,) = wire.ranks
+        stream, worker, _ = workplace(subject, options, device, Wire([node]), undo)
+        wire.barrier()
+        found = torch.tensor([[step_seconds(worker, stream, node)]], dtype=torch.float64)
+        return wire.rows(found, range(len(wire.placement)))[:, 0].tolist()
 
 
 def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:

@@ -24,6 +24,7 @@ class Timing:
     Args:
         fleet: its communicator's events are taken into account from here on.
         network, step_seconds, timeline: as `Clock`; step_seconds None: measured.
+        work: (N,) what each node's steps hold, where that differs, in steps as `step_seconds` means them.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -33,10 +34,19 @@ class Timing:
     [0.03, 0.01]
     """
 
-    def __init__(self, fleet: Fleet, network: Any, step_seconds: Any = None, timeline: bool = False):
+    def __init__(
+        self,
+        fleet: Fleet,
+        network: Any,
+        step_seconds: Any = None,
+        timeline: bool = False,
+        work: np.ndarray | None = None,
+    ):
         self.fleet = fleet
         self.is_measured = step_seconds is None
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
+        if work is not None:
+            self.clock.step_time = self.clock.step_time.for_work(work)
         self.taken_s = np.zeros(len(fleet))
         self._since = 0.0
         fleet.comm.ledger.listeners.append(self._hear)

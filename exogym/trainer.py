@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.assembly import Subject, assemble
+from exogym.balance import Balance
 from exogym.clock import Clock
 from exogym.communicator import Wire
 from exogym.data.partition import Partitioner
@@ -116,6 +117,7 @@ class LocalTrainer(Trainer):
         compute: str = "loop",
         processes: int | str = 1,
         reduction: str = "tree",
+        balance: Balance | str | None = None,
         faults: Faults | None = None,
         network: Network | str | None = None,
         step_seconds: Any = None,
@@ -154,6 +156,8 @@ class LocalTrainer(Trainer):
                 torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
             devices: refused; a process trains on one device.
             reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+            balance: share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
+                "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
             faults: nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`); what
                 each strategy does then is in its docstring. A node that is away has no row in the history.
             network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",

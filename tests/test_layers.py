@@ -15,7 +15,7 @@ import exogym
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
     {"errors", "rng", "layout", "devices", "files"},
-    {"fleet", "communicator", "network", "clock", "faults"},
+    {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {
         "gradients",
@@ -45,6 +45,7 @@ FLOORS: list[set[str]] = [
         "snapshots",
         "buckets",
         "placement",
+        "speeds",
     },
     {
         "trainer",

@@ -16,8 +16,7 @@ from exogym import LocalTrainer
 from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.history import History
-from exogym.remote import NetworkTrainer, SSHLauncher, job, network_trainer, results, ssh
-from exogym.remote import launcher as launcher_module
+from exogym.remote import NetworkTrainer, SSHLauncher, job, network_trainer, results, ssh, watch
 from exogym.remote.onhost import probe
 from exogym.remote.profile import Profile, load_profile
 from exogym.remote.world import Part
@@ -317,6 +316,7 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
     wrong("unknown strategy 'dilco': did you mean 'diloco'?", "strategy = dilco")
     wrong("both give H", "strategy = diloco:H=3\ncommunication_interval = 4")
     wrong("ddp communicates at every step", "strategy = ddp\ncommunication_interval = 4")
+    wrong("balance='step' is not one of 'nodes', 'batch', 'steps'", "balance = step")
     wrong("has no task", base="steps = 4")
     with pytest.raises(ArgumentError, match="name one with --config"):
         load_profile(config.parent / "none.ini", "x")
@@ -344,12 +344,15 @@ def test_a_users_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Profile(task).problem()
 
 
-def test_what_the_hosts_run_for_a_profile(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_the_hosts_run_for_a_profile(
+    world: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     await_fit(world, 1)
-    profile = Profile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4)
+    profile = Profile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4, balance="steps")
     with pytest.raises(SystemExit) as ended:
         job.main([json.dumps(profile.as_dict())])
     assert ended.value.code == 0
+    assert "balance='steps' changes nothing: one process holds all nodes" in capsys.readouterr().err
     history = results.history_of(tmp_path / "runs" / "run", 1)
     assert history.column("val_loss")[0].tolist() == [0, 1, 2, 3, 4]
 

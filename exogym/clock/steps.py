@@ -10,6 +10,7 @@ node runs nor on how many steps are taken at once. The mean of the spread part i
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -84,6 +85,13 @@ class StepTime:
     def is_fixed(self) -> bool:
         """Whether all steps of a node take the same time."""
         return not self.sigma and not self.straggler_share
+
+    def for_work(self, work: np.ndarray) -> StepTime:
+        """Return the time of steps that hold `work` (N,) times as much."""
+        other = copy.copy(self)
+        other.seconds = self.seconds * work
+        other._fixed_ticks = np.rint(other.seconds * TICKS_PER_S).astype(np.int64)
+        return other
 
     def mean_s(self, num_nodes: int) -> np.ndarray:
         """Return (num_nodes,) mean seconds of a step."""

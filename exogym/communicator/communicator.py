@@ -26,7 +26,8 @@ class Communicator:
         num_nodes: nodes in the whole fleet.
         wire: what carries the rows; one process by default.
 
-    `present` holds the ids that take part when a call names no groups (all nodes by default).
+    `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
+    or None, weigh the nodes in every mean that is given no weights of its own.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -41,6 +42,7 @@ class Communicator:
         self.wire = wire or Wire(self.ranks)
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
+        self.weights: Tensor | None = None
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -70,7 +72,7 @@ class Communicator:
         Args:
             op: "mean", "sum", "max" or "min".
             groups: disjoint lists of global ids; one group of all present nodes by default.
-            weights: (num_nodes,) weights of a weighted mean, normalised within each group.
+            weights: (num_nodes,) weights of a weighted mean, normalised within each group, instead of the fleet's.
             out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
                 keep what they hold.
             algorithm: "ring" or "server", for the bytes.
@@ -87,13 +89,11 @@ class Communicator:
         target = None if out is None else out.reshape(len(x), -1) if out.is_contiguous() else out.flatten(1)
         if target is None and not everyone:
             target = flat.clone()
+        if weights is not None and op != "mean":
+            raise ArgumentError(f"weights need op='mean', not {op!r}")
         result = None
         for group in groups:
-            share = None
-            if weights is not None:
-                if op != "mean":
-                    raise ArgumentError(f"weights need op='mean', not {op!r}")
-                share = _share(weights, group)
+            share = self.share(group, op) if weights is None else _share(weights, group)
             result = self._reduced(flat, group, op, share, everywhere=not apart)
             self._record("all_reduce", algorithm, group, _row_bytes(x))
             if target is not None:
@@ -106,12 +106,19 @@ class Communicator:
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
 
-    def begin_sum(self, x: Tensor, start: int, stop: int) -> None:
-        """Begin to sum the columns of `x` (1, F) over all nodes, in place, without waiting.
+    def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
+        """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
+        return None if self.weights is None or op != "mean" else _share(self.weights, group)
 
-        The next `all_reduce(x)` waits for all sums begun on `x`, which must cover its columns, and takes them; it is
-        recorded there. Only where the wire can (`Wire.begin`).
+    def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
+        """Begin to sum the weighted columns of `x` (1, F) over all nodes, in place, without waiting.
+
+        The next `all_reduce(x, "mean")` waits for all sums begun on `x`, which must cover its columns, and takes them;
+        it is recorded there. Only where the wire can (`Wire.begin`).
         """
+        share = self.share(range(self.num_nodes))
+        if share is not None:
+            x[0, start:stop].mul_(share[self.ranks[0]].to(x))
         self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
 
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
@@ -120,7 +127,7 @@ class Communicator:
             return self.wire.reduce(x, group, op, share, everywhere=everywhere)
         for work in works:
             work.wait()
-        return x[0] / len(group) if op == "mean" else x[0].clone()
+        return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *, groups: Groups | None = None
@@ -139,12 +146,12 @@ class Communicator:
         flat = decoded.reshape(len(decoded), -1)
         if len(groups) == 1 and len(groups[0]) == self.num_nodes:
             self._record("all_gather", "ring", groups[0], size)
-            result = self.wire.reduce(flat, groups[0], op)
+            result = self.wire.reduce(flat, groups[0], op, self.share(groups[0], op))
             return result.view(1, *decoded.shape[1:]).expand_as(decoded)
         result = flat.clone()
         for group in groups:
             self._record("all_gather", "ring", group, size)
-            reduced = self.wire.reduce(flat, group, op)
+            reduced = self.wire.reduce(flat, group, op, self.share(group, op))
             for row in self._rows_here(group):
                 result[row] = reduced
         return result.view_as(decoded)
@@ -164,7 +171,8 @@ class Communicator:
                 for piece, part in zip(pieces, payload, strict=True)
             ]
             decoded = decode(*parts)
-            reduced = reduce_rows(decoded.reshape(len(group), -1), group, op).view(1, *decoded.shape[1:])
+            flat = decoded.reshape(len(group), -1)
+            reduced = reduce_rows(flat, group, op, self.share(group, op)).view(1, *decoded.shape[1:])
             if result is None:
                 return reduced.expand(len(self.ranks), *decoded.shape[1:])
             for row in self._rows_here(group):
@@ -177,7 +185,7 @@ class Communicator:
         check_choice("op", op, OPERATIONS)
         self._member(dst)
         result = x.clone()
-        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op)
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
         self._record_tree("reduce", dst, _row_bytes(x))
         for row in self._rows_here([dst]):
             result[row] = reduced.view_as(x[row])
@@ -187,7 +195,8 @@ class Communicator:
         """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
         check_choice("op", op, OPERATIONS)
         self._per_member(x, "reduce_scatter")
-        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op).view(x.shape[1:])
+        share = self.share(self.present, op)
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
         self._record("reduce_scatter", "ring", self.present, _row_bytes(x))
         return self._dealt(reduced)
 

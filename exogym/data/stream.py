@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class Stream:
     Attributes:
         examples: (N,) examples of each node in one own epoch.
         total: examples of all nodes, D where they share one data set.
+        batch_sizes: (N,) examples of a step of each node: `batch_size`, or as `share_out` was told.
         steps_per_epoch: ceil(total / (N * batch_size)).
 
     Raises:
@@ -112,16 +113,30 @@ class Stream:
         self._dealt = len(self._datasets) == 1 and self._shards is None and not is_factory(dataset)
         self._private = not self._dealt and self._shards is None  # each node has a data set of its own
         self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
-        self._own_steps = [-(-int(n) // batch_size) for n in self.examples]
-        self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
+        self.share_out([batch_size] * num_nodes)
         self._orders: dict[int, tuple[int, Tensor]] = {}
         self._start()
+
+    def share_out(self, batch_sizes: Sequence[int]) -> None:
+        """From now on let node i take `batch_sizes[i]` examples per step; their sum stays N * batch_size.
+
+        Where the data are dealt anew each epoch, all nodes go through their parts at the same pace: with g the greatest
+        common divisor of the sizes, node i takes b_i / g of every sum(b) / g examples of the permutation, which is
+        wrapped round to whole ones of these. So every step, the last one too, holds examples in proportion to b.
+        """
+        self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
+        self._parts = (self.batch_sizes // np.gcd.reduce(self.batch_sizes)).tolist()
+        if self._dealt:
+            self.examples = -(-self.total // sum(self._parts)) * np.array(self._parts, dtype=np.int64)
+        sizes = self.batch_sizes.tolist()
+        self._own_steps = [-(-int(n) // size) for n, size in zip(self.examples, sizes, strict=True)]
+        self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
 
     def _start(self) -> None:
         """Build what is not pickled: the ways into the data sets."""
         bulk = not self._loader_kwargs
         self._takes: list[Take | None] = [bulk_take(dataset) if bulk else None for dataset in self._datasets]
-        self._chunk_steps: dict[int, int] = {}
+        self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
         self._loading = Loading(self._datasets, self._private, self.seed, self._loader_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,8 +152,8 @@ class Stream:
         """Return what `node` sees at its own step `step` (from 0): indices into its data set, and its own epoch."""
         self._check(node, step)
         epoch, within = divmod(step, self._own_steps[node])
-        first = within * self.batch_size
-        return self._order(node, epoch)[first : first + self.batch_size].numpy().copy(), epoch
+        size = int(self.batch_sizes[node])
+        return self._order(node, epoch)[within * size : (within + 1) * size].numpy().copy(), epoch
 
     def batches(self, node: int, first_step: int, count: int) -> Iterator[Any]:
         """Yield the collated CPU batches of `node` for `count` steps from its own step `first_step`.
@@ -154,12 +169,12 @@ class Stream:
         self._loading.close()
 
     def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
-        end, size, own_steps = step + count, self.batch_size, self._own_steps[node]
+        end, size, own_steps = step + count, int(self.batch_sizes[node]), self._own_steps[node]
         home = node if self._private else 0
-        if home not in self._chunk_steps:
+        if (home, size) not in self._chunk_steps:
             bytes_per_step = batch_bytes(take(torch.tensor([0]))) * size
-            self._chunk_steps[home] = max(1, CHUNK_BYTES // max(1, bytes_per_step))
-        longest = self._chunk_steps[home]
+            self._chunk_steps[home, size] = max(1, CHUNK_BYTES // max(1, bytes_per_step))
+        longest = self._chunk_steps[home, size]
         while step < end:
             epoch, within = divmod(step, own_steps)
             steps = min(end - step, own_steps - within, longest)
@@ -194,14 +209,15 @@ class Stream:
         return kept[1]
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
-        """Deal one epoch to all nodes as `DistributedSampler` does: row i is perm[i::N], wrapped round."""
+        """Deal one epoch to all nodes; with equal batches as `DistributedSampler` does: perm[i::N], wrapped round."""
         if self.shuffle:
             perm = torch.randperm(self.total, generator=rng.generator(self.seed, "shuffle", epoch))
         else:
             perm = torch.arange(self.total)
-        rows = -(-self.total // self.num_nodes)
-        wrapped = perm.repeat(-(-rows * self.num_nodes // self.total))[: rows * self.num_nodes]
-        return wrapped.view(rows, self.num_nodes).T.contiguous().unbind()
+        width = sum(self._parts)
+        rows = -(-self.total // width)
+        wrapped = perm.repeat(-(-rows * width // self.total))[: rows * width].view(rows, width)
+        return tuple(part.reshape(-1).contiguous() for part in wrapped.split(self._parts, 1))
 
     def _shard_order(self, node: int, epoch: int) -> Tensor:
         count = int(self.examples[node])

@@ -18,17 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.balance import share_out
 from exogym.communicator import Wire, reduce_rows
 from exogym.errors import ArgumentError
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def place(num_nodes: int, processes: int) -> list[list[int]]:
-    """Return the global ids of each process: contiguous, as even as possible, the first ones larger.
+def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
+    """Return the global ids of each process: contiguous, in proportion to their `speeds`, or as even as possible.
 
-    >>> place(5, 2)
-    [[0, 1, 2], [3, 4]]
+    >>> place(5, 2), place(5, 2, speeds=[1, 4])
+    ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])
 
     Raises:
         ArgumentError: more processes than nodes.
@@ -37,7 +38,8 @@ def place(num_nodes: int, processes: int) -> list[list[int]]:
         raise ArgumentError(
             f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
         )
-    return [part.tolist() for part in np.array_split(np.arange(num_nodes), processes)]
+    ends = list(itertools.accumulate(share_out(num_nodes, speeds or [1.0] * processes), initial=0))
+    return [list(range(first, last)) for first, last in itertools.pairwise(ends)]
 
 
 class ProcessWire(Wire):

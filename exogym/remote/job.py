@@ -23,6 +23,7 @@ def main(words: Sequence[str]) -> None:
         max_steps=steps,
         batch_size=profile.batch_size or (task.batch_size if task else DEFAULT_BATCH),
         seed=profile.seed,
+        balance=profile.balance,
         partitioner=task.partitioner if task else None,
         val_interval=max(1, steps // 10) if val is not None else None,
         save_dir=profile.save_dir,

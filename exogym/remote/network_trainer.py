@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.balance import Balance
 from exogym.data.partition import Partitioner
 from exogym.devices import resolve_device
 from exogym.engine.wire import place
@@ -113,6 +114,7 @@ class NetworkTrainer(Trainer):
         compute: str = "loop",
         processes: int | str = 1,
         reduction: str = "tree",
+        balance: Balance | str | None = None,
         faults: Faults | None = None,
         network: Network | str | None = None,
         step_seconds: Any = None,

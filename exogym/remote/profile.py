@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from exogym import rng
+from exogym.balance import Balance
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES, parse_strategy
@@ -47,6 +48,7 @@ class Profile:
         data: file or folder of an embedded task's data.
         strategy: as on the command line; communication_interval: its H.
         hosts_config: the hosts file, from the config file's folder on.
+        balance: "nodes", "batch" or "steps": share the load out by the speeds of the hosts.
         nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
         save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
         min_hosts, retries: as for `NetworkTrainer`.
@@ -61,6 +63,7 @@ class Profile:
     steps: int | None = None
     batch_size: int | None = None
     lr: float | None = None
+    balance: str | None = None
     seed: int = 0
     save_dir: str | None = None
     checkpoint_interval: int | None = None
@@ -82,6 +85,8 @@ class Profile:
                 continue  # a host that starts again takes the others' state
             if getattr(self, name) and self.save_dir is None:
                 raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
+        if self.balance is not None:
+            Balance(self.balance)
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:

@@ -38,9 +38,12 @@ class Module(ABC):  # noqa: B024
         acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
         row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
         shared_state: name to tensor that is the same for all nodes.
+        weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
+            they have done; without it `balance="batch"` and "steps" are refused.
     """
 
     acts_on = "elements"
+    weighted_means = False
 
     def __init__(self) -> None:
         self.row_state: dict[str, Tensor] = {}
@@ -208,6 +211,10 @@ class CommunicateOptimizeStrategy(Strategy):
     @property
     def needs_gradients(self) -> bool:
         return bool(self.gradient_modules)
+
+    @property
+    def weighted_means(self) -> bool:  # type: ignore[override]
+        return all(module.weighted_means for module in self.modules)
 
     def next_event(self, step: int) -> int:
         if self.gradient_modules:

@@ -52,6 +52,8 @@ class DiLoCoCommunicator(PeriodicModule):
     State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
     """
 
+    weighted_means = True
+
     @checked
     def __init__(
         self, H: int = 100, outer_optim: Any = "sgd", *, outer_lr: float | None = None, weighting: str = "uniform"

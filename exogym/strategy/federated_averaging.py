@@ -55,6 +55,8 @@ class AveragingCommunicator(PeriodicModule):
     theta, else the mean of the rows (of the nodes that are there).
     """
 
+    weighted_means = True
+
     @checked
     def __init__(
         self,

@@ -32,6 +32,8 @@ class GradientAverage(GradientModule):
         bucket_size_mb: size in MiB of the buckets whose sum may begin while backward still runs.
     """
 
+    weighted_means = True
+
     @checked
     def __init__(self, bucket_size_mb: float = 25.0):
         super().__init__()

@@ -76,6 +76,8 @@ class SparseCommunicator(PeriodicModule):
     A node alone has nobody to average with: N=1 changes nothing.
     """
 
+    weighted_means = True
+
     @checked
     def __init__(
         self,

@@ -30,14 +30,14 @@ class Run:
         seed: of the run; choices that nodes share come from it.
         total_steps: T, the steps each node takes.
         examples: (N,) training examples of each node.
-        batch_size: examples per step of a node.
+        batch_size: examples per step of a node; (N,) where they differ.
     """
 
     num_nodes: int
     seed: int
     total_steps: int
     examples: np.ndarray
-    batch_size: int
+    batch_size: int | np.ndarray
 
 
 class Inner:
@@ -84,6 +84,10 @@ class Strategy:
     strategy keeps, but the rank, from one that stayed (their bytes, broadcast); see `rejoin`. A lost synchronisation is
     a missed step.
 
+    With batches of different sizes (`exogym.balance`) a node weighs what it has in every collective with `op="mean"`,
+    `communicate_gradients` among them. `weighted_means = True` says that all that is averaged is averaged so; without
+    it `balance="batch"` is refused.
+
     >>> class MyStrategy(Strategy):
     ...     def step(self):
     ...         self.communicate_gradients()
@@ -93,6 +97,7 @@ class Strategy:
 
     stacked = False
     overflowed = False
+    weighted_means = False
     inner: Inner
     model: nn.Module
     rank: Any

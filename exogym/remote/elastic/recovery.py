@@ -54,8 +54,8 @@ def check(options: FitOptions) -> None:
             f"min_hosts with {type(strategy).__name__}: going on without lost nodes needs a strategy of communication "
             "modules (DiLoCo, FedAvg, SPARTA, DDP, ...); leave min_hosts out, or take one of these"
         )
-    for name, default in (("faults", None), ("network", None), ("max_memory_usage", None)):
-        if getattr(options, name) is not default:
+    for name in ("faults", "network", "balance", "max_memory_usage"):
+        if getattr(options, name) is not None:
             raise ArgumentError(f"min_hosts and {name} do not go together: leave one out")
     if options.compute == "auto":
         raise ArgumentError("min_hosts needs compute='loop' or 'vmap': a host that joins later must not choose anew")
