@@ -39,9 +39,10 @@ for name in STRATEGIES:
 """
 
 
-def test_every_strategy_on_four_hosts_ends_in_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_strategy_on_hosts_ends_in_the_bits_of_the_simulation(hosts: Hosts, project: Path, count: int) -> None:
     (project / "every.py").write_text(EVERY)
-    launcher = SSHLauncher(hosts.config(), project=project, out=project / "runs")
+    launcher = SSHLauncher(hosts.config(count=count), project=project, out=project / "runs")
     with hosts.controller.inside():
         assert launcher.launch("every.py", str(Path(__file__).parent), str(project / "found")) == 0
     found = (project / "found").read_text().splitlines()
@@ -49,8 +50,8 @@ def test_every_strategy_on_four_hosts_ends_in_the_bits_of_the_simulation(hosts: 
     for name in STRATEGIES:
         model, data = small_problem()
         trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
-        trainer.fit(STRATEGIES[name][0](), num_nodes=4, **FIT)
-        expected += [f"{name}: {fingerprint(model)}"] * 4
+        trainer.fit(STRATEGIES[name][0](), num_nodes=count, **FIT)
+        expected += [f"{name}: {fingerprint(model)}"] * count
     assert sorted(found) == sorted(expected)
 
 

@@ -22,10 +22,9 @@ from exogym.faults import Faults
 from exogym.metrics import Metric
 from exogym.network import Network
 from exogym.options import FitOptions, option_names
-from exogym.progress import notice
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
-from exogym.remote.elastic.member import DONE, Member
+from exogym.remote.elastic.member import seat
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, new_folder
@@ -208,28 +207,22 @@ class NetworkTrainer(Trainer):
         seats, given["max_restarts"] = sum(part.slots), 0
         assert part.roll is not None
         given["num_nodes"] = given["num_nodes"] or seats
-        member = Member(*part.roll, part.rank, os.environ[TOKEN])
-        if member.over == DONE:
-            notice("nothing is left to do here: the run has come to its end")
-            raise SystemExit(0)
-        if member.over is not None:
-            raise WorkerError(f"the run is over: {member.over}")
-        epoch = member.ready("fresh") if member.fresh else None
-        if epoch is not None:
-            same_start(self.model)
-            if (member.again or part.restarts) and given["save_dir"] is not None:
-                given["resume"] = True
-        trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
-        try:
-            trainer.fit(**given)
-        finally:
-            self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
-        member.finished()
-        if trainer.is_main:
-            if part.folder is not None:
-                self._leave_results(part.folder, number)
-            member.done()
-        member.group.leave()
+        with seat(*part.roll, part.rank, os.environ[TOKEN]) as member:
+            epoch = member.ready("fresh") if member.fresh else None
+            if epoch is not None:
+                same_start(self.model)
+                if (member.again or part.restarts) and given["save_dir"] is not None:
+                    given["resume"] = True
+            trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
+            try:
+                trainer.fit(**given)
+            finally:
+                self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
+            member.finished()
+            if trainer.is_main:
+                if part.folder is not None:
+                    self._leave_results(part.folder, number)
+                member.done()
         if part.fit is None:
             return self.model
         raise SystemExit(0)

@@ -15,6 +15,7 @@ from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.channel import Channel, Logs
 from exogym.remote.hosts import Host
+from exogym.remote.onhost.guard import TRY_AGAIN
 from exogym.remote.orders import STOP_S, Order
 
 BEAT_S = 5.0
@@ -101,7 +102,7 @@ class Watch:
             return
         if channel.status == 0 or (self.goes_on and self.finished):
             return
-        gone = channel.status == ssh.SSH_FAILED and not channel.order.host.is_local
+        gone = _was_cut_off(channel)
         self.lost = self.lost or gone
         if gone and self.goes_on and channel.order.ranks and self._deadline == float("inf"):
             attempt = self._attempts[channel.number]
@@ -138,8 +139,14 @@ class Watch:
                     channel.kill()
 
 
+def _was_cut_off(channel: Channel) -> bool:
+    return channel.status == TRY_AGAIN or (channel.status == ssh.SSH_FAILED and not channel.order.host.is_local)
+
+
 def _why(channel: Channel, logs: Logs) -> str:
     host = channel.order.host
-    if channel.status == ssh.SSH_FAILED and not host.is_local:
+    if channel.status == TRY_AGAIN:
+        return f"{host.address} was cut off from the others"
+    if _was_cut_off(channel):
         return f"the connection to {host.address}, or what watched over the run there, is lost"
     return f"{host.address} ended with exit code {channel.status}; what it said is above and in {logs.folder}"

@@ -10,7 +10,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from exogym.errors import WorkerError
+from exogym.progress import notice
+from exogym.remote.onhost.guard import TRY_AGAIN
 from exogym.remote.orders import SILENCE_S
 
 DONE = "done"  # why a run is over that has come to its end
@@ -110,9 +112,6 @@ class Member:
         """Say that the run has come to its end, and its results are there."""
         self._say({"say": "done"})
 
-    def close(self) -> None:
-        self._socket.close()
-
     def _say(self, what: dict[str, Any]) -> None:
         try:
             with self._sending:
@@ -152,6 +151,33 @@ class Member:
             self.cut, self.lost = why, True
             self.group.sever(NEVER)
             self._epochs.put(None)
+
+
+@contextlib.contextmanager
+def seat(address: str, port: int, number: int, token: str) -> Iterator[Member]:
+    """Take the seat `number`, and leave it at the end; end the process where nothing is to be done.
+
+    Raises:
+        WorkerError: the run is over, without having come to its end.
+        SystemExit: 0 where it has come to its end; `TRY_AGAIN` where the roll call is out of reach.
+    """
+    member = None
+    try:
+        member = Member(address, port, number, token)
+        if member.over == DONE:
+            notice("nothing is left to do here: the run has come to its end")
+            raise SystemExit(0)
+        if member.over is not None:
+            raise WorkerError(f"the run is over: {member.over}")
+        yield member
+    except WorkerError as error:
+        if member is not None and member.cut is None:
+            raise
+        notice(f"rank {number} is cut off from the others: {error}")
+        raise SystemExit(TRY_AGAIN) from error
+    finally:
+        if member is not None:
+            member.group.leave()
 
 
 class Group:

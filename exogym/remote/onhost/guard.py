@@ -22,10 +22,14 @@ from exogym.remote.onhost.interfaces import interface_of
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S, ALONE_S, SWEEP_S = 0.1, 3.0, 10.0
 CANNOT_START = 126
+SILENCE = "the controller has not been heard for too long"
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the way to the others was lost, which may be better another time
 
 
 def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     """Run the command that `given` describes, and return its exit status, 128 + the signal that killed it.
+
+    Where it was ended because the controller was not heard, `TRY_AGAIN`.
 
     Args:
         given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s (to
@@ -55,6 +59,8 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
             _say(f"{reason}: ending what runs here")
             _stop(child, given["stop_s"])
         _sweep(child)
+    if reason == SILENCE:
+        return TRY_AGAIN
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -79,7 +85,7 @@ def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted:
                 return "the controller stopped the run or is gone"
             heard = time.monotonic()
         elif time.monotonic() - heard > silence_s:
-            return f"nothing heard from the controller for {silence_s:g} s"
+            return SILENCE
     return None
 
 
