@@ -337,7 +337,7 @@ def test_a_host_that_is_cut_off_for_minutes_is_done_without_and_comes_back(
     hosts: Hosts, project: Path, name: str
 ) -> None:
     """After a minute the others go on; the host ends its part by itself; the controller starts it again."""
-    steps = 20000 if name == "fedavg" else 12000
+    steps = 3000
     run = start(hosts, project, name, min_hosts=1, steps=steps, restarts=0)
     hosts.cut(hosts[1])
     try:
