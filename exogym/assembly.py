@@ -54,6 +54,7 @@ from exogym.timing import Timing
 from exogym.worker import Worker
 
 EVALUATION_BATCH = 256
+FREE = ("limits", "placement")  # what a run that goes on may have otherwise
 
 
 @dataclass
@@ -248,9 +249,8 @@ def _matching_snapshot(
     description["chosen"] = dict(saved["chosen"])
     if options.weighs_nodes and options.balance.speeds is not None:
         description["chosen"]["speeds"] = options.balance.speeds
-    free = ("limits", "placement")
     unlike = differences(
-        {k: v for k, v in saved.items() if k not in free}, {k: v for k, v in description.items() if k not in free}
+        {k: v for k, v in saved.items() if k not in FREE}, {k: v for k, v in description.items() if k not in FREE}
     )
     if unlike:
         lines = "\n  ".join(unlike)

@@ -262,15 +262,18 @@ class Outages(Faults):
         return self._bound[-1]
 
     def note(self, step: int, present: Collection[int]) -> None:
-        """From step `step + 1` on the nodes `present` are there, and no others."""
+        """From step `step + 1` on the nodes `present` are there, and no others, whatever was noted for it before."""
         for there in self._bound:
-            up = set(there.up(step))
-            for node in set(range(there.num_nodes)) - set(present):
-                if node in up:
-                    self.absent.setdefault(node, []).append((step + 1, NEVER))
+            up = set(there.up(step + 1))
+            for node in up - set(present):
+                spans = self.absent.setdefault(node, [])
+                first = spans.pop()[0] if spans and spans[-1][1] == step + 1 else step + 1  # it was to return just now
+                spans.append((first, NEVER))
             for node in set(present) - up:
                 first, _ = self.absent[node].pop()
-                self.absent[node].append((first, step + 1))
+                if first <= step:
+                    self.absent[node].append((first, step + 1))
+            self.absent = {node: spans for node, spans in self.absent.items() if spans}
         self._tell()
 
     def state(self) -> list[list[int]]:

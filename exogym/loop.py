@@ -94,6 +94,7 @@ class TrainingLoop:
         self.step, self.stopped = 0, False
         self.begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
         self.begun_end = 0
+        self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = False
         self.evaluated_at = -1
@@ -133,8 +134,10 @@ class TrainingLoop:
         """
         try:
             with torch.no_grad():
-                if self.together or not self.wire.is_shared:
-                    self.worker.set_home(*self._model_of(None))
+                if self.outcome is not None:
+                    self.worker.set_home(*self.outcome)
+                elif self.together or not self.wire.is_shared:
+                    self.worker.set_home(*self.model_of(None))
                 else:
                     buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
                     self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
@@ -220,7 +223,7 @@ class TrainingLoop:
             return {}
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["evaluate", node])
-        vectors, buffers = self._model_of(node)
+        vectors, buffers = self.model_of(node)
         values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
         return self._known_to_all(values)
 
@@ -228,7 +231,8 @@ class TrainingLoop:
         """Return what the main process found in every process that somebody looks at."""
         return values if self.wire.forked else self.wire.tell(values)
 
-    def _model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return (P,) vectors and buffers of the averaged (or outer) model, or of one node's, in every process."""
         if node is None:
             return self.driver.consensus(), self.fleet.average_buffers()
         rows = self.wire.rows

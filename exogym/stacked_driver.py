@@ -280,7 +280,7 @@ class StackedDriver:
         state = {"last_events": torch.tensor(self.strategy.last_events, dtype=torch.int64)}
         for m, module in enumerate(self.strategy.modules):
             state |= {f"module.{m}.{name}": value for name, value in module.save_state().items()}
-            state |= {f"number.{m}.{name}": torch.tensor(value) for name, value in _numbers(module).items()}
+            state |= {f"number.{m}.{name}": _as_tensor(value) for name, value in _numbers(module).items()}
         return state
 
     def load_shared_state(self, state: dict[str, Tensor]) -> None:
@@ -288,8 +288,13 @@ class StackedDriver:
         for m, module in enumerate(self.strategy.modules):
             prefix = f"module.{m}."
             module.load_state({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-            for name in _numbers(module):
-                setattr(module, name, state[f"number.{m}.{name}"].item())
+            for name in _numbers(module):  # one that is not there was None then
+                key = f"number.{m}.{name}"
+                setattr(module, name, state[key].item() if key in state else None)
+
+
+def _as_tensor(value: bool | int | float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _numbers(module: Module) -> dict[str, Any]:

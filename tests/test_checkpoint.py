@@ -140,6 +140,19 @@ def test_more_steps_may_be_asked_for(tmp_path, val_interval):
     assert rows(longer) == rows(whole)
 
 
+def test_a_number_that_a_module_keeps_comes_back_as_it_was(tmp_path):
+    """In float32 0.1 becomes a little more, and a tenth of ten clients two."""
+    options = {"num_nodes": 10, "batch_size": 2}
+    make = functools.partial(FedAvgStrategy, SGD, H=2, client_fraction=0.1)
+    whole = fit(make(), **options)
+    fit(make(), tmp_path, max_steps=6, **options)
+    resumed = fit(make(), tmp_path, resume=True, **options)
+    assert fingerprint(resumed.model) == fingerprint(whole.model)
+    assert rows(resumed) == rows(whole)
+    two = fit(FedAvgStrategy(SGD, H=2, client_fraction=0.11), **options)  # the control
+    assert fingerprint(two.model) != fingerprint(whole.model)
+
+
 def test_a_finished_run_resumed_gives_the_model_and_history_again(tmp_path):
     first = fit(DiLoCoStrategy(lr=0.02, H=5), tmp_path)
     marks = fingerprint(first.model), rows(first)

@@ -5,8 +5,11 @@ The law: a run in which hosts were lost and came back has the bits of the simula
 
 import json
 import os
+import random
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from exogym import LocalTrainer, load_model
 from exogym.errors import ArgumentError
 from exogym.faults import Faults, Outages
 from exogym.remote import NetworkTrainer, SSHLauncher
-from exogym.remote.elastic.rollcall import Roll
+from exogym.remote.elastic.rollcall import Roll, Server
 from exogym.remote.watch import pause_s
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.strategy.strategy import Strategy
@@ -163,6 +166,7 @@ def test_the_start_waits_for_all_and_then_for_enough() -> None:
 
 def test_when_all_are_lost_the_next_ones_start_afresh() -> None:
     roll = begun([1, 1])
+    roll.training()
     roll.leave(0)
     roll.leave(1)
     assert roll.hello(0) == {"hear": "welcome", "fresh": True, "again": True, "over": None}
@@ -171,14 +175,143 @@ def test_when_all_are_lost_the_next_ones_start_afresh() -> None:
     assert roll.told[-1][1]["hear"] == "over"
 
 
-def test_who_leaves_at_the_end_is_not_lost() -> None:
-    roll = begun([1, 1])
-    roll.finished(1)
+def test_when_one_has_finished_nobody_is_lost_any_more_and_who_waits_is_told() -> None:
+    roll = begun([1, 1, 1])
+    roll.leave(2)
+    roll.ready(0, member(10), now=0.0)
+    roll.ready(1, member(10), now=0.0)
+    roll.hello(2)
+    roll.ready(2, {"kind": "alone"}, now=0.0)
+    roll.told.clear()
+    roll.finished()
+    assert (2, {"hear": "over", "why": "done"}) in roll.told
+    roll.told.clear()
     roll.leave(1)
-    assert roll.told == [] and not roll.lost
-    roll.done()
+    assert roll.told == [] and not roll.lost and roll.hello(1)["over"] == "done"
+    roll.ready(0, member(10), now=0.0)
+    assert roll.told == [(0, {"hear": "over", "why": "done"})]
+
+
+def test_those_whose_first_meeting_failed_begin_again() -> None:
+    roll = begun([1, 1, 1])
+    roll.leave(2)
+    roll.ready(0, {"kind": "fresh"}, now=1.0)
+    assert [what["hear"] for seat, what in roll.told if seat == 0] == ["lost"], "not refused"
+    roll.ready(1, {"kind": "fresh"}, now=1.0)
+    roll.hello(2)
+    roll.ready(2, {"kind": "fresh"}, now=2.0)
+    assert epoch_of(roll)["number"] == 1 and epoch_of(roll)["members"] == [0, 1, 2]
+
+
+def test_who_waits_and_goes_leaves_the_patience_of_the_others_whole() -> None:
+    roll = Roll([1, 1], 1, gather_s=100)
+    roll.hello(0)
+    roll.ready(0, {"kind": "fresh"}, now=0.0)
     roll.leave(0)
-    assert roll.told == [] and roll.hello(0)["over"] == "done"
+    roll.look(101)
+    assert roll.over is None
+    roll.hello(1)
+    roll.ready(1, {"kind": "fresh"}, now=200.0)
+    roll.look(299)
+    assert roll.told == []
+    roll.look(301)
+    assert epoch_of(roll)["members"] == [1]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_happens_all_are_told_the_same_and_nobody_waits_for_ever(seed: int) -> None:
+    """Seats come, go, get ready and fail to meet at random; then all that live get ready, and must go on or be told."""
+    g = random.Random(seed)
+    slots = [g.randint(1, 2) for _ in range(g.randint(2, 4))]
+    roll = Roll(slots, g.randint(1, len(slots)), gather_s=10)
+    model = [Seat(number) for number in range(sum(slots))]
+    now = 0.0
+    for _ in range(60):
+        now += 1
+        seat = g.choice(model)
+        if g.random() < 0.25:
+            for gone in roll.leave(seat.number) if seat.alive else []:
+                model[gone].alive = False
+        elif not seat.alive:
+            seat.come(roll)
+        elif seat.waits is None:
+            seat.get_ready(roll, now, planned=g.random() < 0.5)
+        deliver(roll, model, meets=g.random() < 0.8)
+    for _ in range(40):
+        now += 20
+        for seat in model:
+            if not seat.alive:
+                seat.come(roll)
+            elif seat.waits is None and (roll.lost or not seat.trains):
+                seat.get_ready(roll, now, planned=False)
+        roll.look(now)
+        deliver(roll, model, meets=True)
+    assert roll.over is not None or (roll.members and all(model[number].trains for number in roll.members))
+
+
+class Seat:
+    """A process as the roll call sees it."""
+
+    def __init__(self, number: int):
+        self.number, self.alive, self.trains = number, False, False
+        self.waits: str | None = None
+        self.anchors: list[int] = []
+
+    def come(self, roll: Roll) -> None:
+        welcome = roll.hello(self.number)
+        self.alive, self.trains, self.waits, self.anchors = True, False, None, []
+        self.kind = "fresh" if welcome["fresh"] else "alone"
+
+    def get_ready(self, roll: Roll, now: float, planned: bool) -> None:
+        self.waits = "member" if self.anchors else self.kind
+        said = {"kind": self.waits, "anchors": list(self.anchors), "planned": planned and self.waits == "member"}
+        roll.ready(self.number, said, now)
+
+
+def deliver(roll: Roll, model: list[Seat], meets: bool) -> None:
+    """Give every seat what it is told; hold each epoch against what its members know."""
+    while roll.told:
+        number, what = roll.told.pop(0)
+        seat = model[number]
+        if what["hear"] == "over":
+            seat.alive = seat.alive and roll.over is not None
+            if not seat.alive:
+                roll.leave(number)
+        if what["hear"] != "epoch" or number != what["members"][0]:
+            continue
+        assert all(model[other].alive and model[other].waits for other in what["members"])
+        kept = [other for other in what["members"] if other not in what["newcomers"]]
+        assert (what["step"] is None) == (not kept) and what["source"] in (kept or what["members"])
+        assert all(what["step"] in model[other].anchors for other in kept)
+        assert all(model[other].waits in ("alone", "fresh") for other in what["newcomers"])
+        for other in what["members"]:
+            model[other].waits = None
+            if meets:
+                step = what["step"] or 0
+                model[other].trains, model[other].anchors = True, [step, step + 10]
+
+
+def test_strangers_cannot_end_the_roll_call() -> None:
+    server = Server(Roll([1], 1, gather_s=100), "127.0.0.1", 0, "secret")
+    done = threading.Thread(target=server.serve, daemon=True)
+    done.start()
+    place = ("127.0.0.1", server.port)
+    for words in (
+        b"[" * 900 + b"\n",
+        b"x" * 5000,
+        b'{"seat": 0, "token": "wrong"}\n',
+        b'{"seat": 7, "token": "secret"}\n',
+    ):
+        with socket.create_connection(place, timeout=10) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b"", words[:40]
+    with socket.create_connection(place, timeout=10) as seat:  # the control
+        seat.sendall(b'{"seat": 0, "token": "secret"}\n')
+        assert json.loads(seat.recv(1000))["hear"] == "welcome"
+        seat.sendall(b'{"say": "finished"}\n')
+        assert json.loads(seat.recv(1000)) == {"hear": "over", "why": "done"}
+    done.join(10)
+    assert not done.is_alive()
 
 
 # What is refused
@@ -219,12 +352,30 @@ def test_outages_are_what_faults_would_say() -> None:
     assert there.up(40) == [0, 1] and outages.as_absent() == {2: [(11, None)], 3: [(21, None)]}
 
 
+def test_outages_noted_again_at_the_same_step_say_what_was_noted_last() -> None:
+    outages = Outages()
+    there = outages.bind(3)
+    outages.note(0, [0, 2])
+    outages.note(0, [0])  # one more was lost before a step was taken
+    assert outages.as_absent() == {1: [(1, None)], 2: [(1, None)]}
+    outages.note(40, [0, 1])
+    assert there.up(41) == [0, 1] and outages.as_absent() == {1: [(1, 41)], 2: [(1, None)]}
+    outages.note(40, [0])  # it came and was lost again
+    assert there.up(41) == [0] and outages.as_absent() == {1: [(1, None)], 2: [(1, None)]}
+    fresh = Outages()
+    fresh.bind(2)
+    fresh.note(5, [0])
+    fresh.note(5, [0, 1])
+    assert fresh.as_absent() == {}
+
+
 # On real hosts
 
 TRAIN = """
 import os, sys, time, torch
 from exogym import NetworkTrainer
 from exogym.callbacks import Every
+from exogym.loop import TrainingLoop
 from exogym.testing import small_problem
 sys.path.insert(0, sys.argv[1])
 from test_elastic import STEPS, STRATEGIES
@@ -241,6 +392,9 @@ def note(loop):
         file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
     os.replace("step.tmp", "step")
 
+if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_SEAT"):
+    TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
+
 model, data = small_problem()
 trainer = NetworkTrainer(
     "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
@@ -254,13 +408,23 @@ print("outages", trainer.outages)
 
 
 def start(
-    hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1, save_dir: str = ""
-) -> Any:
+    hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1, save_dir: str = "",
+    dies: str = "",
+) -> Any:  # fmt: skip
     """Start the training; return the process once it has trained 50 steps."""
     (project / "train.py").write_text(TRAIN)
     hosts.file(project / "hosts.json")
     with open(project / "said", "w") as file:
-        words = ["train.py", str(Path(__file__).parent), name, str(min_hosts), str(steps), str(restarts), save_dir]
+        words = [
+            "train.py",
+            str(Path(__file__).parent),
+            name,
+            str(min_hosts),
+            str(steps),
+            str(restarts),
+            save_dir,
+            dies,
+        ]
         run = hosts.controller.start([sys.executable, *words], cwd=project, stdout=file, stderr=file)
     wait_for(lambda: progress(project)[0] >= 50, run)
     return run
@@ -305,6 +469,15 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     away = is_the_simulation(project, name)
     ((first, last),) = away[number]
     assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
+    assert hosts.left_over() == {}
+
+
+def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Path) -> None:
+    """The first rank, after the last meeting and before it writes: another host has the results."""
+    run = start(hosts, project, "fedavg", min_hosts=1, steps=150, restarts=0, dies="0")
+    assert run.wait(120) == 0, said_by(project)
+    assert "rank 0 was killed by signal 9" in said_by(project)
+    assert is_the_simulation(project, "fedavg", 150) == {}
     assert hosts.left_over() == {}
 
 

@@ -32,6 +32,10 @@ from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, TOKEN, Part, join, sam
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 
+ONE_FIT = (
+    "a script has one fit with min_hosts: who comes back in the middle of a later one could not know what came of the "
+    "earlier ones; put each into a script of its own"
+)
 _fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
 _folders: dict[str, Path] = {}  # the run's folder of the script that is running, made by its first fit
 
@@ -208,21 +212,21 @@ class NetworkTrainer(Trainer):
         assert part.roll is not None
         given["num_nodes"] = given["num_nodes"] or seats
         with seat(*part.roll, part.rank, os.environ[TOKEN]) as member:
+            if number > 1:
+                raise ArgumentError(ONE_FIT)
+            if member.fresh and member.again and given["save_dir"] is None:
+                raise WorkerError("all processes were lost, and there is no save_dir with a checkpoint to go on from")
+            if member.fresh and (member.again or part.restarts) and given["save_dir"] is not None:
+                given["resume"] = True
             epoch = member.ready("fresh") if member.fresh else None
-            if epoch is not None:
-                same_start(self.model)
-                if (member.again or part.restarts) and given["save_dir"] is not None:
-                    given["resume"] = True
             trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
             try:
                 trainer.fit(**given)
             finally:
                 self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
             member.finished()
-            if trainer.is_main:
-                if part.folder is not None:
-                    self._leave_results(part.folder, number)
-                member.done()
+            if part.folder is not None and (trainer.is_main or part.local_rank == 0):
+                self._leave_results(part.folder if trainer.is_main else results.aside(part.folder, part.rank), number)
         if part.fit is None:
             return self.model
         raise SystemExit(0)
@@ -245,10 +249,7 @@ class NetworkTrainer(Trainer):
         if self.min_hosts is not None:
             elastic.check(options)
             if number > 1:
-                raise ArgumentError(
-                    f"fit number {number} of the script has min_hosts: who comes back in the middle of it could not "
-                    "know what came of the earlier ones; put each into a script of its own"
-                )
+                raise ArgumentError(ONE_FIT)
         script, is_module = calling_script()
         self.folder = _folder_of(script)
         launcher = SSHLauncher(

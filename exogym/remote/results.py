@@ -58,20 +58,28 @@ def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
-    """Copy the results of a launch's fit to `folder` here, from the host of the process that was the first at the end.
+    """Copy the results of a launch's fit to `folder` here, from the first host that has them.
 
     Raises:
         ExoGymError: no host has them.
     """
-    hosts = sorted(launcher.finished, key=launcher.config.hosts.index) or [launcher.config.master]
-    for host in hosts:
+    config = launcher.config
+    hosts = [host for host in config.hosts if host in launcher.finished] or [config.master]
+    places = [(host, folder) for host in hosts]
+    places += [(host, aside(folder, config.ranks(config.hosts.index(host))[0])) for host in hosts]
+    for number, (host, place) in enumerate(places):
         try:
             for name in names(fit):
-                launcher.fetch(f"{RUNS}/{folder.name}/{name}", folder / name, host)
+                launcher.fetch(f"{RUNS}/{place.relative_to(folder.parent)}/{name}", folder / name, host)
             return
         except ExoGymError:
-            if host is hosts[-1]:
+            if number == len(places) - 1:
                 raise
+
+
+def aside(folder: Path, rank: int) -> Path:
+    """Return where a process that was not the first leaves the results, should the first one be lost."""
+    return folder / f"rank_{rank}"
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> Results:

@@ -20,7 +20,8 @@ from exogym.remote.orders import STOP_S, Order
 
 BEAT_S = 5.0
 FOLLOW_S = 10.0  # after one host has failed, what the others have to end by themselves
-END_S = 60.0  # after one host has trained to the end, what the others have
+END_S = 300.0  # after one host has trained to the end, what the others have, to write what came of it
+ALONE_S = 300.0  # how long hosts that cannot be reached are waited for, while none runs
 LOOK_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
@@ -79,7 +80,12 @@ class Watch:
         return [channel for channel in self.channels if channel.status is None and channel.order.ranks]
 
     def _wait(self) -> None:
-        while self._running() and time.monotonic() < self._deadline:
+        ran = time.monotonic()
+        while time.monotonic() < self._deadline:
+            if self._running():
+                ran = time.monotonic()
+            elif not self._again or self.finished or time.monotonic() > ran + ALONE_S:
+                break
             with contextlib.suppress(queue.Empty):
                 self._take(self._ended.get(timeout=LOOK_S))
             now = time.monotonic()

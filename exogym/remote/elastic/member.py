@@ -24,7 +24,8 @@ from exogym.remote.orders import SILENCE_S
 
 DONE = "done"  # why a run is over that has come to its end
 BEAT_S = 2.0
-RETRY_S = 0.5
+RETRY_S, TRIES = 0.5, 5
+MEET_S = 90.0  # for the members of an epoch to connect to each other
 NEVER = 2**62
 FOREVER = timedelta(days=30)  # who waits too long for another is found out by the roll call
 
@@ -53,7 +54,6 @@ class Member:
     Attributes:
         fresh: whether no training went on when this process came; again: whether some had been before.
         over: why there is nothing to do any more, or None.
-        lost: whether the present epoch has ended, because someone is lost.
         waiting: whether newcomers wait to be let in.
 
     Raises:
@@ -64,7 +64,7 @@ class Member:
         self, address: str, port: int, seat: int, token: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
     ):
         self.address, self.seat, self.silence_s = address, seat, silence_s
-        self.lost = self.waiting = False
+        self.waiting = False
         self.cut: str | None = None  # why the roll call is out of reach
         self.group = Group()
         self._epochs: queue.Queue[Epoch | None] = queue.Queue()
@@ -81,6 +81,11 @@ class Member:
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name="exogym-roll", daemon=True).start()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the present epoch has ended, because someone is lost."""
+        return self.cut is not None or self.group.has_ended
+
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Epoch:
         """Wait for the next epoch and join its process group; return it.
 
@@ -90,27 +95,38 @@ class Member:
             planned: whether all members come here at the same step.
 
         Raises:
-            WorkerError: the run is over, or the roll call is lost.
+            WorkerError: the run is over, or the roll call is lost, or the same members fail to meet again and again.
+            SystemExit: the run has come to its end, without this process.
         """
+        failed: list[list[int]] = []
         while True:
             self.group.leave()
-            self.lost = self.waiting = False
+            self.waiting = False
             self._say({"say": "ready", "kind": kind, "anchors": list(anchors), "planned": planned})
             epoch = self._epochs.get()
+            if self.over == DONE:
+                raise SystemExit(0)
             if epoch is None:
                 raise WorkerError(self.over or self.cut or "the roll call has ended")
             with contextlib.suppress(RuntimeError):  # torch's own errors of the network are such
                 self.group.join(self.address, epoch, self.seat)
                 return epoch
+            failed.append(epoch.members)
+            if failed.count(epoch.members) >= TRIES:
+                raise WorkerError(
+                    f"ranks {', '.join(map(str, epoch.members))} did not reach each other, {TRIES} times: see that no "
+                    "firewall stands between their hosts (exogym doctor tries all ways)"
+                )
+            time.sleep(RETRY_S * len(failed))
             planned = False  # a member was lost meanwhile; all stand where they stood
 
-    def finished(self) -> None:
-        """Say that this process has trained to the end."""
-        self._say({"say": "finished"})
+    def training(self) -> None:
+        """Say that training begins."""
+        self._say({"say": "training"})
 
-    def done(self) -> None:
-        """Say that the run has come to its end, and its results are there."""
-        self._say({"say": "done"})
+    def finished(self) -> None:
+        """Say that the run has come to its end, of which all members know."""
+        self._say({"say": "finished"})
 
     def _say(self, what: dict[str, Any]) -> None:
         try:
@@ -137,7 +153,7 @@ class Member:
     def _hear(self, said: dict[str, Any]) -> None:
         kind = said.pop("hear")
         if kind == "lost":
-            self.lost = self.group.sever(said["number"])
+            self.group.sever(said["number"])
         elif kind == "waiting":
             self.waiting = True
         elif kind == "epoch":
@@ -148,7 +164,7 @@ class Member:
 
     def _cut(self, why: str) -> None:
         if self.cut is None:
-            self.cut, self.lost = why, True
+            self.cut = why
             self.group.sever(NEVER)
             self._epochs.put(None)
 
@@ -198,8 +214,16 @@ class Group:
         """Meet the other members of the epoch.
 
         Raises:
-            RuntimeError: one of them is lost.
+            RuntimeError: one of them is lost, or out of reach for `MEET_S`.
         """
+        limit = threading.Timer(MEET_S, self.sever, [epoch.number])
+        limit.start()
+        try:
+            self._meet(address, epoch, seat)
+        finally:
+            limit.cancel()
+
+    def _meet(self, address: str, epoch: Epoch, seat: int) -> None:
         with self._lock:
             self._before, self._own, self._number = _sockets(), None, epoch.number
             if self._ended >= epoch.number:
@@ -222,16 +246,20 @@ class Group:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
-    def sever(self, number: int) -> bool:
-        """The epochs up to `number` have ended: cut the connections if this group is of one; say whether it is."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether this group is of an epoch that has ended."""
+        return 0 <= self._number <= self._ended
+
+    def sever(self, number: int) -> None:
+        """The epochs up to `number` have ended: cut the connections if this group is of one."""
         with self._lock:
             self._ended = max(self._ended, number)
-            if not 0 <= self._number <= number:
-                return False
+            if not self.has_ended:
+                return
             theirs = _sockets() - self._before
             for descriptor, inode in theirs if self._own is None else theirs & self._own:
                 _shut(descriptor, inode)
-            return True
 
 
 def _connected(address: str, port: int, timeout_s: float) -> socket.socket:

@@ -19,16 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.assembly import assemble
-from exogym.checkpoint import Snapshot
+from exogym.assembly import FREE, assemble
+from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
-from exogym.errors import ArgumentError, WorkerError
+from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.keepers import check_folder, everywhere, find_keepers
 from exogym.loop import TrainingLoop
 from exogym.options import FitOptions
 from exogym.remote.elastic.member import Epoch, Member
 from exogym.remote.elastic.wire import ElasticWire, Lost
+from exogym.remote.world import same_start
 from exogym.snapshots import put_back, snapshot_of
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -86,11 +87,7 @@ class ElasticTrainer(LocalTrainer):
         check(options)
         options = dataclasses.replace(options, faults=Outages())
         native = options.reduction == "native"
-        if self.epoch is not None:
-            wire = ElasticWire(self.member, self.nodes_of, self.epoch, native)
-            recovery = Recovery(assemble(self.subject, options, device, self.max_stretch, wire), wire)
-        else:
-            recovery = self._join(options, device, native)
+        recovery = self._join(options, device, native) if self.epoch is None else self._begin(options, device, native)
         loop = recovery.loop
         self.history, self.description = loop.history, loop.plan.description
         try:
@@ -101,6 +98,25 @@ class ElasticTrainer(LocalTrainer):
             away = recovery.outages.as_absent()
             self.description["outages"] = {str(node): [list(span) for span in spans] for node, spans in away.items()}
             loop.end()
+
+    def _begin(self, options: FitOptions, device: torch.device, native: bool) -> Recovery:
+        """Put the run together with the others who begin it; where one of them is lost, all do so again."""
+        assert self.epoch is not None
+        wire = ElasticWire(self.member, self.nodes_of, self.epoch, native)
+        while True:
+            try:
+                wire.or_lost(lambda: same_start(self.model))
+                recovery = Recovery(assemble(self.subject, options, device, self.max_stretch, wire), wire)
+                break
+            except Lost:
+                wire.take_part(self.member.ready("fresh"))
+        step, there = recovery.loop.step, wire.present
+        if step and not set(recovery.up(step)) & set(there):
+            raise CheckpointError(
+                f"the checkpoint of step {step} holds no rows of the nodes {there}, which were away then, and the "
+                "hosts of the others are not there: start them too"
+            )
+        return recovery
 
     def _join(self, options: FitOptions, device: torch.device, native: bool) -> Recovery:
         """Put this process's part together alone, and join those who are training."""
@@ -114,6 +130,8 @@ class ElasticTrainer(LocalTrainer):
         plan = loop.plan
         plan.save_dir = None if options.save_dir is None else Path(options.save_dir)
         plan.checkpoint_interval = options.checkpoint_interval
+        if plan.save_dir is not None:
+            check_folder(plan.save_dir)
         wire = ElasticWire(self.member, self.nodes_of, self.member.ready("alone"), native)
         loop.wire = loop.fleet.comm.wire = wire
         recovery = Recovery(loop, wire)
@@ -136,13 +154,16 @@ class Recovery:
     def carry(self, run: Callable[[], bool]) -> bool:
         """Train to the end, or to where a signal stops all; say whether it is the end."""
         if not self.joined:
-            self._note_who_is_there()
             self._anchor()
+            self._note_who_is_there()
+            self.member.training()
             self._trying(self.wire.barrier)
         while True:
             try:
                 finished = run()
-                self.wire.barrier()  # nobody leaves before all have come so far
+                if finished:
+                    self.loop.outcome = self.loop.model_of(None)
+                self.wire.barrier()  # nobody leaves before all have come so far, and need nobody any more
                 return finished
             except Lost as lost:
                 self._regroup(lost)
@@ -218,9 +239,15 @@ class Recovery:
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
         """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
-        epoch = self.wire.epoch
+        epoch, own = self.wire.epoch, self.loop.plan.description
         process = epoch.members.index(epoch.source)
         shared, meta, constants = self.wire.or_lost(lambda: _take(process))
+        free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
+        theirs, mine = ({k: x for k, x in y.items() if k not in free} for y in (meta["description"], own))
+        unlike = differences(theirs, mine)
+        if unlike:
+            lines = "\n  ".join(unlike)
+            raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
         self._stand(Snapshot(rows, shared, meta))
         with torch.no_grad():
             for name, x in self._constants().items():
@@ -242,18 +269,19 @@ class Recovery:
         logged, began = loop.logged, bool(self.anchors)
         wall_s = loop.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
-        loop.begun, loop.stopped = None, False
+        loop.begun, loop.outcome, loop.stopped = None, None, False
         put_back(loop, copy)
         loop.logged, loop.wall_before = max(logged, loop.logged), wall_s
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:
         step, there = self.loop.step, self.wire.present
-        stayed = [node for node in self.outages_up(step) if node in there]
+        stayed = [node for node in self.up(step) if node in there]
         self.outages.note(step, there)
         self.loop.fleet.comm.present = stayed
 
-    def outages_up(self, step: int) -> list[int]:
+    def up(self, step: int) -> list[int]:
+        """Return the nodes that were there for `step`."""
         assert self.loop.driver.attendance is not None
         return self.loop.driver.attendance.up(step)
 
@@ -265,7 +293,7 @@ class Recovery:
 
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.detach().clone() for name, x in tensors.items()}
+    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
 
 
 # Sending a state: a line of JSON with the names, then all numbers as bytes. Nothing is pickled.

@@ -3,7 +3,7 @@
 `python -m exogym.remote.elastic.rollcall` runs on the master beside the training processes. Each process (a seat) keeps
 one connection to it, on which both sides send lines of JSON:
 
-    seat -> {"say": "hello", "seat", "token"}    {"say": "beat"}    {"say": "finished"}    {"say": "done"}
+    seat -> {"say": "hello", "seat", "token"}    {"say": "beat"}    {"say": "training"}    {"say": "finished"}
             {"say": "ready", "kind": "fresh" | "alone" | "member", "anchors": [steps], "planned": bool}
     roll -> {"hear": "welcome", "fresh", "again", "over"}    {"hear": "beat"}    {"hear": "waiting"}
             {"hear": "epoch", "number", "members", "step", "newcomers", "source", "port"}
@@ -40,7 +40,8 @@ from exogym.remote.world import TOKEN
 
 GATHER_S = 60.0  # after a total loss, how long those who are back wait for the others
 LOOK_S = 0.2
-LONGEST_LINE = 1 << 16
+LONGEST_LINE, LONGEST_NAME = 1 << 16, 1 << 10  # bytes, of a seat and of who has not said which it is
+NAME_S, MOST_UNNAMED = 10.0, 256
 
 
 @dataclass(eq=False)
@@ -81,7 +82,8 @@ class Roll:
     over: str | None = None
     told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _finished: set[int] = field(default_factory=set)
+    _begun: set[int] = field(default_factory=set)  # the seats with which the epoch began
+    _trained: bool = False
     _gathering: float | None = None  # since when the first seat of a fresh epoch waits
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Roll:
     def hello(self, seat: int) -> dict[str, Any]:
         """A process has come to `seat`; return what it is told."""
         self.there.add(seat)
-        return {"hear": "welcome", "fresh": not self.members, "again": self.epoch >= 0, "over": self.over}
+        return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
     def leave(self, seat: int) -> list[int]:
         """The process at `seat` is gone, or has not been heard; return the seats of its host, which are lost with it.
@@ -102,7 +104,7 @@ class Roll:
         A host is lost as a whole: its launcher ends all its processes when one has failed.
         """
         gone = [other for other in self.there if self.host_of[other] == self.host_of[seat]]
-        was_member = bool(self.members & set(gone) - self._finished)
+        was_member = bool(self.members & set(gone))
         for other in gone:
             self.there.discard(other)
             self.members.discard(other)
@@ -113,6 +115,11 @@ class Roll:
 
     def ready(self, seat: int, said: dict[str, Any], now: float) -> None:
         """The process at `seat` waits for the next epoch."""
+        if seat not in self.there:
+            return
+        if self.over is not None:
+            self._tell([seat], {"hear": "over", "why": self.over})
+            return
         self._ready[seat] = said
         if seat in self.members:
             if said["kind"] != "member":  # it got nothing of what the others have
@@ -125,13 +132,14 @@ class Roll:
         if seat in self._ready and said["kind"] == "alone":
             self._tell(self.members, {"hear": "waiting"})
 
-    def finished(self, seat: int) -> None:
-        """The process at `seat` has trained to the end, and may leave."""
-        self._finished.add(seat)
+    def training(self) -> None:
+        """The members train; should all be lost, those who come then are not the first."""
+        self._trained = True
 
-    def done(self) -> None:
-        """The run has come to its end."""
-        self.over = DONE
+    def finished(self) -> None:
+        """A member has trained to the end, so all have; who comes now, or waits to be let in, has nothing to do."""
+        if self.over is None:
+            self._end(DONE)
 
     def look(self, now: float) -> None:
         """Begin the next epoch, if all is there that it needs."""
@@ -140,7 +148,9 @@ class Roll:
         if not self.members:
             self._look_for_a_start(now)
             return
-        self._refuse("fresh", "the run has begun without this process")
+        underway = any(self._ready.get(seat, {}).get("kind") == "member" for seat in self.members)
+        late = {seat for seat, said in self._ready.items() if said["kind"] == "fresh"}
+        self._refuse(late if underway else late - self._begun, "the run has begun without this process")
         if all(seat in self._ready for seat in self.members):
             kept = sorted(self.members)
             if len(self._hosts(kept)) < self.min_hosts:
@@ -151,7 +161,11 @@ class Roll:
             self._begin(sorted([*kept, *newcomers]), newcomers, step, kept[0])
 
     def _look_for_a_start(self, now: float) -> None:
-        self._refuse("alone", "the run that this process was to join has ended")
+        alone = {seat for seat, said in self._ready.items() if said["kind"] == "alone"}
+        self._refuse(alone, "the run that this process was to join has ended")
+        if not self._ready:
+            self._gathering = None
+            return
         waited = now - self._gathering if self._gathering is not None else 0.0
         limit = self.gather_s if self.epoch < 0 else GATHER_S
         whole = self._whole(set(self._ready))
@@ -162,7 +176,7 @@ class Roll:
 
     def _begin(self, members: list[int], newcomers: list[int], step: int | None, source: int) -> None:
         self.epoch += 1
-        self.members, self.lost, self._gathering = set(members), False, None
+        self.members, self._begun, self.lost, self._gathering = set(members), set(members), False, None
         self._tell(
             members,
             {
@@ -179,9 +193,9 @@ class Roll:
         self.lost = True
         self._tell(self.members, {"hear": "lost", "number": self.epoch})
 
-    def _refuse(self, kind: str, why: str) -> None:
-        """Have the processes that wait as `kind` end; they are started again."""
-        for seat in [seat for seat, said in self._ready.items() if said["kind"] == kind]:
+    def _refuse(self, seats: set[int], why: str) -> None:
+        """Have the processes at `seats`, which wait, end; they are started again."""
+        for seat in sorted(seats):
             del self._ready[seat]
             self._tell([seat], {"hear": "over", "why": why})
 
@@ -216,45 +230,64 @@ class Server:
         self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         roll.port = self.store.port
         self.lines: dict[int, Line] = {}
+        self.unnamed: set[Line] = set()  # connections that have not said who they are
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Serve until the run has come to its end and all have left."""
-        while self.lines or self.roll.over != DONE:
-            for key, _ in self.selector.select(LOOK_S):
-                if key.fileobj is self.listener:
-                    self._accept()
-                else:
-                    self._hear(key.data)
-            now = time.monotonic()
-            for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
-                self._lose(line, f"has not been heard for {self.silence_s:g} s")
-            self.roll.look(now)
-            self._tell()
+        try:
+            while self.lines or self.roll.over != DONE:
+                for key, _ in self.selector.select(LOOK_S):
+                    if key.fileobj is self.listener:
+                        self._accept()
+                    else:
+                        self._hear(key.data)
+                now = time.monotonic()
+                for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
+                    self._lose(line, f"has not been heard for {self.silence_s:g} s")
+                for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
+                    self._close(line)
+                self.roll.look(now)
+                self._tell()
+        finally:
+            for line in [*self.lines.values(), *self.unnamed]:
+                self._close(line)
+            self.selector.close()
+            self.listener.close()
 
     def _accept(self) -> None:
-        connection, _ = self.listener.accept()
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:  # gone again, or too many
+            return
+        if len(self.unnamed) >= MOST_UNNAMED:
+            connection.close()
+            return
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.selector.register(connection, selectors.EVENT_READ, Line(connection, time.monotonic()))
+        line = Line(connection, time.monotonic())
+        self.unnamed.add(line)
+        self.selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> None:
         try:
             data = line.connection.recv(1 << 16)
         except OSError:
             data = b""
-        if not data or len(line.rest) + len(data) > LONGEST_LINE:
+        if not data or len(line.rest) + len(data) > (LONGEST_NAME if line.seat is None else LONGEST_LINE):
             self._lose(line, "is gone")
             return
-        line.heard = time.monotonic()
+        if line.seat is not None:
+            line.heard = time.monotonic()
         *whole, line.rest = (line.rest + data).split(b"\n")
         for text in whole:
             try:
                 self._take(line, json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self._lose(line, "says what nobody understands")
-                return
+            if line.seat is None or self.lines.get(line.seat) is not line:
+                return  # it was lost, or refused
 
     def _take(self, line: Line, said: dict[str, Any]) -> None:
         if line.seat is None:
@@ -264,17 +297,18 @@ class Server:
                 return
             if seat in self.lines:
                 self._lose(self.lines[seat], "has been started again")
-            line.seat = seat
+            line.seat, line.heard = seat, time.monotonic()
+            self.unnamed.discard(line)
             self.lines[seat] = line
             self._send(line, self.roll.hello(seat))
         elif said["say"] == "beat":
             self._send(line, {"hear": "beat"})
         elif said["say"] == "ready":
             self.roll.ready(line.seat, said, time.monotonic())
+        elif said["say"] == "training":
+            self.roll.training()
         elif said["say"] == "finished":
-            self.roll.finished(line.seat)
-        elif said["say"] == "done":
-            self.roll.done()
+            self.roll.finished()
 
     def _lose(self, line: Line, why: str) -> None:
         self._close(line)
@@ -290,6 +324,7 @@ class Server:
     def _close(self, line: Line) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(line.connection)
+        self.unnamed.discard(line)
         line.connection.close()
 
     def _tell(self) -> None:
