@@ -54,7 +54,7 @@ class LaunchConfig:
     monitor_interval: float = 0.1
     start_timeout: int = 600
     log_dir: str | os.PathLike[str] | None = None
-    first_rank: int = 0
+    first_rank: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LaunchConfig:
         names = [field.name for field in dataclasses.fields(cls)]
@@ -66,8 +66,10 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         for name in ("nproc_per_node", "nnodes", "start_timeout"):
             check_count(name, getattr(self, name))
-        for name in ("node_rank", "max_restarts", "first_rank"):
+        for name in ("node_rank", "max_restarts"):
             check_count(name, getattr(self, name), least=0)
+        if self.first_rank is not None:
+            check_count("first_rank", self.first_rank, least=0)
         if self.node_rank >= self.nnodes:
             raise ArgumentError(f"node_rank={self.node_rank} is not a node of nnodes={self.nnodes}: count from 0")
         if self.nnodes > 1 and self.master_addr is None:

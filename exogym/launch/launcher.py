@@ -132,7 +132,7 @@ class DistributedLauncher:
 
         config = self.config
         node = Node(config.node_rank, config.address, config.start_timeout)
-        attempts = Attempts(folder, output, node, self._environment(), config.first_rank)
+        attempts = Attempts(folder, output, node, self._environment(), config.first_rank or 0)
         command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
         escaped = [word.replace("$", "$$") for word in command]  # the agent puts values in for $names
         try:
@@ -143,8 +143,8 @@ class DistributedLauncher:
             return 0, None
         except ChildFailedError as failed:
             rank, failure = first_failure(failed.failures)
-            world_size = None if config.first_rank else attempts.world_size
-            return exit_code(failure), describe(config.first_rank + rank, failure, world_size, log_dir)
+            world_size = attempts.world_size if config.first_rank is None else None
+            return exit_code(failure), describe(attempts.first_rank + rank, failure, world_size, log_dir)
         except SignalException as stop:
             raise Interrupted(stop.sigval) from None
         except (RendezvousError, ConnectionError) as error:
@@ -216,7 +216,7 @@ def launch_distributed_training(
     monitor_interval: float = 0.1,
     start_timeout: int = 600,
     log_dir: str | os.PathLike[str] | None = None,
-    first_rank: int = 0,
+    first_rank: int | None = None,
 ) -> int:
     """Run `script` with `args` in `nproc_per_node` processes on this node; return the exit code.
 
