@@ -252,10 +252,14 @@ def _matching_snapshot(
     unlike = differences(
         {k: v for k, v in saved.items() if k not in FREE}, {k: v for k, v in description.items() if k not in FREE}
     )
+    remedy = ""
+    if saved["num_nodes"] != description["num_nodes"]:
+        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
+        remedy = f"\nGive num_nodes={saved['num_nodes']}: fewer processes or hosts share the nodes out"
     if unlike:
         lines = "\n  ".join(unlike)
         raise CheckpointError(
-            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
+            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}{remedy}"
         )
     stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
     if stands_at > description["limits"]["total_steps"]:

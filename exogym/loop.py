@@ -75,7 +75,8 @@ class TrainingLoop:
         step: steps done; `epoch`: of the last one, from 0; `logged`: the last one given to the logger.
         history, fleet: as they stand.
         stopped: whether a callback ended the training.
-        carry: takes the training through; `at_rest`: called before each stretch, where nothing is in flight.
+        carry: takes the training through, where that is more than to run it.
+        at_rest: called before each stretch, where nothing is in flight.
 
     With several processes each runs this loop over its own rows; the main one evaluates, records, logs and calls
     callbacks, and the others serve it meanwhile.
@@ -101,7 +102,7 @@ class TrainingLoop:
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
         self._start = self._cpu_start = 0.0
-        self.carry: Callable[[Callable[[], bool]], bool] = self._carry
+        self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
 
     @property
@@ -118,7 +119,7 @@ class TrainingLoop:
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
                 self.worker.should_stop = interrupt
-                finished = self.carry(self._run)
+                finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
                 self.together = True

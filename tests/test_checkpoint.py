@@ -231,7 +231,7 @@ class Tuned(Strategy):
 
 STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
 DIFFERENT = {
-    "num_nodes": ({}, {"num_nodes": 4}, ["num_nodes: saved 3, now 4"]),
+    "num_nodes": ({}, {"num_nodes": 4}, ["num_nodes: saved 3, now 4", "Give num_nodes=3"]),
     "two of them": ({}, {"seed": 1, "batch_size": 5}, ["seed: saved 0, now 1", "batch_size: saved 4, now 5"]),
     "precision": ({}, {"precision": "bf16"}, ["precision: saved 'fp32', now 'bf16'"]),
     "strategy": ({}, {"strategy": SimpleReduceStrategy(SGD)}, ["strategy.name"]),

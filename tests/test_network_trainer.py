@@ -16,7 +16,7 @@ from exogym import LocalTrainer
 from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.history import History
-from exogym.remote import NetworkTrainer, SSHLauncher, job, network_trainer, results, ssh, watch
+from exogym.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
 from exogym.remote.onhost import probe
 from exogym.remote.profile import Profile, load_profile
 from exogym.remote.world import Part
@@ -371,3 +371,49 @@ def test_bad_input_is_one_line(
         assert main(words) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "not used here" not in line]
         assert line.startswith("exogym: error: ") and message in line
+
+
+TWICE = """
+import sys, torch
+from exogym import NetworkTrainer
+from exogym.callbacks import Every
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+import os
+steps, dies = int(sys.argv[1]), sys.argv[2]
+
+def die(loop):
+    if dies and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        os.kill(os.getpid(), 9)
+
+model, data = small_problem()
+hosts = {"master": {"address": "localhost", "device": "cpu"}}
+trainer = NetworkTrainer(hosts, model, data, loss_fn=torch.nn.functional.mse_loss)
+trainer.fit(
+    DiLoCoStrategy(H=3, lr=0.01), max_steps=steps, batch_size=8, save_dir="checkpoints", checkpoint_interval=3,
+    max_restarts=1, callbacks=[Every(6, die)],
+)
+print("done", len(trainer.history.column("train_loss")[0]))
+"""
+
+
+def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    """The first run dies and goes on from what it saved; a second one, which is not asked to resume, is refused."""
+    (tmp_path / "train.py").write_text(TWICE)
+
+    def train(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    first = train("12", "dies")
+    assert first.returncode == 0 and "done 12" in first.stdout, first.stderr
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step*"))
+    second = train("15", "")
+    assert second.returncode != 0 and "already holds checkpoints: pass resume=True" in second.stdout + second.stderr
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step*")) == saved
+
+
+def test_a_key_that_is_not_there_is_refused_before_ssh_does_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"ssh_key_path='.*nokey' \(for 10.0.0.9\): there is no such file"):
+        check_hosts({"master": "10.0.0.9", "ssh_key_path": str(tmp_path / "nokey")})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -26,7 +27,7 @@ from exogym.remote.orders import Order, inside, orders
 from exogym.remote.preflight import ANSWER_S, check_hosts, require
 from exogym.remote.sync import copies, sync_project, sync_words
 from exogym.remote.watch import Watch, pause_s
-from exogym.remote.world import NETWORK, RETRY, RUNS
+from exogym.remote.world import LAUNCH, NETWORK, RETRY, RUNS
 
 
 class SSHLauncher:
@@ -121,8 +122,10 @@ class SSHLauncher:
         """
         target = os.fspath(script) if module else self._script(script)
 
+        launch = secrets.token_hex(8)
+
         def parts(retry: int = 0) -> list[Order]:
-            told = {NETWORK: "1"} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
+            told = {NETWORK: "1", LAUNCH: launch} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
             return orders(
                 self.config, target, [str(word) for word in args], module=module, project=self.project,
                 environment=told, max_restarts=self.max_restarts, start_timeout_s=self.start_timeout_s,

@@ -193,7 +193,7 @@ class NetworkTrainer(Trainer):
             self._take(results.replay(part.folder, number, self.model))
             return self.model
         same_start(self.model)
-        if part.restarts and given["save_dir"] is not None:
+        if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
         self._here(given)
         if part.fit is None or part.folder is None:
@@ -216,8 +216,9 @@ class NetworkTrainer(Trainer):
                 raise ArgumentError(ONE_FIT)
             if member.fresh and member.again and given["save_dir"] is None:
                 raise WorkerError("all processes were lost, and there is no save_dir with a checkpoint to go on from")
-            if member.fresh and (member.again or part.restarts) and given["save_dir"] is not None:
-                given["resume"] = True
+            if member.fresh and given["save_dir"] is not None:
+                owns = part.owns(given["save_dir"])
+                given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
             epoch = member.ready("fresh") if member.fresh else None
             trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
             try:

@@ -122,6 +122,6 @@ def inside(project: str, script: str | os.PathLike[str]) -> str:
     if not path.is_relative_to(root):
         raise ArgumentError(
             f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, which is what the hosts have: "
-            "start it from the project's folder, or name that as project="
+            "start it from the project's folder (or name that as project= of SSHLauncher)"
         )
     return os.path.join(".", path.relative_to(root))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from exogym.errors import ExoGymError, checked
+from exogym.errors import ArgumentError, ExoGymError, checked
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.inspection import Check, Controller, Inspection
 
@@ -39,12 +39,13 @@ def check_hosts(
         answer_s: seconds that a host has for each answer.
 
     Raises:
-        ArgumentError: the hosts file is wrong.
+        ArgumentError: the hosts file is wrong, or names a file that is not there.
 
     >>> [check.check for check in check_hosts({"master": {"address": "localhost", "device": "cpu"}}, code=False)]
     ['login', 'python', 'clock', 'torch', 'exogym', 'disk', 'device', 'address', 'port']
     """
     config = HostsConfig.load(hosts_config)
+    _check_files(config)
     here = Controller(os.path.abspath(project or os.getcwd()), sync, save_dir, code)
     inspections = [Inspection(config, i, here, answer_s) for i in range(len(config.hosts))]
     with ThreadPoolExecutor(len(inspections)) as pool:
@@ -59,6 +60,17 @@ def check_hosts(
                 inspection.abort()
             raise
     return [check for inspection in inspections for check in inspection.checks]
+
+
+def _check_files(config: HostsConfig) -> None:
+    """Refuse a key or ssh config that is not on this machine: ssh would do without it, and may find another way in."""
+    for host in config.hosts:
+        for field, path in (("ssh_key_path", host.key), ("ssh_config_path", host.ssh_config)):
+            if path is not None and not host.is_local and not os.path.isfile(path):
+                raise ArgumentError(
+                    f"{field}={path!r} (for {host.address}): there is no such file on this machine; name one that is "
+                    "there, or leave the field out: then your SSH config says"
+                )
 
 
 def require(checks: Sequence[Check]) -> None:

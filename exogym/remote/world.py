@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from exogym.checkpoint import list_checkpoints
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
+from exogym.files import replacing
 
 ROLL, TOKEN, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_ROLL_TOKEN", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
-RETRY = "EXOGYM_NETWORK_RETRY"
+RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
 RUNS = "runs"
 
 
@@ -37,6 +40,7 @@ class Part:
         roll: (address, port) of the roll call where hosts may be lost and come back, else None.
         slots: processes of each host, there.
         local_rank: of this process on its host.
+        launch: names the launch, with all its new starts.
     """
 
     rank: int
@@ -48,6 +52,7 @@ class Part:
     roll: tuple[str, int] | None = None
     slots: tuple[int, ...] = ()
     local_rank: int = 0
+    launch: str = ""
 
     @classmethod
     def of_this_process(cls) -> Part | None:
@@ -71,7 +76,21 @@ class Part:
             roll=(address, int(port)) if port else None,
             slots=tuple(map(int, given[SEATS].split(","))) if SEATS in given else (),
             local_rank=int(given.get("LOCAL_RANK", "0")),
+            launch=given.get(LAUNCH, ""),
         )
+
+    def owns(self, save_dir: str | os.PathLike[str]) -> bool:
+        """Say whether the checkpoints in `save_dir` are of this very launch; at its first start leave a mark of it.
+
+        Without one, a new start after a failure could go on from those of an earlier run.
+        """
+        mark = Path(save_dir) / ".launch"
+        with contextlib.suppress(OSError):  # a folder that cannot be written is refused later, with what to do
+            if not self.restarts and not list_checkpoints(mark.parent):
+                with replacing(mark) as file:
+                    file.write(self.launch)
+            return mark.read_text("utf-8") == self.launch
+        return False
 
 
 def join(device: torch.device) -> None:
