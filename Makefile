@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Tests run in so many processes at once.
+WORKERS ?= 2
 # More for pytest, for example: make test PYTEST_ARGS="-x tests/test_layers.py --no-cov"
 PYTEST_ARGS ?=
 
@@ -16,7 +18,7 @@ demo: $(VENV)/.stamp-demo ## compare six ways to train four nodes on the digits 
 	$(BIN)/exogym compare --dataset digits --strategies single,ddp,diloco,sparta,fedavg,demo --nodes 4
 
 test: lint types ## everything a change must pass: format, lint, types, tests with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -257,9 +257,9 @@ def _matching_snapshot(
         unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
         remedy = f"\nGive num_nodes={saved['num_nodes']}: fewer processes or hosts share the nodes out"
     if unlike:
-        lines = "\n  ".join(unlike)
+        lines = "\n  ".join(unlike) + remedy
         raise CheckpointError(
-            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}{remedy}"
+            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
         )
     stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
     if stands_at > description["limits"]["total_steps"]:

@@ -472,6 +472,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     assert hosts.left_over() == {}
 
 
+@pytest.mark.slow
 def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Path) -> None:
     """The first rank, after the last meeting and before it writes: another host has the results."""
     run = start(hosts, project, "fedavg", min_hosts=1, steps=150, restarts=0, dies="0")

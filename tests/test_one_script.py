@@ -77,6 +77,7 @@ max_restarts = 1
 """
 
 
+@pytest.mark.slow
 def test_shakespeare_with_a_killed_worker_ends_in_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
     """`exogym distributed-train` on the embedded task; a worker is killed once a checkpoint is there."""
     (project / "config.ini").write_text(PROFILE)
