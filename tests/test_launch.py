@@ -241,8 +241,8 @@ LOST = "lost its connection to another rank, which failed first"
 @pytest.mark.parametrize(
     ("error", "code", "printed", "end"),
     [
-        ("RuntimeError('[pair.cc] Connection closed by peer [h]:1\\nframe')", 1, f"exogym: this rank {LOST} ([pair.cc] "
-         "Connection closed by peer [h]:1)", LOST),
+        ("RuntimeError('[pair.cc] Connection closed by peer [h]:1. This is\\nframe')", 1,
+         f"exogym: this rank {LOST} ([pair.cc] Connection closed by peer [h]:1)", LOST),
         ("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST),
         ("ArgumentError('steps=0 is too few')", 1, "ArgumentError: steps=0 is too few",
          "ended with exit code 1: ArgumentError: steps=0 is too few"),

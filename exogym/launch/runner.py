@@ -76,7 +76,7 @@ def show(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         print(f"exogym: stopped by {error}", file=sys.stderr)
     elif is_lost(error):
-        first = (str(error).splitlines() or [""])[0]
+        first = (str(error).splitlines() or [""])[0].partition(". ")[0]
         print(f"exogym: this rank lost its connection to another rank, which failed first ({first})", file=sys.stderr)
     elif "exogym.errors.ExoGymError" in kinds(error):
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
