@@ -126,6 +126,8 @@ def assemble(
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
         if snapshot is not None:
             put_back(loop, snapshot)
+            if wire.is_main:
+                notice(f"going on from step {loop.step} ({snapshot.path})")
         if folder is not None:  # what cannot be saved is to be known now
             driver.row_state(0)
             driver.shared_state()

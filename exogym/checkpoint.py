@@ -50,6 +50,7 @@ class Snapshot:
     rows: dict[int, dict[str, Tensor]]
     shared: dict[str, Tensor]
     meta: dict[str, Any]
+    path: Path | None = None
 
 
 def name_of(path: Path) -> tuple[int, int] | None:
@@ -223,7 +224,7 @@ def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
-    return Snapshot(rows, shared, meta)
+    return Snapshot(rows, shared, meta, path)
 
 
 def _holds(file: str, ids: Collection[int] | None) -> bool:

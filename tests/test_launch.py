@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from exogym.errors import ArgumentError, TrainingError
 from exogym.launch import DistributedLauncher, LaunchConfig, backends, launch_distributed_training
 from exogym.launch.__main__ import main, split
+from exogym.launch.attempts import Attempts
 from exogym.launch.failures import describe, exit_code, first_failure
 from exogym.launch.output import Output
 from exogym.launch.rendezvous import NAME, Node, own_address, register
@@ -233,10 +235,44 @@ def test_what_a_failed_rank_had_started_is_ended_too(script, tmp_path):
     assert len(children) == 2 and ended(*children)
 
 
-def failure(tmp_path, rank: int, exitcode: int, time_s: float | None, pid: int = 1) -> ProcessFailure:
+LOST = "lost its connection to another rank, which failed first"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed", "end"),
+    [
+        ("RuntimeError('[pair.cc] Connection closed by peer [h]:1. This is\\nframe')", 1,
+         f"exogym: this rank {LOST} ([pair.cc] Connection closed by peer [h]:1)", LOST),
+        ("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST),
+        ("ArgumentError('steps=0 is too few')", 1, "ArgumentError: steps=0 is too few",
+         "ended with exit code 1: ArgumentError: steps=0 is too few"),
+        ("KeyboardInterrupt('a signal to another process after step 3')", 130,
+         "exogym: stopped by a signal to another process after step 3", LOST),
+        # The controls: errors of the script's own keep their tracebacks.
+        ("ValueError('Connection closed by peer')", 1, None, "ended with exit code 1: ValueError: Connection closed"),
+        ("RuntimeError('Connection')", 1, None, "ended with exit code 1: RuntimeError: Connection"),
+    ],
+)  # fmt: skip
+def test_an_error_that_says_all_itself_is_one_line(script, capfd, error, code, printed, end):
+    path = script(
+        f"from exogym.errors import ArgumentError\nfrom exogym.remote.elastic.wire import Lost\nraise {error}"
+    )
+    assert launch_distributed_training(path) == code
+    *lines, last = capfd.readouterr().err.splitlines()
+    assert last.startswith(f"exogym: rank 0 of 1 {end}")
+    if printed is None:
+        assert lines[0] == "[rank 0] Traceback (most recent call last):" and len(lines) > 2
+    else:
+        assert lines == [f"[rank 0] {printed}"]
+
+
+def failure(
+    tmp_path, rank: int, exitcode: int, time_s: float | None, lost: bool = False, pid: int = 1
+) -> ProcessFailure:
     path = tmp_path / f"{rank}.json"
     if time_s is not None:
-        extra = f'{{"py_callstack": "", "timestamp": "{int(time_s)}", "time_s": {time_s}}}'
+        flag = "true" if lost else "false"
+        extra = f'{{"py_callstack": "", "timestamp": "{int(time_s)}", "time_s": {time_s}, "lost": {flag}}}'
         path.write_text(f'{{"message": {{"message": "E: {rank}", "extraInfo": {extra}}}}}')
     return ProcessFailure(local_rank=rank, pid=pid, exitcode=exitcode, error_file=str(path))
 
@@ -249,6 +285,8 @@ def failure(tmp_path, rank: int, exitcode: int, time_s: float | None, pid: int =
         ([(-15, None), (3, None)], 1),
         ([(-15, None), (1, 100.0)], 1),
         ([(1, 100.9), (-15, 100.2)], 1),  # stopped while it was ending
+        ([(1, 100.2, True), (1, 100.9)], 1),  # rank 0 was the first to write, of what followed
+        ([(1, 100.2, True), (-15, None)], 0),
         ([(-15, None), (-15, None)], 0),
     ],
 )
@@ -256,7 +294,7 @@ def test_the_first_failure_is_told_from_those_it_caused(tmp_path, ends, first):
     failures = {rank: failure(tmp_path, rank, *end) for rank, end in enumerate(ends)}
     rank, found = first_failure(failures)
     assert rank == first
-    code, time_s = ends[first]
+    code, time_s = ends[first][:2]
     assert exit_code(found) == (code if code > 0 else 1 if time_s else 128 - code)
     assert f"rank {first} of 9" in describe(rank, found, 9, tmp_path)
 
@@ -270,6 +308,29 @@ def test_torch_by_itself_would_name_the_wrong_rank(tmp_path):
 # Restarting
 
 
+def test_the_rank_that_ended_an_attempt_is_named(tmp_path):
+    """Torch's agent names the first that it saw; what the ranks wrote tells causes from consequences."""
+
+    def said(nnodes: int, nproc: int, record: tuple[int, int, int] | None, *wrote: tuple[int, bool]) -> str:
+        config = LaunchConfig(nproc_per_node=nproc, nnodes=nnodes, master_addr="localhost", first_rank=4)
+        attempts = Attempts(tmp_path, SimpleNamespace(ranks={0: 4, 1: 5}), None, {}, config)
+        for rank, lost in wrote:
+            failure(tmp_path, rank, 1, 100.0 + rank, lost)
+        attempts._error_files = {rank: str(tmp_path / f"{rank}.json") for rank in range(nproc)}
+        attempts.record.failed = record
+        found = attempts._who_failed()
+        for rank, _ in wrote:
+            (tmp_path / f"{rank}.json").unlink()
+        return found
+
+    assert said(1, 2, (1, 77, -9)) == "rank 5 was killed by signal 9 (SIGKILL)"
+    assert said(1, 2, (1, 77, -9), (0, True)) == "rank 5 was killed by signal 9 (SIGKILL)"
+    assert said(3, 2, (0, 77, 1), (0, True), (1, False)) == "rank 5 ended with exit code 1: E: 1"
+    assert said(3, 2, (0, 77, 1), (0, True), (1, True)) == "a process on another host failed"
+    assert said(3, 2, None) == "a process on another host failed"
+    assert said(3, 2, (0, 77, 1), (0, True)) == "a process failed"  # rank 5 may have been killed, or stopped
+
+
 def test_restarts_until_it_works(script, tmp_path, capfd):
     path = script(
         "say(f'try{attempt}')\nwait(f'try{attempt}', 2)\nif attempt < 2 and rank == 1: os._exit(9)\nprint('ok')"
@@ -278,7 +339,9 @@ def test_restarts_until_it_works(script, tmp_path, capfd):
     assert [len(said(tmp_path, f"try{attempt}")) for attempt in range(4)] == [2, 2, 2, 0]
     out, err = capfd.readouterr()
     assert sorted(out.splitlines())[-2:] == ["[rank 0] ok", "[rank 1] ok"]
-    assert "restart 1)" in err and "restart 2)" in err and "restart 3)" not in err
+    for restart in (1, 2):
+        assert f"exogym: rank 1 ended with exit code 9; starting again (restart {restart} of 3)\n" in err
+    assert "restart 3" not in err and "failed (exitcode" not in err  # torch's own line says no more
 
 
 def test_restarts_end(script, tmp_path):
@@ -395,7 +458,7 @@ def test_two_nodes_in_the_order_of_their_ranks(script, start, capfd):
         wait(f"try{attempt}", 3)
         if attempt == 0:
             if rank == 2:
-                sys.exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
         print(os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], os.environ["MASTER_ADDR"])
         """
@@ -404,9 +467,13 @@ def test_two_nodes_in_the_order_of_their_ranks(script, start, capfd):
     words = [f"--{name}={value}" for name, value in options.items()]
     other = start("-m", "exogym.launch", *words, "--node_rank=1", path)
     assert launch_distributed_training(path, nproc_per_node=2, **options) == 0
-    assert other.communicate(timeout=WAIT_S)[0] == "[rank 2] 3 0 1 127.0.0.1\n"
-    assert other.returncode == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] 3 0 0 127.0.0.1", "[rank 1] 3 1 0 127.0.0.1"]
+    out, err = other.communicate(timeout=WAIT_S)
+    assert out == "[rank 2] 3 0 1 127.0.0.1\n" and other.returncode == 0
+    assert "exogym: rank 2 was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)\n" in err
+    here = capfd.readouterr()
+    assert "exogym: a process on another host failed; starting again (restart 1 of 1)\n" in here.err
+    assert "was killed" not in here.err and "failed (exitcode" not in err + here.err
+    assert sorted(here.out.splitlines()) == ["[rank 0] 3 0 0 127.0.0.1", "[rank 1] 3 1 0 127.0.0.1"]
     assert free(options["master_port"])
 
 

@@ -3,8 +3,10 @@
 import ast
 import inspect
 import json
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,17 @@ from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.history import History
 from exogym.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
+from exogym.remote.channel import Logs
 from exogym.remote.onhost import probe
 from exogym.remote.profile import Profile, load_profile
 from exogym.remote.world import Part
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint, small_problem
 
+TWO_HERE = {
+    "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
+    "master_port": 29871,
+}  # fmt: skip
 FIT = {"num_nodes": 2, "max_steps": 6, "batch_size": 8}
 MSE = nn.functional.mse_loss
 
@@ -193,11 +200,7 @@ def test_localhost_needs_no_ssh(
     monkeypatch.setattr(watch, "FOLLOW_S", 0.5)
     script = "import os, sys\nprint('hello', sys.argv[1:], flush=True)\nsys.exit(3 * (os.environ['RANK'] == '1'))\n"
     (tmp_path / "say.py").write_text(script)
-    hosts = {
-        "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
-        "master_port": 29871,
-    }  # fmt: skip
-    launcher = SSHLauncher(hosts, project=tmp_path, out=tmp_path / "runs")
+    launcher = SSHLauncher(TWO_HERE, project=tmp_path, out=tmp_path / "runs")
     words = ["a b", "it's", "$(touch pwned)", "x\ny", ""]
     assert launcher.launch("say.py", *words) == 3
     assert launcher.folder is not None and launcher.folder.parent == tmp_path / "runs"
@@ -207,6 +210,141 @@ def test_localhost_needs_no_ssh(
     assert f"[localhost] [rank 0] {said}" in printed.out and f"[127.0.0.1] [rank 1] {said}" in printed.out
     assert "127.0.0.1 ended with exit code 3" in printed.err
     assert json.loads((launcher.folder / "launch.json").read_text())["args"] == words
+
+
+def test_the_host_of_the_rank_that_failed_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The master's host ends first, of a connection that was cut: not its fault."""
+    script = """
+    import os, signal, sys, time
+    rank, marks = int(os.environ["RANK"]), ("", "second", "third")
+    def come(rank):
+        while not os.path.exists(marks[rank]):
+            time.sleep(0.01)
+    if rank == 0:
+        come(1)
+        raise RuntimeError("Connection closed by peer")
+    if rank == 1:
+        come(2)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), os._exit(0)))  # keeps its launcher waiting
+    open(marks[rank], "w").close()
+    time.sleep(600 if rank == 2 else 0)
+    sys.exit(7)
+    """
+    (tmp_path / "fail.py").write_text(textwrap.dedent(script))
+    hosts = TWO_HERE | {"workers": [{"address": "127.0.0.1", "device": "cpu", "slots": 2}]}
+    launcher = SSHLauncher(hosts, project=tmp_path, out=tmp_path / "runs")
+    assert launcher.launch("fail.py") == 7
+    err = capsys.readouterr().err
+    assert launcher.first_failure == "rank 1 of 3 ended with exit code 7: SystemExit: 7"
+    assert "127.0.0.1 ended with exit code 7" in err and "exogym: localhost ended" not in err
+    assert "[localhost] exogym: rank 0 of 3 lost its connection to another rank, which failed first" in err
+    assert "starting 3 processes on 2 hosts; logs in " in err and "Traceback" not in err
+
+
+BLOCK = """\
+[W1121 17:00:00.0 TCPStore.cpp:115] [c10d] recvVector failed on SocketImpl(fd=4, addr=[h]:1): Failed to recv
+Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:697 (most recent call first):
+frame #0: c10::Error::Error() + 0x98 (0x7f in /lib/libc10.so)
+<omitting python frames>
+frame #1: <unknown function> + 0x5ba (0x7f in /lib/libtorch_cpu.so)
+
+"""
+
+
+def test_torchs_farewell_is_left_out_on_the_terminal_and_kept_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = Logs(tmp_path)
+    for line in ["before", *BLOCK.splitlines(), "", "after"]:
+        logs.take(0, "h", line, sys.stderr)
+        logs.take(1, "i", f"[rank 1] {line}", sys.stderr)
+    first, *rest = BLOCK.splitlines()
+    for line in [first, "[rank 0] mine", rest[0], "an error", *rest[1:]]:  # what is no part of a block ends it
+        logs.take(0, "h", line, sys.stderr)
+    logs.close()
+    shown = capsys.readouterr().err.splitlines()
+    assert [line for line in shown if line.startswith("[i]")] == [
+        "[i] [rank 1] before",
+        "[i] [rank 1] ",
+        "[i] [rank 1] after",
+    ]
+    here = [line for line in shown if line.startswith("[h]")]
+    assert here == [
+        "[h] before",
+        "[h] ",
+        "[h] after",
+        "[h] [rank 0] mine",
+        "[h] an error",
+        *(f"[h] {x}" for x in rest[1:]),
+    ]
+    assert (tmp_path / "host_0.log").read_text().startswith(f"before\n{BLOCK}\nafter\n")
+
+
+FITS = """
+import os, sys, time, torch
+from exogym import NetworkTrainer
+from exogym.errors import ModelError
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+
+steps, end = int(sys.argv[1]), sys.argv[2]
+calls = 0
+def loss_fn(x, y):
+    global calls
+    calls += 1
+    if end == "model" and os.environ.get("RANK") == "1" and calls > 8:
+        raise ModelError("no good")
+    if end == "slow":
+        time.sleep(0.05)
+    return torch.nn.functional.mse_loss(x, y)
+
+hosts = {
+    "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
+    "master_port": 29872,
+}
+model, data = small_problem()
+NetworkTrainer(hosts, model, data, loss_fn=loss_fn).fit(
+    DiLoCoStrategy(H=2, lr=0.01), max_steps=steps, batch_size=8, save_dir="checkpoints", checkpoint_interval=4,
+    resume=steps > 4,
+)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
+    """From the start to the end, on the way on from a checkpoint, of an error, and after Ctrl-C."""
+    (tmp_path / "train.py").write_text(FITS)
+
+    def start(steps: int, end: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "train.py", str(steps), end]
+        return subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    err = start(4, "well").communicate(timeout=120)[1].splitlines()
+    folder = f"runs/{next((tmp_path / 'runs').iterdir()).name}"
+    assert err[0] == f"exogym: the hosts are ready; starting 2 processes on 2 hosts; logs in {folder}"
+    assert err[-1] == f"exogym: finished: step 4; model, history and logs in {folder}"
+    assert not [line for line in err if "frame #" in line or "going on from" in line]
+
+    run = start(12, "model")
+    err = run.communicate(timeout=120)[1].splitlines()
+    assert "[localhost] [rank 0] exogym: going on from step 4 (checkpoints/step_0000000004)" in err
+    assert "[127.0.0.1] [rank 1] ModelError: no good" in err and run.returncode == 1
+    named = "rank 1 of 2 ended with exit code 1: ModelError: no good; the logs of all ranks are in "
+    assert err[-1].startswith(f"exogym.errors.WorkerError: {named}")
+    assert "resume=True" not in err[-1]  # which was given
+
+    run = start(10**6, "slow")
+    assert run.stderr is not None
+    seen = []
+    while "going on from" not in "".join(seen):
+        seen.append(run.stderr.readline())
+        assert seen[-1], seen
+    run.send_signal(signal.SIGINT)
+    err = run.communicate(timeout=120)[1].splitlines()
+    assert err[-1] == "KeyboardInterrupt: stopped; the hosts have ended"
+    trace = "\n".join(err[len(err) - 1 - err[::-1].index("Traceback (most recent call last):") :])
+    assert "queue.py" not in trace and "threading.py" not in trace and ").fit(" in trace
 
 
 def test_scripts_are_looked_for_in_the_project(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_killed_worker_costs_no_bit(
     os.kill(workers[0], signal.SIGKILL)
     assert run.wait(120) == 0, (project / "said").read_text()
     text = (project / "said").read_text()
-    assert "a process failed; starting all again (restart 1)" in text
+    assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in text
     assert "not used here: unknown_to_us" in text and "validation loss" in text.splitlines()[-1]
 
     monkeypatch.syspath_prepend(project)

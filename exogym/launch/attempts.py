@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from exogym.launch.config import LaunchConfig
+from exogym.launch.failures import AgentsRecord, first_failure, is_lost, tell
 from exogym.launch.launcher import kill_what_is_left
 from exogym.launch.output import Output
 from exogym.launch.rendezvous import Node
@@ -20,21 +24,46 @@ class Attempts(DefaultLogsSpecs):
         output: told which rank each process of this node has.
         node: knows the number of the attempt, the same on all nodes.
         environment: added to each rank's environment.
-        first_rank: added to the ranks in what is printed.
+        config: of the launch.
+
+    Attributes:
+        record: notes which process of this node failed, once it listens to torch's agent.
     """
 
-    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str], first_rank: int = 0):
+    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str], config: LaunchConfig):
         super().__init__(log_dir=str(folder / "errors"))
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
-        self.world_size, self.first_rank = 0, first_rank
+        self.config, self.record = config, AgentsRecord()
+        self.world_size, self.first_rank = 0, config.first_rank or 0
+        self._error_files: dict[int, str] = {}  # of the last attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         kill_what_is_left(self.folder)
         if self.node.attempt > 0:
-            notice(f"a process failed; starting all again (restart {self.node.attempt})")
+            most = self.config.max_restarts
+            of = f" of {most}" if self.node.attempt <= most else ""  # each node counts its own failures
+            notice(f"{self._who_failed()}; starting again (restart {self.node.attempt}{of})")
         for local_rank, env in envs.items():
             env.update(self.environment)
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.node.attempt)
             self.output.ranks[local_rank] = self.first_rank + int(env["RANK"])
             self.world_size = int(env["WORLD_SIZE"])
-        return super().reify(envs)
+        made = super().reify(envs)
+        self.record.failed, self._error_files = None, made.error_files
+        return made
+
+    def _who_failed(self) -> str:
+        """Return which rank of this node ended the last attempt, and how; or that it was none of them."""
+        ranks, files = self.output.ranks, self._error_files
+        wrote = [local_rank for local_rank, path in files.items() if os.path.isfile(path)]
+        failures = {ranks[local_rank]: ProcessFailure(local_rank, 0, 1, files[local_rank]) for local_rank in wrote}
+        if self.record.failed is not None:
+            local_rank, pid, exitcode = self.record.failed
+            failures[ranks[local_rank]] = ProcessFailure(local_rank, pid, exitcode, files[local_rank])
+        if failures:
+            rank, failure = first_failure(failures)
+            if not is_lost(failure):
+                return tell(rank, failure)
+            if len(failures) < len(files):  # the silent one may have been killed, or stopped by torch's agent
+                return "a process failed"
+        return "a process on another host failed" if self.config.nnodes > 1 else "a process failed"

@@ -24,6 +24,7 @@ from exogym.launch.output import Output
 from exogym.progress import notice
 
 if TYPE_CHECKING:
+    from exogym.launch.failures import AgentsRecord
     from exogym.launch.rendezvous import Node
 
 RUNNER = Path(__file__).with_name("runner.py")
@@ -132,11 +133,12 @@ class DistributedLauncher:
 
         config = self.config
         node = Node(config.node_rank, config.address, config.start_timeout)
-        attempts = Attempts(folder, output, node, self._environment(), config.first_rank or 0)
+        attempts = Attempts(folder, output, node, self._environment(), config)
         command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
         escaped = [word.replace("$", "$$") for word in command]  # the agent puts values in for $names
         try:
-            with _quiet_agent(logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL):
+            level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
+            with _quiet_agent(level, attempts.record):
                 if config.node_rank > 0:
                     wait_for_store(config.address, config.port, config.start_timeout)
                 elastic_launch(self._agent_config(node, attempts), sys.executable)(*escaped)
@@ -283,8 +285,8 @@ def _ended_by_signals() -> Iterator[_Stop]:
 
 
 @contextlib.contextmanager
-def _quiet_agent(level: int) -> Iterator[None]:
-    """Inside, torch's agent logs from `level` on: it warns of every process that it stops."""
+def _quiet_agent(level: int, record: AgentsRecord) -> Iterator[None]:
+    """Inside, torch's agent logs from `level` on (it warns of every process that it stops), and `record` listens."""
     before = {
         log: log.level
         for name, log in logging.root.manager.loggerDict.items()
@@ -292,8 +294,10 @@ def _quiet_agent(level: int) -> Iterator[None]:
     }
     for log in before:
         log.setLevel(level)
+    logging.getLogger(record.LOGGER).addFilter(record)
     try:
         yield
     finally:
+        logging.getLogger(record.LOGGER).removeFilter(record)
         for log, level in before.items():
             log.setLevel(level)

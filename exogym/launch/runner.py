@@ -3,6 +3,8 @@
 Runs the user's script as `python TARGET ARGUMENTS...` would, and beside that
     - sends what the rank prints to the launcher,
     - writes an error that ended the script to the file that torch's agent reads, with the time it happened,
+    - prints one line, no traceback, for an error that says all itself (ExoGym's own) or only follows from another
+      rank's end,
     - ends when the launcher is gone.
 
 It is run by its path and imports the standard library only, so that nothing is loaded before the script decides
@@ -24,6 +26,9 @@ import traceback
 from types import TracebackType
 
 PR_SET_PDEATHSIG = 1
+# What torch says, always as a RuntimeError, where the process at the other end of a connection has ended.
+CUT = ("Connection reset by peer", "Connection closed by peer", "Connection was likely closed", "Broken pipe")
+OTHERS_SIGNAL = "a signal to another process"  # how a KeyboardInterrupt of ExoGym's own begins, see exogym.loop
 
 
 def end_with(launcher: int) -> None:
@@ -49,6 +54,36 @@ def speak_to_launcher(folder: str) -> None:
         os.close(pipe)
 
 
+def kinds(error: BaseException) -> list[str]:
+    """Return the full names of the classes of `error`; importing them is left to the script."""
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
+
+
+def is_lost(error: BaseException) -> bool:
+    """Say whether `error` only follows from the end of another rank.
+
+    >>> is_lost(RuntimeError("[1] Connection closed by peer [10.0.0.2]:33421")), is_lost(ValueError("Broken pipe"))
+    (True, False)
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return str(error).startswith(OTHERS_SIGNAL)
+    cut = isinstance(error, RuntimeError) and any(words in str(error) for words in CUT)
+    return cut or "exogym.remote.elastic.wire.Lost" in kinds(error)
+
+
+def show(error: BaseException) -> None:
+    """Print `error` on stderr."""
+    if isinstance(error, KeyboardInterrupt):
+        print(f"exogym: stopped by {error}", file=sys.stderr)
+    elif is_lost(error):
+        first = (str(error).splitlines() or [""])[0].partition(". ")[0]
+        print(f"exogym: this rank lost its connection to another rank, which failed first ({first})", file=sys.stderr)
+    elif "exogym.errors.ExoGymError" in kinds(error):
+        print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
 def record(error: BaseException) -> None:
     """Write `error` as torch's elastic agent expects it, with the exact time beside its whole seconds."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -56,7 +91,7 @@ def record(error: BaseException) -> None:
         return
     now = time.time()
     text = "".join(traceback.format_exception(error))
-    extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now, "lost": is_lost(error)}
     with open(path, "w") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
 
@@ -95,8 +130,14 @@ def main() -> None:
     except Exception as error:
         error.with_traceback(own_frames(error.__traceback__))
         record(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        show(error)
         sys.exit(1)
+    except KeyboardInterrupt as error:
+        if not is_lost(error):
+            raise
+        record(error)
+        show(error)
+        sys.exit(128 + signal.SIGINT)
     os.unlink(mark)
 
 

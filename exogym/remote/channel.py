@@ -16,9 +16,16 @@ from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.orders import Order
 
-# torch says so of every host that has no name in the network; true, and of no consequence.
+# What torch says of every host that has no name in the network, and, with a stack trace, of each that leaves after the
+# master at the end of a run: true, and of no consequence. (A rank that has failed is named by the host's launcher.)
 HARMLESS = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
+HARMLESS_BLOCK = re.compile(r"TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
+IN_BLOCK = re.compile(
+    r"Exception raised from |frame #\d+: |<omitting python frames>|$"
+)  # the empty line is the last one
 RANK = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
+# The line of a host's launcher on the rank that failed; not that of one that only lost its connection to it.
+FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*); what it printed is ", re.S)
 
 
 class Logs:
@@ -28,25 +35,45 @@ class Logs:
         folder: gets `training_rank_{rank}.log` with what a rank printed, and `host_{number}.log` with what the host's
             own launcher or ssh said.
         echo: whether to print it here too.
+
+    Attributes:
+        first: (number of the host, what its launcher said) of the rank that failed first, once one has.
     """
 
     def __init__(self, folder: Path, echo: bool = True):
         self.folder, self.echo = folder, echo
+        self.first: tuple[int, str] | None = None
         self._files: dict[str, IO[str] | None] = {}
         self._lock = threading.Lock()
         self._deaf: set[int] = set()  # terminal streams that nobody reads any more
+        self._blocks: set[tuple[int, int, str]] = set()  # host, stream and file in which a harmless block goes on
 
     def take(self, number: int, address: str, line: str, terminal: TextIO) -> None:
         """Take a line that host `number` printed."""
         found = RANK.match(line)
         name = f"training_rank_{found[1]}.log" if found else f"host_{number}.log"
+        text = found[2] if found else line
         with self._lock:
-            self._write(name, (found[2] if found else line) + "\n")
-            if self.echo and id(terminal) not in self._deaf and not HARMLESS.search(line):
+            self._write(name, text + "\n")
+            if self.first is None and found is None and (failed := FAILED.match(line)):
+                self.first = number, failed[1]
+            if (
+                not self._is_harmless((number, id(terminal), name), text)
+                and self.echo
+                and id(terminal) not in self._deaf
+            ):
                 try:
                     print(f"[{address}] {line}", file=terminal, flush=True)
                 except (OSError, ValueError):
                     self._deaf.add(id(terminal))
+
+    def _is_harmless(self, source: tuple[int, int, str], text: str) -> bool:
+        inside = source in self._blocks and IN_BLOCK.match(text) is not None
+        if HARMLESS_BLOCK.search(text) or (inside and text):
+            self._blocks.add(source)
+            return True
+        self._blocks.discard(source)
+        return inside or HARMLESS.search(text) is not None
 
     def _write(self, name: str, text: str) -> None:
         try:

@@ -49,6 +49,7 @@ class SSHLauncher:
 
     Attributes:
         folder: the folder of the last run; `finished`: the hosts whose part in it ended well.
+        first_failure: what the rank that failed first in it ended of, in words; None: nobody said.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -84,6 +85,7 @@ class SSHLauncher:
         self.project = os.path.realpath(project or os.getcwd())
         self.out, self.answer_s, self.echo = Path(out), answer_s, echo
         self.folder: Path | None = None
+        self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
         """Look at all hosts (see `check_hosts`)."""
@@ -113,7 +115,7 @@ class SSHLauncher:
             folder: for the logs, instead of a new one in `out`.
 
         Returns:
-            0, or the exit code of the first host that failed.
+            0, or the exit code of the host that failed first.
 
         Raises:
             ArgumentError: no such script, or one outside the project's folder.
@@ -140,9 +142,13 @@ class SSHLauncher:
             self.folder = folder or new_folder(self.out, Path(target).stem)
             self._describe(target, args)
             logs = Logs(self.folder, self.echo)
+            slots, hosts = self.config.slots, len(self.config.hosts)
+            count = f"{slots} process{'es' * (slots > 1)} on {hosts} host{'s' * (hosts > 1)}"
+            notice(f"the hosts are ready; starting {count}; logs in {from_here(self.folder)}")
             try:
                 return self._run(parts, logs, save_dir)
             finally:
+                self.first_failure = None if logs.first is None else logs.first[1]
                 logs.close()
         return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
 
@@ -237,6 +243,16 @@ def new_folder(out: Path, name: str) -> Path:
     except OSError as error:
         raise ArgumentError(f"out={str(out)!r} cannot hold the folder of the run: {error}") from None
     raise ArgumentError(f"out={str(out)!r} holds too many runs of this second: choose another folder")
+
+
+def from_here(folder: Path) -> Path:
+    """Return the shorter name of `folder` where it lies below the current one.
+
+    >>> from_here(Path.cwd() / "runs" / "train"), from_here(Path("/tmp/train"))
+    (PosixPath('runs/train'), PosixPath('/tmp/train'))
+    """
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
 
 class _Ended(BaseException):

@@ -22,12 +22,13 @@ from exogym.faults import Faults
 from exogym.metrics import Metric
 from exogym.network import Network
 from exogym.options import FitOptions, option_names
+from exogym.progress import notice
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
 from exogym.remote.elastic.member import seat
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
-from exogym.remote.launcher import SSHLauncher, new_folder
+from exogym.remote.launcher import SSHLauncher, from_here, new_folder
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, TOKEN, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
@@ -258,19 +259,25 @@ class NetworkTrainer(Trainer):
             retries=self.retries,
         )  # fmt: skip
         watched = options.progress is None and sys.stderr.isatty()
-        code = launcher.launch(
-            script, *sys.argv[1:], module=is_module, folder=self.folder,
-            environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
-            save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
-        )  # fmt: skip
+        again = ""
+        if options.save_dir is not None and not options.resume:
+            again = "; the same fit with resume=True goes on from the last checkpoint"
+        try:
+            code = launcher.launch(
+                script, *sys.argv[1:], module=is_module, folder=self.folder,
+                environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
+                save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
         if code:
-            again = (
-                "" if options.save_dir is None else "; the same fit with resume=True goes on from the last checkpoint"
-            )
-            raise WorkerError(f"the run ended with exit code {code}; the logs of all ranks are in {self.folder}{again}")
+            what = launcher.first_failure or f"the run ended with exit code {code}"
+            raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")
         results.bring(launcher, self.folder, number)
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
+        step = max(self.history.column("step")[0].tolist(), default=0)
+        notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
         return self.model
 
     def _take(self, found: results.Results) -> None:

@@ -53,13 +53,15 @@ class Watch:
         self.channels: list[Channel] = []
         self.finished: list[Host] = []
         self.lost = False
+        logs.first = None
+        self._failed: list[Channel] = []
         self._ended: queue.Queue[Channel] = queue.Queue()
         self._again: list[tuple[float, int]] = []  # when to start which order again
         self._attempts = [0] * len(orders)
         self._code, self._deadline = 0, float("inf")
 
     def run(self) -> int:
-        """Run them to the end; return 0, or the exit code of the first host that failed."""
+        """Run them to the end; return 0, or the exit code of the host that failed first."""
         done = threading.Event()
         beats = threading.Thread(target=self._beat, args=(done,), daemon=True)
         try:
@@ -97,6 +99,16 @@ class Watch:
                 channel.join(FOLLOW_S)  # the roll call ends by itself
         while not self._ended.empty():
             self._take(self._ended.get())
+        if self._failed and not self.goes_on:
+            self._blame()
+
+    def _blame(self) -> None:
+        """Say which host failed first: that of the rank that did, else one that was cut off, else who ended first."""
+        number = None if self.logs.first is None else self.logs.first[0]
+        first = min(self._failed, key=lambda channel: (channel.number != number, not _was_cut_off(channel)))
+        self._code = first.status or 0
+        if not _was_cut_off(first):
+            notice(_why(first, self.logs))
 
     def _take(self, channel: Channel) -> None:
         """See what the end of a host's part means for the run."""
@@ -115,8 +127,9 @@ class Watch:
             self._attempts[channel.number] += 1
             self._again.append((time.monotonic() + pause_s(attempt), channel.number))
             notice(f"{_why(channel, self.logs)}; trying again in {pause_s(attempt):g} s")
-        elif not self._code or self.goes_on:
+        elif gone or self.goes_on:
             notice(_why(channel, self.logs))
+        self._failed.append(channel)
         if not self.goes_on or not channel.order.ranks:
             self._not_after(FOLLOW_S)
         self._code = self._code or channel.status
