@@ -169,7 +169,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         panel.plot(*zip(*targets, strict=True), "k--", label="target")
         panel.set(title=f"reduction {reduction}", xlabel="hosts", xticks=range(1, most + 1), ylim=(0, None))
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("speed-up")
+    panels[0].set_ylabel("speed-up, had each host its own core")
     panels[0].legend(fontsize="small")
     figure.savefig(path, dpi=100)
 
