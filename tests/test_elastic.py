@@ -21,8 +21,10 @@ from hosts.fixtures import said, wait_for
 from exogym import LocalTrainer, load_model
 from exogym.errors import ArgumentError
 from exogym.faults import Faults, Outages
-from exogym.remote import NetworkTrainer, SSHLauncher
+from exogym.remote import Host, NetworkTrainer, SSHLauncher, watch
+from exogym.remote.channel import Logs
 from exogym.remote.elastic.rollcall import Roll, Server
+from exogym.remote.orders import Order
 from exogym.remote.watch import pause_s
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.strategy.strategy import Strategy
@@ -336,6 +338,48 @@ def test_what_cannot_go_on_without_hosts_is_refused() -> None:
 
 def test_pauses_between_tries_grow_to_a_minute() -> None:
     assert [pause_s(n) for n in (0, 1, 3, 4, 1000)] == [5, 10, 40, 60, 60]
+
+
+def part(folder: Path, program: str, rank: int | None) -> Order:
+    """A host's part of a run: `program`, on this machine; the roll call's without a rank."""
+    ranks = range(0) if rank is None else range(rank, rank + 1)
+    return Order(Host("localhost", "localhost"), ranks, ["-c", program], str(folder))
+
+
+COMES_BACK = """
+import pathlib, sys
+tries = pathlib.Path("tries")
+tries.write_text(tries.read_text() + "." if tries.exists() else ".")
+sys.exit(75 if len(tries.read_text()) < 3 else 0)
+"""
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_host_that_was_cut_off_is_started_again_where_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(watch, "FOLLOW_S", 1.0)
+    logs = Logs(tmp_path, echo=False)
+    wait = "import time; time.sleep(60)"
+    orders = [part(tmp_path, wait, None), part(tmp_path, COMES_BACK, 0), part(tmp_path, "import sys; sys.exit(3)", 1)]
+    run = watch.Watch(orders, logs, goes_on=goes_on)
+    status = run.run()
+    logs.close()
+    tries = len((tmp_path / "tries").read_text())
+    if goes_on:
+        assert (status, tries, len(run.finished)) == (0, 3, 1)
+    else:
+        assert (status, tries, run.finished) == (75, 1, []) and run.lost
+
+
+def test_the_run_ends_with_its_roll_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FOLLOW_S", 0.5)
+    logs = Logs(tmp_path, echo=False)
+    wait = "import time; time.sleep(60)"
+    run = watch.Watch([part(tmp_path, "import sys; sys.exit(4)", None), part(tmp_path, wait, 0)], logs, goes_on=True)
+    assert run.run() == 4 and run.finished == []
+    logs.close()
 
 
 def test_outages_are_what_faults_would_say() -> None:
