@@ -21,7 +21,7 @@ test: lint types ## everything a change must pass: format, lint, types, tests wi
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev ## check format and lint, change nothing
 	$(BIN)/ruff format --check .
