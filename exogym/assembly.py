@@ -213,11 +213,16 @@ def _check_empty(folder: Path, keepers: Keepers) -> None:
         )
 
 
+def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
+    """Return what all nodes share and no row holds, by name: frozen parameters, and buffers that training leaves."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
+
+
 def _sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
     """Return a checksum of what all nodes share, frozen parameters and constant buffers: checkpoints do not hold it."""
     digest = hashlib.sha256()
-    frozen = [(name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad]
-    for name, x in frozen + [(name, b) for name, b in model.named_buffers() if name not in fleet.buffers]:
+    for name, x in constants(model, fleet).items():
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         if not x.is_meta and x.layout == torch.strided:
             digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

@@ -158,8 +158,7 @@ class NodeDriver:
                 grads = [s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout]
                 per_row[node.row] = list(grads)
         if self.worker.scaled:
-            flags = torch.full((len(self.nodes), 1), float(overflowed))
-            overflowed = bool(self.fleet.comm.wire.reduce(flags, self.fleet.comm.present, "max"))
+            overflowed = self.fleet.comm.wire.agree(overflowed)
         if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
             per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         self.worker.overflowed = overflowed

@@ -67,10 +67,9 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
         loop.worker.scales[row], loop.worker.good_steps[row] = state["scale"].tolist()
     if meta["begun_end"] is not None:
         loop.begun_end = meta["begun_end"]
-        begun = [snapshot.rows[rank]["begun"] for rank in fleet.ranks if rank in snapshot.rows]
-        nobody = torch.full_like(begun[0], torch.nan) if begun else torch.empty(0)
-        rows = [snapshot.rows[rank]["begun"] if rank in snapshot.rows else nobody for rank in fleet.ranks]
-        loop.begun = torch.stack(rows).to(loop.worker.device)
+        nothing = {"begun": torch.full((meta["begun_end"] - meta["step"],), torch.nan)}
+        begun = [snapshot.rows.get(rank, nothing)["begun"] for rank in fleet.ranks]
+        loop.begun = torch.stack(begun).to(loop.worker.device)
     loop.driver.load_shared_state(_below("driver.", snapshot.shared))
     fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
     if loop.timing is not None:

@@ -178,8 +178,7 @@ class StackedDriver:
                     self.buckets.finish()
                     self.worker.clear_grads()
         if self.worker.scaled:
-            flags = torch.full((len(self.nodes), 1), float(overflowed))
-            overflowed = bool(self.fleet.comm.wire.reduce(flags, self.fleet.comm.present, "max"))
+            overflowed = self.fleet.comm.wire.agree(overflowed)
         self.worker.overflowed = overflowed
         if self.timing is not None:
             self.timing.computed(everyone)

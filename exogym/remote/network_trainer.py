@@ -216,7 +216,10 @@ class NetworkTrainer(Trainer):
             if number > 1:
                 raise ArgumentError(ONE_FIT)
             if member.fresh and member.again and given["save_dir"] is None:
-                raise WorkerError("all processes were lost, and there is no save_dir with a checkpoint to go on from")
+                raise WorkerError(
+                    "all processes were lost, and there is no checkpoint to go on from: give save_dir "
+                    "and checkpoint_interval"
+                )
             if member.fresh and given["save_dir"] is not None:
                 owns = part.owns(given["save_dir"])
                 given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)

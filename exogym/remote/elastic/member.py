@@ -75,7 +75,10 @@ class Member:
         self._socket.settimeout(silence_s)
         line = self._file.readline()
         if not line:
-            raise WorkerError(f"the roll call at {address} port {port} refused rank {seat}: it belongs to another run")
+            raise WorkerError(
+                f"the roll call at {address} port {port} refused rank {seat}: another run has that port; end "
+                "it, or give another master_port"
+            )
         welcome = json.loads(line)
         self.fresh, self.again, self.over = welcome["fresh"], welcome["again"], welcome["over"]
         for work in (self._listen, self._beat):

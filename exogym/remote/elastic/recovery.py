@@ -9,17 +9,19 @@ written down. Who comes back is let in at a moment of rest and takes the others'
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load as unpacked
+from safetensors.torch import save as packed
 from torch import Tensor
 
-from exogym.assembly import FREE, assemble
+from exogym.assembly import FREE, assemble, constants
 from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
@@ -157,9 +159,11 @@ class Recovery:
             self._anchor()
             self._note_who_is_there()
             self.member.training()
-            self._trying(self.wire.barrier)
         while True:
             try:
+                if not self.joined:
+                    self.joined = True
+                    self.wire.barrier()  # nobody trains before all can be told to stop
                 finished = run()
                 if finished:
                     self.loop.outcome = self.loop.model_of(None)
@@ -173,6 +177,8 @@ class Recovery:
     def at_rest(self) -> None:
         """All stand at the same step, and nothing is in flight."""
         loop = self.loop
+        if loop.begun is None and set(self.up(loop.step + 1)) != set(self.wire.present):
+            self._note_who_is_there()  # back since a stretch that was taken up in the middle
         if loop.step - max(self.anchors) >= ANCHOR_STEPS:
             self._anchor()
             if loop.begun is None and self.wire.agree(self.member.waiting):
@@ -195,16 +201,10 @@ class Recovery:
     def _anchor(self) -> None:
         found = snapshot_of(self.loop)
         rows = {rank: _copy(state) for rank, state in found.rows.items()}
-        meta = json.loads(json.dumps(found.meta | {"outages": self.outages.state()}))
+        meta = json.loads(json.dumps(found.meta))
         self.anchors[self.loop.step] = Snapshot(rows, _copy(found.shared), meta)
         for step in sorted(self.anchors)[:-KEPT_ANCHORS]:
             del self.anchors[step]
-
-    def _trying(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Lost as lost:
-            self._regroup(lost)
 
     def _regroup(self, lost: Lost | None) -> None:
         """Go on in the next epoch, where nothing that this process knows is unknown to another.
@@ -218,7 +218,9 @@ class Recovery:
             standing = [epoch.step, epoch.members]
             self._stood = [*self._stood, standing] if standing in self._stood[-1:] else [standing]
             if len(self._stood) > TRIES:
-                raise WorkerError(f"the same ranks failed {TRIES} times after step {epoch.step}: {lost}") from lost
+                raise WorkerError(
+                    f"the same ranks failed {TRIES} times after step {epoch.step}; what they printed says why: {lost}"
+                ) from lost
             self.wire.take_part(epoch)
             try:
                 self._settle(epoch)
@@ -234,14 +236,16 @@ class Recovery:
         if epoch.newcomers and epoch.source == self.member.seat:
             for seat in epoch.newcomers:
                 process = epoch.members.index(seat)
-                self.wire.or_lost(lambda process=process: _send(process, anchor, self._constants()))  # type: ignore[misc]
+                self.wire.or_lost(
+                    functools.partial(_send, process, anchor, constants(self.loop.worker.model, self.loop.fleet))
+                )
         self._begin()
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
         """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
         epoch, own = self.wire.epoch, self.loop.plan.description
         process = epoch.members.index(epoch.source)
-        shared, meta, constants = self.wire.or_lost(lambda: _take(process))
+        shared, meta, constant = self.wire.or_lost(lambda: _take(process))
         free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
         theirs, mine = ({k: x for k, x in y.items() if k not in free} for y in (meta["description"], own))
         unlike = differences(theirs, mine)
@@ -250,8 +254,8 @@ class Recovery:
             raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
         self._stand(Snapshot(rows, shared, meta))
         with torch.no_grad():
-            for name, x in self._constants().items():
-                x.copy_(constants[name])
+            for name, x in constants(self.loop.worker.model, self.loop.fleet).items():
+                x.copy_(constant[name])
         self.loop.plan.description = meta["description"]
         self._begin()
 
@@ -275,9 +279,10 @@ class Recovery:
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:
+        """From the next step on the nodes of the members are there; in a stretch that has begun nobody comes back."""
         step, there = self.loop.step, self.wire.present
         stayed = [node for node in self.up(step) if node in there]
-        self.outages.note(step, there)
+        self.outages.note(step, there if self.loop.begun is None else stayed)
         self.loop.fleet.comm.present = stayed
 
     def up(self, step: int) -> list[int]:
@@ -285,52 +290,34 @@ class Recovery:
         assert self.loop.driver.attendance is not None
         return self.loop.driver.attendance.up(step)
 
-    def _constants(self) -> dict[str, Tensor]:
-        """Return what all nodes share and no row holds: frozen parameters and buffers that do not change."""
-        model, fleet = self.loop.worker.model, self.loop.fleet
-        frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-        return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
-
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
 
 
-# Sending a state: a line of JSON with the names, then all numbers as bytes. Nothing is pickled.
+# Sending a state: JSON, then safetensors. Nothing is pickled.
 
 
-def _send(process: int, anchor: Snapshot, constants: dict[str, Tensor]) -> None:
-    tensors = {f"shared.{name}": x for name, x in anchor.shared.items()}
-    tensors |= {f"constant.{name}": x for name, x in constants.items()}
-    kinds = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()]
-    text = np.frombuffer(json.dumps({"tensors": kinds, "meta": anchor.meta}).encode(), np.uint8)
-    numbers = [_as_bytes(x) for x in tensors.values()]
-    dist.send(torch.tensor([len(text), sum(map(len, numbers))]), process)
-    dist.send(torch.from_numpy(text.copy()), process)
-    dist.send(torch.cat([*numbers, torch.zeros(1, dtype=torch.uint8)]), process)
+def _send(process: int, anchor: Snapshot, constant: dict[str, Tensor]) -> None:
+    tensors = {f"shared.{name}": x for name, x in anchor.shared.items()} | {
+        f"constant.{n}": x for n, x in constant.items()
+    }
+    parts = [json.dumps(anchor.meta).encode(), packed({name: x.detach().cpu().clone() for name, x in tensors.items()})]
+    dist.send(torch.tensor([len(part) for part in parts]), process)
+    for part in parts:
+        dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), process)
 
 
 def _take(process: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
     """Return shared state, meta and constants that `process` sends."""
     lengths = torch.zeros(2, dtype=torch.int64)
     dist.recv(lengths, process)
-    text = torch.empty(int(lengths[0]), dtype=torch.uint8)
-    dist.recv(text, process)
-    numbers = torch.empty(int(lengths[1]) + 1, dtype=torch.uint8)
-    dist.recv(numbers, process)
-    told = json.loads(text.numpy().tobytes())
+    parts = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
+    for part in parts:
+        dist.recv(part, process)
+    meta, tensors = json.loads(parts[0].numpy().tobytes()), unpacked(parts[1].numpy().tobytes())
     found: dict[str, dict[str, Tensor]] = {"shared": {}, "constant": {}}
-    at = 0
-    for name, dtype, shape in told["tensors"]:
-        x = torch.empty(shape, dtype=getattr(torch, dtype))
-        size = x.numel() * x.element_size()
-        if size:
-            x.view(-1).view(torch.uint8).copy_(numbers[at : at + size])
-        at += size
-        part, _, own = name.partition(".")
-        found[part][own] = x
-    return found["shared"], told["meta"], found["constant"]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    for name, x in tensors.items():
+        kind, _, own = name.partition(".")
+        found[kind][own] = x
+    return found["shared"], meta, found["constant"]

@@ -52,7 +52,6 @@ class Line:
     heard: float
     seat: int | None = None
     rest: bytes = b""
-    ready: dict[str, Any] | None = None
 
 
 @dataclass
@@ -154,7 +153,10 @@ class Roll:
         if all(seat in self._ready for seat in self.members):
             kept = sorted(self.members)
             if len(self._hosts(kept)) < self.min_hosts:
-                self._end(f"{len(self._hosts(kept))} hosts are left, and min_hosts={self.min_hosts}")
+                self._end(
+                    f"{len(self._hosts(kept))} hosts are left, and min_hosts={self.min_hosts}: lower it, or give "
+                    "save_dir and retries"
+                )
                 return
             step = min(max(self._ready[seat]["anchors"]) for seat in kept)
             newcomers = [] if self.lost else self._whole({s for s in self._ready if self._ready[s]["kind"] == "alone"})
@@ -217,7 +219,11 @@ class Roll:
 
 
 class Server:
-    """Carries what `roll` says to the seats and what they say to it, on `address` and `port`."""
+    """Carries what `roll` says to the seats and what they say to it, on `address` and `port` (0: a free one).
+
+    Raises:
+        OSError: it cannot listen there.
+    """
 
     def __init__(self, roll: Roll, address: str, port: int, token: str, silence_s: float = SILENCE_S):
         self.roll, self.token, self.silence_s = roll, token, silence_s

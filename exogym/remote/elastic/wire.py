@@ -72,9 +72,6 @@ class ElasticWire(ProcessWire):
     ) -> Tensor:
         return self.or_lost(lambda: super(ElasticWire, self).reduce(x, ids, op, weights, everywhere))
 
-    def begin(self, x: Tensor) -> Any:
-        raise NotImplementedError
-
     def agree(self, flag: bool) -> bool:
         return self.or_lost(lambda: super(ElasticWire, self).agree(flag))
 
