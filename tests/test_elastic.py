@@ -5,8 +5,11 @@ The law: such a run has the bits of the simulation with the same outages.
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ COUNT = 3
 STEPS = 400
 STRATEGIES: dict[str, Any] = {
     "diloco": lambda: DiLoCoStrategy(H=5, lr=0.01),
+    "long diloco": lambda: DiLoCoStrategy(H=50, lr=0.01),
     "fedavg": lambda: FedAvgStrategy(H=5, lr=0.01),
     "sparta": lambda: SPARTAStrategy(lr=0.01),
     "ddp": lambda: SimpleReduceStrategy(lr=0.01),
@@ -60,7 +64,9 @@ trainer = NetworkTrainer(
 )
 trainer.fit(
     STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]),
-    callbacks=[Every(10, note)], save_dir=sys.argv[6] or None, checkpoint_interval=100 if sys.argv[6] else None,
+    callbacks=[Every(50 if sys.argv[9:] else 10, note)], save_dir=sys.argv[6] or None,
+    checkpoint_interval=100 if sys.argv[6] else None, resume=sys.argv[8:9] == ["resume"],
+    val_interval=1000 if sys.argv[9:] else None,
 )
 print("outages", trainer.outages)
 """
@@ -68,22 +74,14 @@ print("outages", trainer.outages)
 
 def start(
     hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1, save_dir: str = "",
-    dies: str = "",
+    dies: str = "", more: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """Start the training; return the process once it has trained 50 steps."""
     (project / "train.py").write_text(TRAIN)
     hosts.file(project / "hosts.json")
     with open(project / "said", "w") as file:
-        words = [
-            "train.py",
-            str(Path(__file__).parent),
-            name,
-            str(min_hosts),
-            str(steps),
-            str(restarts),
-            save_dir,
-            dies,
-        ]
+        options = [name, str(min_hosts), str(steps), str(restarts), save_dir, dies, *more]
+        words = ["train.py", str(Path(__file__).parent), *options]
         run = hosts.controller.start([sys.executable, *words], cwd=project, stdout=file, stderr=file)
     wait_for(lambda: progress(project)[0] >= 50, run)
     return run
@@ -147,6 +145,29 @@ def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Pa
     assert run.wait(60) != 0
     text = (project / "said").read_text()
     assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end_of_that(
+    hosts: Hosts, project: Path
+) -> None:
+    """Ctrl-C while a host is away; the resumed run has all hosts again, and takes up the stretch where it stood."""
+    run = start(hosts, project, "long diloco", min_hosts=1, restarts=0, save_dir="checkpoints", more=["", "rare"])
+    kill_worker(hosts, 1)
+    wait_for(lambda: "2 of 3 ranks go on" in said_by(project), run)
+    wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(60) != 0
+    assert "local steps into the next stretch" in said_by(project), said_by(project)
+    shutil.rmtree(project / "runs")
+    (project / "step").unlink()
+    run = start(hosts, project, "long diloco", min_hosts=1, save_dir="checkpoints", more=["resume", "rare"])
+    assert run.wait(120) == 0, said_by(project)
+    away = is_the_simulation(project, "long diloco")
+    ((first, last),) = away[1]
+    assert set(away) == {1} and first <= 101 < last and last % 50 == 1, away
     assert hosts.left_over() == {}
 
 

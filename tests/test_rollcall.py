@@ -175,6 +175,14 @@ def test_when_one_has_finished_nobody_is_lost_any_more_and_who_waits_is_told() -
     assert roll.told == [(0, {"hear": "over", "why": "done"})]
 
 
+def test_a_run_that_was_stopped_loses_nobody_and_takes_nobody_in() -> None:
+    roll = begun([1, 1])
+    roll.stopped()
+    roll.told.clear()
+    roll.leave(1)
+    assert roll.told == [] and roll.hello(1)["over"] == "it was stopped"
+
+
 def test_those_whose_first_meeting_failed_begin_again() -> None:
     roll = begun([1, 1, 1])
     roll.leave(2)

@@ -143,15 +143,20 @@ class Watch:
                 channel.beat()
 
     def _end(self) -> None:
-        """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines."""
+        """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines.
+
+        The roll call ends last: while it is there the others can still save the run together.
+        """
         try:
-            running = [channel for channel in self.channels if channel.status is None]
-            for channel in running:
-                channel.stop()
             deadline = time.monotonic() + STOP_S + FOLLOW_S
-            for channel in running:
-                if not channel.join(max(0.0, deadline - time.monotonic())):
-                    notice(f"{channel.order.host.address} has not answered the order to stop; it will end by itself")
+            rolls = [channel for channel in self.channels if not channel.order.ranks and channel.status is None]
+            for group in (self._running(), rolls):
+                for channel in group:
+                    channel.stop()
+                for channel in group:
+                    if not channel.join(max(0.0, deadline - time.monotonic())):
+                        host = channel.order.host
+                        notice(f"{host.address} has not answered the order to stop; it will end by itself")
         finally:
             for channel in self.channels:
                 if channel.process.poll() is None:

@@ -127,6 +127,10 @@ class Member:
         """Say that training begins."""
         self._say({"say": "training"})
 
+    def stopped(self) -> None:
+        """Say that the run was asked to stop, and has."""
+        self._say({"say": "stopped"})
+
     def finished(self) -> None:
         """Say that the run has come to its end, of which all members know."""
         self._say({"say": "finished"})
@@ -194,6 +198,10 @@ def seat(address: str, port: int, number: int, token: str) -> Iterator[Member]:
             raise
         notice(f"rank {number} is cut off from the others: {error}")
         raise SystemExit(TRY_AGAIN) from error
+    except (KeyboardInterrupt, SystemExit):
+        if member is not None and member.over is None:
+            member.stopped()
+        raise
     finally:
         if member is not None:
             member.group.leave()

@@ -3,7 +3,8 @@
 `python -m exogym.remote.elastic.rollcall` runs on the master beside the training processes. Each process (a seat) keeps
 one connection to it, on which both sides send lines of JSON:
 
-    seat -> {"say": "hello", "seat", "token"}    {"say": "beat"}    {"say": "training"}    {"say": "finished"}
+    seat -> {"say": "hello", "seat", "token"}    {"say": "beat"}
+            {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
             {"say": "ready", "kind": "fresh" | "alone" | "member", "anchors": [steps], "planned": bool}
     roll -> {"hear": "welcome", "fresh", "again", "over"}    {"hear": "beat"}    {"hear": "waiting"}
             {"hear": "epoch", "number", "members", "step", "newcomers", "source", "port"}
@@ -24,12 +25,14 @@ import hmac
 import json
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -140,6 +143,11 @@ class Roll:
         if self.over is None:
             self._end(DONE)
 
+    def stopped(self) -> None:
+        """A member was asked to stop, so all have stopped where they stood."""
+        if self.over is None:
+            self._end("it was stopped")
+
     def look(self, now: float) -> None:
         """Begin the next epoch, if all is there that it needs."""
         if self.over is not None:
@@ -235,15 +243,16 @@ class Server:
         self.port = self.listener.getsockname()[1]
         self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         roll.port = self.store.port
+        self.stopping = False
         self.lines: dict[int, Line] = {}
         self.unnamed: set[Line] = set()  # connections that have not said who they are
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Serve until the run has come to its end and all have left."""
+        """Serve until the run has come to its end, or `stopping` is set, and all have left."""
         try:
-            while self.lines or self.roll.over != DONE:
+            while self.lines or not (self.stopping or self.roll.over == DONE):
                 for key, _ in self.selector.select(LOOK_S):
                     if key.fileobj is self.listener:
                         self._accept()
@@ -313,6 +322,8 @@ class Server:
             self.roll.ready(line.seat, said, time.monotonic())
         elif said["say"] == "training":
             self.roll.training()
+        elif said["say"] == "stopped":
+            self.roll.stopped()
         elif said["say"] == "finished":
             self.roll.finished()
 
@@ -368,6 +379,11 @@ def main(words: Sequence[str] | None = None) -> None:
         server = Server(roll, given.address, given.port, os.environ[TOKEN])
     except OSError as error:
         sys.exit(f"the roll call cannot listen at {given.address} port {given.port}: {error}; give another master_port")
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stopping = True  # the seats, which are asked to end too, may still have to save the run
+
+    signal.signal(signal.SIGTERM, stop)
     server.serve()
 
 
