@@ -5,9 +5,9 @@
 
 Each tree trains the same runs in a process of its own: DDP, also in fp16, DiLoCo, also with faults and with a network,
 SPARTA, with top-k and 8 bits, with DiLoCo, FedAvg in islands and with sampled clients, DeMo, asynchronous DiLoCo and a
-strategy written for one node; the model has dropout and batch normalisation. What is compared: SHA-256 of the weights,
+strategy written for one node; the model has dropout and batch normalisation. Compared are the SHA-256 of the weights,
 the history without what was measured (wall time, throughput, memory), bytes by collective, and predicted times where
-`step_seconds` is given. Columns that only one of the trees has are named, not compared. Exits with 1 where a run differs.
+`step_seconds` is given. Columns that only one tree has are named, not compared. Exits with 1 where a run differs.
 """
 
 from __future__ import annotations
