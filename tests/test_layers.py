@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
         "metrics",
         "logger",
         "history",
+        "views",
         "checkpoint",
         "keepers",
         "progress",
