@@ -47,6 +47,7 @@ class Meeting:
         self.rows = rows
         members = range(len(comm.ranks)) if rows is None else range(len(rows))
         self.places = [_Place(index, rows is not None) for index in members]
+        self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
 
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
         """Run `functions[k]` as block k's program, to the end of all of them; None: its nodes are away."""
@@ -103,6 +104,9 @@ class Meeting:
         if call.kind == "barrier":
             comm.barrier()
             return [None] * len(waiting)
+        if call.kind != "agree" and self.before_first is not None:
+            self.before_first()
+            self.before_first = None
         tensors = [place.request.tensor for place in waiting]
         everyone = len(waiting) == len(self.places)
         if self.rows is not None:

@@ -58,6 +58,7 @@ class NodeDriver:
         attendance: Attendance | None = None, timing: Timing | None = None,
     ):  # fmt: skip
         self.attendance, self.timing = attendance, timing
+        self.before_sync: Callable[[], None] | None = None
         self._taken: dict[int, dict[str, Tensor]] = {}  # rows of a checkpoint, until they are put together
         if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
@@ -173,7 +174,9 @@ class NodeDriver:
             self.timing.computed(counts)
         self._take_gradients(per_row)
         before = [strategy.local_step for strategy in moving]
+        self.meeting.before_first = self.before_sync
         self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
+        self.meeting.before_first = None
         self.steps[[node.row for node in nodes]] += 1
         self._refuse_standing_still(moving, before)
         return losses, True
