@@ -150,6 +150,7 @@ class TrainingLoop:
                     buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
                     self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
         finally:
+            self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
             for ending in self.endings:
                 ending()
 

@@ -90,7 +90,7 @@ class NodeDriver:
             self.worker.model if self.blocks is None else self._row_model(rows) for rows in self.blocks or [[]] * count
         ]
         self._step = 0
-        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
+        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks, self.worker.device)
         try:
             self._meet([self._starter(k) for k in range(count)])
         except BaseException:

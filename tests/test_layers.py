@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
         "outputs",
         "worker",
         "meeting",
+        "pairing",
         "stacked_driver",
         "node_driver",
         "async_driver",
