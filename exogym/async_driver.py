@@ -8,7 +8,7 @@ theta that its node pulled, neither stretches nor processes change a bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -72,6 +72,7 @@ class AsyncDriver:
             )
         self.strategy, self.fleet, self.worker = strategy, fleet, worker
         self.attendance: Attendance | None = None
+        self.before_sync: Callable[[], None] | None = None
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
         self.rates = self.inner.schedule
         self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
@@ -238,6 +239,8 @@ class AsyncDriver:
         """Nodes get theta, all the same one, and begin their next round."""
         if not nodes:
             return
+        if len(nodes) == self.fleet.num_nodes and self.before_sync is not None:
+            self.before_sync()
         comm = self.fleet.comm
         for block in self.fleet.blocks:
             comm.pull(block.params, nodes)

@@ -154,7 +154,7 @@ def summarise(
             `target_s` only where all did.
     """
     measures = MEASURES if target_loss is None else MEASURES + TIMED
-    final = {key: list(history.rows(None))[-1] for key, history in histories.items()}
+    final = {key: history.last for key, history in histories.items()}
     for (label, seed), last in final.items():
         if last.get("examples_per_s") is not None:
             last["examples_per_s"] /= 1 - _evaluating_share(histories[label, seed])

@@ -33,9 +33,15 @@ from exogym.worker import Worker
 
 
 class Driver(Protocol):
-    """What the loop needs of a strategy in training; `attendance` says who is there, where faults are planned."""
+    """What the loop needs of a strategy in training.
+
+    Attributes:
+        attendance: who is there, where faults are planned.
+        before_sync: called by `advance` at its last step, before communication changes any parameters there.
+    """
 
     attendance: Attendance | None
+    before_sync: Callable[[], None] | None
 
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
@@ -99,6 +105,7 @@ class TrainingLoop:
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = False
         self.evaluated_at = -1
+        self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
         self._start = self._cpu_start = 0.0
@@ -143,6 +150,7 @@ class TrainingLoop:
                     buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
                     self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
         finally:
+            self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
             for ending in self.endings:
                 ending()
 
@@ -164,6 +172,8 @@ class TrainingLoop:
             self.at_rest()
             first, last = self.step, self._stretch_end()
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
+            self.apart = None
+            self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
             losses, finished = self.driver.advance(first, last, self.begun)
             if not finished:
                 self.begun, self.begun_end = losses, last
@@ -180,6 +190,7 @@ class TrainingLoop:
             if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
                 self.save()
         if plan.final_sync:
+            self._measure_apart()
             self.driver.finish(self.step)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
@@ -266,15 +277,27 @@ class TrainingLoop:
             ends.append(step + plan.max_stretch)
         return min(ends)
 
-    def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.step % interval == 0  # type: ignore[operator]
+    def _due(self, interval: int | None, step: int | None = None) -> bool:
+        return bool(interval) and (self.step if step is None else step) % interval == 0  # type: ignore[operator]
 
-    def _evaluation_due(self) -> bool:
-        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch)
+    def _evaluation_due(self, step: int | None = None) -> bool:
+        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch, step)
+
+    def _may_be_evaluated(self, step: int) -> bool:
+        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
+        if step == self.plan.total_steps or self._evaluation_due(step):
+            return True
+        return any(isinstance(callback, Every) and self._due(callback.steps, step) for callback in self.callbacks)
+
+    def _measure_apart(self) -> None:
+        """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
+        if self.apart is None:
+            self.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
         values: dict[str, Any] = dict(self.evaluate())
-        values |= spread(self.fleet)
+        after = spread(self.fleet)
+        values |= (self.apart or after) | {"consensus_distance_after": after["consensus_distance"]}
         self.evaluated_at = self.step
         if self.wire.is_hidden:
             return

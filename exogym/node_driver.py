@@ -58,6 +58,7 @@ class NodeDriver:
         attendance: Attendance | None = None, timing: Timing | None = None,
     ):  # fmt: skip
         self.attendance, self.timing = attendance, timing
+        self.before_sync: Callable[[], None] | None = None
         self._taken: dict[int, dict[str, Tensor]] = {}  # rows of a checkpoint, until they are put together
         if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
@@ -89,7 +90,7 @@ class NodeDriver:
             self.worker.model if self.blocks is None else self._row_model(rows) for rows in self.blocks or [[]] * count
         ]
         self._step = 0
-        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
+        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks, self.worker.device)
         try:
             self._meet([self._starter(k) for k in range(count)])
         except BaseException:
@@ -173,7 +174,9 @@ class NodeDriver:
             self.timing.computed(counts)
         self._take_gradients(per_row)
         before = [strategy.local_step for strategy in moving]
+        self.meeting.before_first = self.before_sync
         self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
+        self.meeting.before_first = None
         self.steps[[node.row for node in nodes]] += 1
         self._refuse_standing_still(moving, before)
         return losses, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class StackedDriver:
         timing: Timing | None = None,
     ):
         self.attendance, self.timing = attendance, timing
+        self.before_sync: Callable[[], None] | None = None
         self.strategy, self.fleet, self.worker = strategy, fleet, worker
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
         self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
@@ -105,6 +106,12 @@ class StackedDriver:
                 return losses, False
             if self.timing is not None:
                 self.timing.computed(everyone)
+        if self.before_sync is not None and self.strategy.is_event(last):
+            meeting = comm.present
+            if self.attendance is not None:
+                comm.present = self.attendance.up(last)
+            self.before_sync()
+            comm.present = meeting
         with torch.no_grad():
             fresh = self.strategy.communicate(self.fleet, last)
         if fresh:
