@@ -308,8 +308,8 @@ class _FleetRate:
     def __init__(self, rates: LearningRate, start: int, steps: np.ndarray):
         self.rates, self.start, self.steps = rates, start, steps
 
-    def lr(self, step: int) -> float:
-        return self.rates.lr(int(self.steps[step - self.start]))
+    def lr(self, step: int, base_lr: float | None = None) -> float:
+        return self.rates.lr(int(self.steps[step - self.start]), base_lr)
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,8 +21,9 @@ from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.meeting import Meeting
-from exogym.object_state import SKELETON, load_object_state, object_state
+from exogym.object_state import load_object_state, object_state
 from exogym.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.strategy.packing import SKELETON
 from exogym.strategy.presence import take_rows, take_state
 from exogym.strategy.strategy import Run, Strategy
 from exogym.timing import Timing
@@ -118,6 +119,7 @@ class NodeDriver:
                 raise StrategyError(
                     f"{type(strategy).__name__}._init_node must call super()._init_node(model, rank, num_nodes)"
                 )
+            strategy._set_lr()  # of an optimizer of its own, too
 
         return start
 
@@ -350,7 +352,7 @@ class NodeDriver:
         rows: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         for name, x in object_state(self.strategies[0], self.models[0]).items():
-            by_row = name != SKELETON and x.dim() > 0 and len(x) == len(self.fleet)
+            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(self.fleet)
             (rows if by_row else shared)[name] = x
         return rows, shared
 

@@ -82,7 +82,7 @@ class Communicator:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
             which a row outside all groups keeps its own value.
         """
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         apart = groups is not None
         groups = self._sorted(groups)
         flat = x.reshape(len(x), -1)
@@ -106,6 +106,15 @@ class Communicator:
             return out if out is not None else target.view_as(x)
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
+
+    @staticmethod
+    def _check_op(op: str, x: Tensor) -> None:
+        """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
+        check_choice("op", op, OPERATIONS)
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ArgumentError(
+                f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
+            )
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
@@ -183,7 +192,7 @@ class Communicator:
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         self._member(dst)
         result = x.clone()
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
@@ -194,7 +203,7 @@ class Communicator:
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         self._per_member(x, "reduce_scatter")
         share = self.share(self.present, op)
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
