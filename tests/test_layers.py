@@ -46,6 +46,7 @@ FLOORS: list[set[str]] = [
         "buckets",
         "placement",
         "speeds",
+        "finite",
     },
     {
         "trainer",
