@@ -20,6 +20,7 @@ from torch import Tensor
 from exogym.callbacks import Every
 from exogym.checkpoint import save
 from exogym.faults import Attendance
+from exogym.finite import is_finite
 from exogym.fleet import Fleet
 from exogym.history import History
 from exogym.interrupt import Interrupt
@@ -144,15 +145,27 @@ class TrainingLoop:
             with torch.no_grad():
                 if self.outcome is not None:
                     self.worker.set_home(*self.outcome)
-                elif self.together or not self.wire.is_shared:
+                elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
-                    self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
+                    self.worker.set_home(*self._what_is_left())
         finally:
             self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
             for ending in self.endings:
                 ending()
+
+    def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
+        fleet = self.fleet
+        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
+        if not self.wire.is_shared:
+            fleet.comm.present = [
+                fleet.ranks[r] for r in finite if fleet.ranks[r] in fleet.comm.present
+            ] or fleet.comm.present
+            return self.model_of(None)
+        rows = finite or list(range(len(fleet)))
+        buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
+        return [block.params[rows].mean(0) for block in fleet.blocks], buffers
 
     def _carry(self, run: Callable[[], bool]) -> bool:
         self.wire.barrier()  # nobody trains before all can be told to stop

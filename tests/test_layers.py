@@ -49,6 +49,7 @@ FLOORS: list[set[str]] = [
         "buckets",
         "placement",
         "speeds",
+        "finite",
     },
     {
         "trainer",

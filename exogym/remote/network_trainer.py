@@ -121,6 +121,7 @@ class NetworkTrainer(Trainer):
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
+        on_nonfinite: str = "raise",
         network: Network | str | None = None,
         step_seconds: Any = None,
         timeline: bool = False,
