@@ -204,7 +204,9 @@ def compared(name: str, precision: str, build: Callable[[OptimSpec], Strategy], 
             by_hand(spec, dtype, bias)
         return "fails in torch too"
     expected = by_hand(spec, dtype, bias)
-    assert all(x.isfinite().all() and not torch.equal(x, y) for x, y in zip(expected, plain_start(dtype, bias), strict=True))
+    assert all(
+        x.isfinite().all() and not torch.equal(x, y) for x, y in zip(expected, plain_start(dtype, bias), strict=True)
+    )
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3, msg=name)
     return "equal" if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) else "equal, rounded"
