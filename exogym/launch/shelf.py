@@ -171,6 +171,8 @@ class LineStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._ask("count", []))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them
+
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return unpacked(self._ask("swap", [key], old=packed(expected), new=packed(desired)))
 
