@@ -234,15 +234,23 @@ def _sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
 def _description(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
+    rounds = _rounds(options, total_steps)
     model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16]
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
-    return options.description() | {
+    return options.description() | rounds | {
         "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
         "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
     }  # fmt: skip
+
+
+def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
+    """Return, by module, the steps of the rounds of `total_steps` steps, where H is a function of the round."""
+    strategy = options.strategy
+    lengths = strategy.round_lengths(total_steps) if isinstance(strategy, CommunicateOptimizeStrategy) else {}
+    return {"rounds": lengths} if lengths else {}
 
 
 def _matching_snapshot(
@@ -258,8 +266,10 @@ def _matching_snapshot(
     description["chosen"] = dict(saved["chosen"])
     if options.weighs_nodes and options.balance.speeds is not None:
         description["chosen"]["speeds"] = options.balance.speeds
+    rounds = _rounds(options, saved["limits"]["total_steps"])  # as far as that run was to go
     unlike = differences(
-        {k: v for k, v in saved.items() if k not in FREE}, {k: v for k, v in description.items() if k not in FREE}
+        {k: v for k, v in saved.items() if k not in FREE},
+        {k: v for k, v in (description | rounds).items() if k not in FREE},
     )
     remedy = ""
     if saved["num_nodes"] != description["num_nodes"]:
