@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from exogym import pulse
 from exogym.errors import WorkerError
 from exogym.progress import notice
 from exogym.remote.onhost.guard import TRY_AGAIN
@@ -89,6 +90,7 @@ class Member:
         """Whether the present epoch has ended, because someone is lost."""
         return self.cut is not None or self.group.has_ended
 
+    @pulse.waits
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Epoch:
         """Wait for the next epoch and join its process group; return it.
 
