@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from exogym.assembly import Subject, assemble, workplace
@@ -54,7 +55,7 @@ def run_placed(
         place(nodes, world)  # refused before the processes meet, where there are too few nodes
         join_world(device)
         measure = lambda: _process_seconds(ProcessWire([[k] for k in range(world)]), subject, options, device)  # noqa: E731
-        with watched(options.hang_s):
+        with watched(options.hang_s, dist.get_rank()):
             placement, options = _dealt(options, world, measure)
             return body(options, ProcessWire(placement, native=native))
     if processes == "auto":

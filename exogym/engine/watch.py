@@ -33,8 +33,8 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(hang_s: float | None) -> Iterator[None]:
-    """While entered, a process beside this one kills it where it hangs: see `exogym.pulse`. None: nobody does."""
+def watched(hang_s: float | None, rank: int) -> Iterator[None]:
+    """While entered, a process beside this one, of that `rank`, kills it if it hangs: see `exogym.pulse`. None: no."""
     if hang_s is None:
         yield
         return
@@ -46,7 +46,7 @@ def watched(hang_s: float | None) -> Iterator[None]:
         undo.enter_context(shows_stacks(number))
         words = [sys.executable, "-I", "-S", pulse.__file__, str(os.getpid()), str(number), str(hang_s)]
         other = subprocess.Popen(
-            [*words, f"rank {os.environ.get('RANK', '0')}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [*words, f"rank {rank}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             pass_fds=[number],
         )  # fmt: skip
         undo.callback(other.wait)

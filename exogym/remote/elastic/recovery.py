@@ -88,7 +88,7 @@ class ElasticTrainer(LocalTrainer):
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
         check(options)
-        with watched(options.hang_s):
+        with watched(options.hang_s, self.member.seat):
             self._train_with_others(dataclasses.replace(options, faults=Outages()), device)
 
     def _train_with_others(self, options: FitOptions, device: torch.device) -> None:
