@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.callbacks import Every
 from exogym.checkpoint import save
 from exogym.faults import Attendance
@@ -105,7 +106,7 @@ class TrainingLoop:
         self.begun_end = 0
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
-        self._calling_back = False
+        self._calling_back = self._warm = False
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before, self._examples = 0.0, 0
@@ -203,7 +204,9 @@ class TrainingLoop:
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
             self.apart = None
             self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
-            losses, finished = self.driver.advance(first, last, self.begun)
+            with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
+                losses, finished = self.driver.advance(first, last, self.begun)
+            self._warm = True
             if not finished:
                 self.begun, self.begun_end = losses, last
                 return False
@@ -362,6 +365,7 @@ class TrainingLoop:
         self._calling_back = True
         try:
             for callback in due:
+                self.beat()
                 if callback(self) is True:
                     self.stopped = True
         finally:
@@ -372,6 +376,10 @@ class TrainingLoop:
         if isinstance(callback, Every):
             return every and self._due(callback.steps)
         return self.evaluated_at == self.step
+
+    def beat(self) -> None:
+        """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
+        pulse.beat()
 
     def _serve(self) -> None:
         """Take part in what the main process's callbacks ask of all, until they are done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -71,6 +72,7 @@ class FitOptions:
     keep_checkpoints: int = 2
     resume: bool = False
     max_restarts: int = 0
+    hang_s: float | None = 600.0
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class FitOptions:
             check_count("processes", self.processes)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
+        if self.hang_s is not None and not (is_number(self.hang_s) and 0 < self.hang_s < math.inf):
+            raise ArgumentError(f"hang_s={self.hang_s!r} must be seconds, more than 0, or None to let processes hang")
         check_precision(self.precision)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed={self.seed!r} must be a whole number")

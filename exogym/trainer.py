@@ -181,6 +181,7 @@ class LocalTrainer(Trainer):
         keep_checkpoints: int = 2,
         resume: bool = False,
         max_restarts: int = 0,
+        hang_s: float | None = 600.0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -228,6 +229,10 @@ class LocalTrainer(Trainer):
             resume: go on from the newest good checkpoint of `save_dir`, or start where there is none; another number
                 of processes will do.
             max_restarts: so often, where one of several processes dies, all start again from the last checkpoint.
+            hang_s: of several processes one that hangs is killed, and is lost as one that died (see `max_restarts`);
+                what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
+                step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six
+                times as long. None: never, as when a debugger holds a process.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
@@ -235,7 +240,7 @@ class LocalTrainer(Trainer):
                 another thread of this process is in `fit`, or another run holds `save_dir`.
             TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
-            WorkerError: one of several processes was killed; none of the others is left.
+            WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
             KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C), or with `save_dir` SIGTERM; the run was saved first, where
                 each node stood.
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
@@ -135,8 +136,9 @@ class Communicator:
         works = self._in_flight.pop(x.data_ptr(), None)
         if works is None:
             return self.wire.reduce(x, group, op, share, everywhere=everywhere)
-        for work in works:
-            work.wait()
+        with pulse.at(pulse.WAITING):
+            for work in works:
+                work.wait()
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(

@@ -136,6 +136,7 @@ class NetworkTrainer(Trainer):
         keep_checkpoints: int = 2,
         resume: bool = False,
         max_restarts: int = 0,
+        hang_s: float | None = 600.0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.

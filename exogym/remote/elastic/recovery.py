@@ -24,6 +24,7 @@ from torch import Tensor
 from exogym.assembly import assemble, constants
 from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
+from exogym.engine.watch import watched
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.keepers import check_folder, everywhere, find_keepers, holding
@@ -88,7 +89,10 @@ class ElasticTrainer(LocalTrainer):
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
         check(options)
-        options = dataclasses.replace(options, faults=Outages())
+        with watched(options.hang_s, self.member.seat):
+            self._train_with_others(dataclasses.replace(options, faults=Outages()), device)
+
+    def _train_with_others(self, options: FitOptions, device: torch.device) -> None:
         native = options.reduction == "native"
         recovery = self._join(options, device, native) if self.epoch is None else self._begin(options, device, native)
         loop = recovery.loop
