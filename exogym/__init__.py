@@ -1,8 +1,8 @@
 """ExoGym: simulate distributed training on one machine, and measure what each method costs and gives."""
 
-from exogym.export import load_model, save_model
+from exogym.compute.train_node import TrainNode
 from exogym.remote.network_trainer import NetworkTrainer
-from exogym.train_node import TrainNode
+from exogym.saving.export import load_model, save_model
 from exogym.trainer import LocalTrainer, Trainer
 
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from exogym.errors import check_count
 
 if TYPE_CHECKING:
-    from exogym.loop import TrainingLoop
+    from exogym.training.loop import TrainingLoop
 
 
 class Every:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from exogym.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.rng import numpy_generator
 
 NEVER = 2**62
 FIRST_HORIZON = 1024

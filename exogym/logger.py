@@ -1,8 +1,8 @@
 """Loggers: where the records of a run go while it trains. CSV, JSON lines, Weights & Biases, TensorBoard, or your own.
 
-A record is a row of `exogym.history.History`: a dict with `step`, `node` (None: the averaged model), `train_loss`, ...;
-what is missing is None. Records come in the order of steps, the averaged model's first. Your own logger is a function
-of a record, or a class with `log`, and with `start` and `finish` if it needs them:
+A record is a row of the history, `exogym.record.history`: a dict with `step`, `node` (None: the averaged model),
+`train_loss`, ...; what is missing is None. Records come in the order of steps, the averaged model's first. Your own
+logger is a function of a record, or a class with `log`, and with `start` and `finish` if it needs them:
 
 >>> records = []
 >>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])
@@ -22,9 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from exogym.base.files import replacing
 from exogym.errors import ArgumentError, ExoGymError, checked
-from exogym.files import replacing
-from exogym.history import OF_THE_STEP, plain
+from exogym.record.history import OF_THE_STEP, plain
 
 Record = Mapping[str, Any]
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

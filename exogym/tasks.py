@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from exogym import rng
+from exogym.base import rng
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
 from exogym.errors import ArgumentError, check_choice, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN

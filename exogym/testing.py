@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from exogym.base.rng import generator
 from exogym.callbacks import Every
 from exogym.communicator import Communicator, Wire
 from exogym.errors import StrategyError, checked
 from exogym.fleet import Fleet
-from exogym.history import History
-from exogym.meeting import Meeting
-from exogym.rng import generator
+from exogym.record.history import History
 from exogym.strategy import communicate
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run, Strategy
 from exogym.trainer import LocalTrainer
+from exogym.training.meeting import Meeting
 
 LAWS = ("repeatable", "stretches", "stopping", "placement", "single node", "bytes", "learns")
 

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.assembly import Subject, assemble
 from exogym.balance import Balance
+from exogym.base.devices import OneThread, resolve_device
+from exogym.base.rng import preserved_state
 from exogym.clock import Clock
 from exogym.communicator import Wire
 from exogym.data.partition import Partitioner
-from exogym.devices import OneThread, resolve_device
 from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, checked
 from exogym.faults import Faults
-from exogym.history import History
-from exogym.metrics import Metric
 from exogym.network import Network
-from exogym.options import FitOptions, option_names
-from exogym.placement import run_placed
-from exogym.rng import preserved_state
+from exogym.record.history import History
+from exogym.record.metrics import Metric
 from exogym.strategy.strategy import Strategy
+from exogym.training.assembly import Subject, assemble
+from exogym.training.options import FitOptions, option_names
+from exogym.training.placement import run_placed
 
 
 class _Turn:
@@ -80,7 +80,7 @@ class Trainer(ABC):
     """What all trainers share: the model, the data, and what the last `fit` left.
 
     Args:
-        model: a module whose `model(batch)` gives its loss (see `exogym.outputs`), or predictions with `loss_fn`.
+        model: a module whose `model(batch)` gives its loss (`exogym.compute.outputs`), or predictions with `loss_fn`.
         train_dataset: a data set, or a factory called as `factory(rank, num_nodes, is_train)`.
         val_dataset: likewise, or None.
         loss_fn: `loss_fn(predictions, targets)` for models that return predictions.

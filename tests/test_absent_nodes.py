@@ -12,11 +12,11 @@ import torch
 from problems import MixedRegressor, Regressor, fleet_of, run_of, same, unlike
 from torch import Tensor, nn
 
+from exogym.base.rng import generator
 from exogym.communicator import Communicator
 from exogym.faults import Attendance, Faults
 from exogym.fleet import Fleet
-from exogym.meeting import Meeting
-from exogym.rng import generator
+from exogym.fleet.presence import take_state
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
@@ -27,9 +27,9 @@ from exogym.strategy import (
     SPARTAStrategy,
 )
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.presence import take_state
 from exogym.strategy.sparta import SparseCommunicator
 from exogym.testing import _MeetingWire
+from exogym.training.meeting import Meeting
 
 P, RATE = 57, 0.1
 SIZE = P * 8

@@ -20,18 +20,18 @@ from problems import BATCH, MixedRegressor, Regressor, distance, factory, loss_o
 from torch import Tensor, nn
 
 from exogym import LocalTrainer
-from exogym.async_schedule import ARRIVAL, CLOSE, STEP, Schedule, seconds_of_steps
 from exogym.callbacks import Every
 from exogym.clock import Clock, StepTime
 from exogym.communicator import Communicator
 from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
-from exogym.interrupt import Interrupt
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec
 from exogym.strategy.async_diloco import RULES, Server
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
+from exogym.training.async_schedule import ARRIVAL, CLOSE, STEP, Schedule, seconds_of_steps
+from exogym.training.interrupt import Interrupt
 
 P, SIZE = 57, 57 * 8
 FREE = "1000000000000Gbps"  # messages that take no time

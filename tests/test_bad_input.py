@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.errors import ArgumentError, CheckpointError, DataError, ExoGymError, ModelError, TrainingError
-from exogym.options import FitOptions
 from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
@@ -26,6 +25,7 @@ from exogym.strategy import (
     Strategy,
 )
 from exogym.testing import fingerprint
+from exogym.training.options import FitOptions
 
 
 def examples(count=32):

@@ -20,8 +20,9 @@ from problems import BATCH, Regressor, examples, loss_of, put, same, shards, tra
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, placement, rng, speeds
+from exogym import LocalTrainer
 from exogym.balance import Balance, share_out, speeds_of
+from exogym.base import rng
 from exogym.callbacks import Every
 from exogym.clock import StepTime
 from exogym.communicator import Communicator
@@ -43,6 +44,7 @@ from exogym.strategy import (
 )
 from exogym.strategy.sparta import SparseCommunicator
 from exogym.testing import fingerprint, small_problem
+from exogym.training import placement, speeds
 
 SGD = {"inner_optim": "sgd", "lr": 0.05}
 OUTER = OptimSpec("sgd", lr=1.0)

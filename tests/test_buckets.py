@@ -13,7 +13,7 @@ SCRIPT = """
 import json, os, sys, torch
 from torch import nn
 from exogym import LocalTrainer
-from exogym.buckets import Buckets
+from exogym.compute.buckets import Buckets
 from exogym.strategy import SimpleReduceStrategy
 from exogym.testing import small_problem
 

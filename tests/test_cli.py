@@ -11,7 +11,7 @@ import pytest
 
 import exogym
 from exogym.cli import main
-from exogym.comparison import FILES
+from exogym.compare.comparison import FILES
 from exogym.strategy.registry import parse_strategy
 
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]

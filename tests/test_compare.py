@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
+from exogym.base.files import new_folder
 from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
-from exogym.comparison import FILES, Comparison, find
+from exogym.compare.comparison import FILES, Comparison, find
+from exogym.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.errors import ArgumentError, DataError, TrainingError
-from exogym.files import new_folder
-from exogym.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.tasks import load_task

@@ -10,11 +10,11 @@ import pytest
 
 from exogym.clock import Clock, Span, StepTime
 from exogym.compare import Standing, compare, measured_step_s
-from exogym.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
+from exogym.compare.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
+from exogym.compare.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
 from exogym.errors import ArgumentError
-from exogym.history import History
 from exogym.network import Network
-from exogym.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
+from exogym.record.history import History
 from exogym.tasks import load_task
 
 STEPS, NODES, STEP_S = 20, 4, 0.02

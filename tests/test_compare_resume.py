@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from exogym.checkpoint import list_checkpoints
 from exogym.cli import main
 from exogym.compare import ComparisonInterrupted, Standing, compare, session
-from exogym.comparison import FILES, Comparison
+from exogym.compare.comparison import FILES, Comparison
 from exogym.errors import ArgumentError
+from exogym.saving.checkpoint import list_checkpoints
 from exogym.strategy import SimpleReduceStrategy, Strategy
 
 OPTIONS: dict[str, Any] = {"steps": 20, "seeds": 2, "nodes": 2, "device": "cpu"}

@@ -38,7 +38,7 @@ TRAIN = """
 import os, sys, time, torch
 from exogym import NetworkTrainer
 from exogym.callbacks import Every
-from exogym.loop import TrainingLoop
+from exogym.training.loop import TrainingLoop
 from exogym.testing import small_problem
 sys.path.insert(0, sys.argv[1])
 from test_elastic import STEPS, STRATEGIES

@@ -28,9 +28,9 @@ from problems import (
 )
 from torch import Tensor, nn
 
+from exogym.base.rng import numpy_generator
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError
-from exogym.rng import numpy_generator
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.simple_reduce import GradientAverage

@@ -14,8 +14,8 @@ from test_checkpoint import RUNS, examples, fit, network
 from test_segments import sign
 
 from exogym import LocalTrainer
-from exogym.checkpoint import list_checkpoints, load
 from exogym.errors import CheckpointError
+from exogym.saving.checkpoint import list_checkpoints, load
 from exogym.strategy import FedAvgStrategy, OptimSpec
 from exogym.testing import fingerprint
 
@@ -221,7 +221,7 @@ def forge(draw, path):
 
 
 def resign(path, meta):
-    from exogym.checkpoint_files import sum_of
+    from exogym.saving.checkpoint_files import sum_of
 
     meta = {name: value for name, value in meta.items() if name != "sha256_of_this"}
     (path / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}))

@@ -11,7 +11,7 @@ import pytest
 from test_placement import AVERAGES, Trouble, family, fingerprint, outcome, plain_model, train
 from torch import nn
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, WorkerError
 

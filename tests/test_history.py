@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from exogym.base.files import replacing
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.files import replacing
-from exogym.history import COLUMNS, History
+from exogym.record.history import COLUMNS, History
 
 NAN = float("nan")
 

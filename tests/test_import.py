@@ -129,10 +129,10 @@ def test_a_package_lists_its_public_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "flaw"),
     [
-        ("from exogym.layout import Layout", "it has no __all__"),
+        ("from exogym.fleet.layout import Layout", "it has no __all__"),
         ("__all__ = ['Layout']", "Layout is listed and not there"),
-        ("from exogym.layout import Layout\n__all__ = ['Layout', 'Layout']", "Layout is listed twice"),
-        ("from exogym.layout import Layout\n__all__ = []", "Layout is there and not listed"),
+        ("from exogym.fleet.layout import Layout\n__all__ = ['Layout', 'Layout']", "Layout is listed twice"),
+        ("from exogym.fleet.layout import Layout\n__all__ = []", "Layout is there and not listed"),
     ],
 )
 def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.history import History
 from exogym.logger import (
     CSVLogger,
     JSONLinesLogger,
@@ -24,6 +23,7 @@ from exogym.logger import (
     check_writable,
     combine,
 )
+from exogym.record.history import History
 
 RUN = {"num_nodes": 2, "strategy": {"name": "DiLoCo", "H": 2}}
 
@@ -317,7 +317,7 @@ def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPa
 
 def test_importing_brings_none_of_the_large_packages() -> None:
     code = (
-        "import sys, exogym.logger, exogym.history, exogym.progress as p\n"
+        "import sys, exogym.logger, exogym.record.history, exogym.progress as p\n"
         "with p.Progress(3, False) as bar: bar.update(1)\n"
         "exogym.logger.WandbLogger(project='p'); exogym.logger.TensorBoardLogger('x')\n"
         "print(sorted({'rich', 'wandb', 'tensorboard', 'pandas'} & sys.modules.keys()))"

@@ -17,7 +17,7 @@ from torch import nn
 from exogym import LocalTrainer
 from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.history import History
+from exogym.record.history import History
 from exogym.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
 from exogym.remote.channel import Logs
 from exogym.remote.onhost import probe

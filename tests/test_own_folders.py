@@ -16,9 +16,9 @@ from battery import AVERAGES, as_json, train
 from processes import end, launch, over_gloo
 
 from exogym.callbacks import EvaluateNodes
-from exogym.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.keepers import find_keepers
+from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
+from exogym.saving.keepers import find_keepers
 
 OPTIONS = AVERAGES | {"callbacks": [EvaluateNodes()]}  # which are recorded in the main process alone
 NEWEST = "step_0000000009"
@@ -77,7 +77,7 @@ torch.distributed.barrier()
 go("two runs", own("two runs"), resume=True)
 go("shared", base / "shared")
 
-import exogym.checkpoint as c
+import exogym.saving.checkpoint as c
 def full(tensors, file, write=c._write):
     if rank == 2 and file.name == "shared.safetensors" and "0009" in str(file):
         raise OSError(28, "No space left on device")

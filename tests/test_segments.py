@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import RUNS, fit, rows, trainer_of
 
 from exogym.callbacks import Every
-from exogym.checkpoint import Snapshot, list_checkpoints, load, save
-from exogym.checkpoint_files import sum_of
 from exogym.errors import CheckpointError
-from exogym.history import History
-from exogym.segments import Segments
+from exogym.record.history import History
+from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, save
+from exogym.saving.checkpoint_files import sum_of
+from exogym.saving.segments import Segments
 from exogym.testing import fingerprint
 
 MAKE, OPTIONS = RUNS["local steps fp16"]
@@ -149,7 +149,7 @@ def as_format_1(path):
 
 def sign(path, meta):
     """Give a folder's files the sums that they have, and run.json its own."""
-    from exogym.checkpoint_files import file_sum
+    from exogym.saving.checkpoint_files import file_sum
 
     sums = {file.name: file_sum(file) for file in sorted(path.iterdir()) if file.name != "run.json"}
     meta = {k: v for k, v in meta.items() if k != "sha256_of_this"} | {"sha256": sums}

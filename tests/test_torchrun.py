@@ -16,7 +16,7 @@ from processes import PATIENCE_S, end, launch
 from strategies import STRATEGIES
 
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.checkpoint import list_checkpoints, load
+from exogym.saving.checkpoint import list_checkpoints, load
 
 WORLDS = (2, 3, 4)
 

@@ -10,9 +10,9 @@ from typing import Any
 from exogym.advise.plans import FORMULA_ONLY, Plan, plan_of
 from exogym.advise.prediction import DEFAULT_STRATEGIES, Advice, Row, advise
 from exogym.compare import Standing, compare, measured_step_s, split_strategies
+from exogym.compare.comparison import Comparison
 from exogym.compare.entries import Setting, entries_of, setting_of
 from exogym.compare.forecast import check_timed, forecast_of
-from exogym.comparison import Comparison
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network
 from exogym.tasks import Task

@@ -13,8 +13,8 @@ from exogym.cli.live import LiveTable, print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, numbers_of, processes_of
 from exogym.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
 from exogym.compare import compare as run_comparison
+from exogym.compare.comparison import Comparison
 from exogym.compare.folder import saved_in
-from exogym.comparison import Comparison
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.progress import notice

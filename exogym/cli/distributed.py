@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from exogym.base.files import new_folder
 from exogym.errors import ArgumentError
-from exogym.files import new_folder
 from exogym.remote import HostsConfig, SSHLauncher
 from exogym.remote.profile import load_profile
 from exogym.remote.results import bring, history_of, names

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from exogym.compare import Standing
-from exogym.comparison import Comparison
+from exogym.compare.comparison import Comparison
 from exogym.progress import notice, readable_bytes
 
 PAUSE_S = 0.2  # between drawings

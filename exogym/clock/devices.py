@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from exogym.base.rng import preserved_state
 from exogym.errors import ArgumentError, ModelError, check_choice
-from exogym.rng import preserved_state
 
 # Share of its peak that a device reaches in training unless said otherwise: arXiv:2501.18512 assumes 40 % to 60 %,
 # INTELLECT-1 (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models stay far below: measure yours.

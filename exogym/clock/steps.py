@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from exogym.base.rng import stream_seed
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.network.units import parse_seconds
-from exogym.rng import stream_seed
 
 TICKS_PER_S = 10**9
 MOST_DRAWS = 1 << 20  # at a time, to bound the memory

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice

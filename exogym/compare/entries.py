@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from exogym.comparison import SINGLE
+from exogym.compare.comparison import SINGLE
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.registry import DEFAULTS, STRATEGIES, TITLES, parse_strategy

@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.checkpoint import differences, list_checkpoints
+from exogym.base.files import missing_folders, new_folder, replacing
 from exogym.clock import Span
-from exogym.comparison import plain_name
+from exogym.compare.comparison import plain_name
+from exogym.compare.plots import Strip
 from exogym.errors import ArgumentError
-from exogym.export import load_history, save_history
-from exogym.files import missing_folders, new_folder, replacing
-from exogym.history import History
-from exogym.plots import Strip
+from exogym.record.history import History
+from exogym.saving.checkpoint import differences, list_checkpoints
+from exogym.saving.export import load_history, save_history
 
 RUN, HISTORY, TIMELINE, CHECKPOINTS = "run.json", "history.safetensors", "timeline.json", "checkpoints"
 

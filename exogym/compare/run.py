@@ -15,11 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from exogym.compare.entries import entries_of, setting_of
-from exogym.compare.folder import Folder, saved_in
-from exogym.compare.forecast import check_timed, forecast_of, measured_step_s
-from exogym.compare.session import Session, Standing
-from exogym.comparison import (
+from exogym.base.devices import resolve_device
+from exogym.compare.comparison import (
     SINGLE,
     Comparison,
     ComparisonInterrupted,
@@ -29,17 +26,20 @@ from exogym.comparison import (
     target_of,
     write,
 )
+from exogym.compare.entries import entries_of, setting_of
+from exogym.compare.folder import Folder, saved_in
+from exogym.compare.forecast import check_timed, forecast_of, measured_step_s
+from exogym.compare.plots import check_matplotlib
+from exogym.compare.session import Session, Standing
 from exogym.data.partition import IID, Partitioner, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
-from exogym.devices import resolve_device
 from exogym.engine.wire import place as place_rows
 from exogym.errors import ArgumentError, TrainingError, check_count, checked
-from exogym.metrics import Metric
 from exogym.network import Network
-from exogym.options import describe
-from exogym.plots import check_matplotlib
+from exogym.record.metrics import Metric
 from exogym.strategy.strategy import Strategy
 from exogym.tasks import Task, load_task
+from exogym.training.options import describe
 
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")
 VAL_EXAMPLES = 500  # at most

@@ -14,11 +14,11 @@ from torch import Tensor
 from exogym.compare.entries import Entry, Setting
 from exogym.compare.folder import Folder, Outcome
 from exogym.compare.forecast import Forecast
+from exogym.compare.plots import Strip
 from exogym.data.partition import Partitioner
 from exogym.errors import TrainingError
-from exogym.history import History
-from exogym.metrics import Metric
-from exogym.plots import Strip
+from exogym.record.history import History
+from exogym.record.metrics import Metric
 from exogym.strategy.registry import STRATEGIES
 from exogym.tasks import Task
 from exogym.trainer import LocalTrainer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
-from exogym import rng
+from exogym.base import rng
 from exogym.errors import ArgumentError, nearest
 
 Request = tuple[int, int, np.ndarray]  # (data set, epoch, example indices) of one batch

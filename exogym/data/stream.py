@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from exogym import rng
+from exogym.base import rng
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.data.loading import Loading, check_dataloader_kwargs
 from exogym.data.partition import Partitioner, check_shards, parse_partitioner

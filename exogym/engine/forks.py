@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
 from exogym.engine.watch import shows_stacks
 from exogym.errors import TrainingError, WorkerError
@@ -67,7 +67,7 @@ def run_forked(
     Raises:
         what `body` raised here or in another process, then with that process's traceback as a note;
         WorkerError: a process was killed, the message names it, its nodes and the signal; or it hung (its pulse stood
-            still for `hang_s`, see `exogym.pulse`; None: this is not looked for), the message says where.
+            still for `hang_s`, see `exogym.base.pulse`; None: this is not looked for), the message says where.
     """
     memory = mmap.mmap(-1, memory_bytes(len(placement)))
     run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import TrainingError
 

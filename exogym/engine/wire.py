@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym import pulse
 from exogym.balance import share_out
+from exogym.base import pulse
 from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError
 

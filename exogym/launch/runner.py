@@ -28,7 +28,7 @@ from types import TracebackType
 PR_SET_PDEATHSIG = 1
 # What torch says, always as a RuntimeError, where the process at the other end of a connection has ended.
 CUT = ("Connection reset by peer", "Connection closed by peer", "Connection was likely closed", "Broken pipe")
-OTHERS_SIGNAL = "a signal to another process"  # how a KeyboardInterrupt of ExoGym's own begins, see exogym.loop
+OTHERS_SIGNAL = "a signal to another process"  # how a KeyboardInterrupt of ExoGym's own begins, see training/loop.py
 
 
 def end_with(launcher: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from exogym.base.rng import numpy_generator
 from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
 from exogym.network.costs import (
@@ -24,7 +25,6 @@ from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
-from exogym.rng import numpy_generator
 
 Members = int | Sequence[int]
 OPTIONS = ("jitter", "loss", "seed", "server")

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from exogym.base.files import new_folder
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.files import new_folder
 from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.channel import Logs

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from exogym.balance import Balance
+from exogym.base.devices import resolve_device
+from exogym.base.files import new_folder
 from exogym.data.partition import Partitioner
-from exogym.devices import resolve_device
 from exogym.engine.wire import place
 from exogym.engine.world import local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
-from exogym.files import new_folder
 from exogym.launch.door import SECRET
-from exogym.metrics import Metric
 from exogym.network import Network
-from exogym.options import FitOptions, option_names
 from exogym.progress import notice
+from exogym.record.metrics import Metric
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
 from exogym.remote.elastic.member import seat
@@ -34,6 +33,7 @@ from exogym.remote.launcher import SSHLauncher, from_here
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
+from exogym.training.options import FitOptions, option_names
 
 ONE_FIT = (
     "a script has one fit with min_hosts: who comes back in the middle of a later one could not know what came of the "

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from exogym import rng
 from exogym.balance import Balance
+from exogym.base import rng
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES, parse_strategy

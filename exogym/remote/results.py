@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from exogym.base.files import replacing
 from exogym.errors import ExoGymError
-from exogym.export import load_model, save_model, split_history
-from exogym.files import replacing
-from exogym.history import History
+from exogym.record.history import History
 from exogym.remote.world import RUNS, send, tell, world_size
+from exogym.saving.export import load_model, save_model, split_history
 
 if TYPE_CHECKING:
     from exogym.remote.launcher import SSHLauncher

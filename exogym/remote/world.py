@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from exogym.checkpoint import list_checkpoints
+from exogym.base.files import replacing
 from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
-from exogym.files import replacing
+from exogym.saving.checkpoint import list_checkpoints
 
 ROLL, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"

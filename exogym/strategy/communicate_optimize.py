@@ -24,7 +24,7 @@ from torch import Tensor
 
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.fleet import Fleet
-from exogym.strategy.presence import take_rows
+from exogym.fleet.presence import take_rows
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows

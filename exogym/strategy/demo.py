@@ -29,9 +29,9 @@ from torch import Tensor
 from exogym.compress import BlockDCT
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.fleet import Block, Fleet
+from exogym.fleet.presence import rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.presence import rows_of, shared_row
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 

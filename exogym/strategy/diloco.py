@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.fleet import Fleet
+from exogym.fleet.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
-from exogym.strategy.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 from exogym.strategy.strategy import Run

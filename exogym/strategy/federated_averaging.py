@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from exogym.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
-from exogym.rng import numpy_generator
+from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
-from exogym.strategy.presence import rows_of
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run

@@ -25,7 +25,7 @@ class MuonAdamW(Optimizer):
     """Muon for the parameter groups with `use_muon`, AdamW for the others: `inner_optim="muon"`.
 
     Named by "muon", a model's hidden matrices go to Muon: parameters of two dimensions, both over 1, that are neither
-    an embedding (a tied head counts as one) nor the head (`exogym.layout.hidden_matrices`). All others go to AdamW:
+    an embedding (a tied head counts as one) nor the head (`fleet.layout.hidden_matrices`). All others go to AdamW:
     embeddings, head, norms, biases, and what has more than two dimensions, as convolutions have. Groups may say
     otherwise: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from exogym.errors import ArgumentError, checked
 from exogym.fleet import Fleet
+from exogym.fleet.presence import all_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.presence import all_present
 from exogym.strategy.schedule import Scheduler
 
 

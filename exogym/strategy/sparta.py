@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.base.rng import generator
 from exogym.compress import dequantize, quantize
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Block, Fleet
-from exogym.rng import generator
+from exogym.fleet.presence import rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.presence import rows_of, shared_row, where_present
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from exogym.errors import ArgumentError, checked
-from exogym.layout import hidden_matrices
+from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates

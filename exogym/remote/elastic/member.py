@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.engine.sockets import Sockets, ports_closed_afterwards, shut, sockets
 from exogym.errors import WorkerError
 from exogym.launch.door import Refused, knock

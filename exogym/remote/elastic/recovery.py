@@ -21,26 +21,26 @@ from safetensors.torch import load as unpacked
 from safetensors.torch import save as packed
 from torch import Tensor
 
-from exogym.assembly import assemble, constants
-from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
 from exogym.engine.watch import watched
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
-from exogym.keepers import check_folder, everywhere, find_keepers, holding
-from exogym.loop import TrainingLoop
-from exogym.options import FitOptions
 from exogym.remote.elastic.member import Epoch, Member
 from exogym.remote.elastic.wire import ElasticWire, Lost
 from exogym.remote.world import same_start
-from exogym.resuming import FREE
-from exogym.snapshots import put_back, snapshot_of
+from exogym.saving.checkpoint import Snapshot, differences
+from exogym.saving.keepers import check_folder, everywhere, find_keepers, holding
+from exogym.saving.snapshots import put_back, snapshot_of
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.trainer import LocalTrainer
+from exogym.training.assembly import assemble, constants
+from exogym.training.loop import TrainingLoop
+from exogym.training.options import FitOptions
+from exogym.training.resuming import FREE
 
 if TYPE_CHECKING:
-    from exogym.assembly import Subject
+    from exogym.training.assembly import Subject
 
 ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
 KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another

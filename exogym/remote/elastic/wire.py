@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.engine.wire import ProcessWire
 from exogym.errors import WorkerError
 from exogym.remote.elastic.member import Epoch, Member

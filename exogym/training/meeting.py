@@ -18,8 +18,8 @@ from torch import Tensor
 
 from exogym.communicator import Communicator, Parcel
 from exogym.errors import StrategyError
-from exogym.pairing import AWAY, ENDED, PAIRED, PEER, Call, disagreement, gathered, pairs_of
 from exogym.strategy.communicate import set_place
+from exogym.training.pairing import AWAY, ENDED, PAIRED, PEER, Call, disagreement, gathered, pairs_of
 
 
 class _Abandoned(BaseException):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
+from exogym.compute.outputs import batch_examples, map_tensors
+from exogym.compute.worker import Worker
 from exogym.errors import ModelError
-from exogym.outputs import batch_examples, map_tensors
-from exogym.worker import Worker
 
 CHUNK_ROWS = 10
 

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import save_trace
-from exogym.history import History
-from exogym.network import readable_seconds
-from exogym.plots import (
+from exogym.compare.plots import (
     Curve,
     Strip,
     draw_strips,
@@ -25,7 +23,9 @@ from exogym.plots import (
     plot_against_steps,
     plot_against_time,
 )
+from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
+from exogym.record.history import History
 
 SINGLE, BASELINE = "single", "ddp"
 CLOSE = 0.95  # of DDP's quality: what the finding calls good enough to look at bytes

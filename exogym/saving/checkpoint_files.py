@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exogym.errors import CheckpointError
-from exogym.segments import Segments, joined
+from exogym.saving.segments import Segments, joined
 
 FORMATS = (1, 2)  # 1: the whole history lies in shared.safetensors and run.json
 SHARED = "shared.safetensors"

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from exogym.assembly import Subject, assemble, workplace
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
 from exogym.engine.forks import can_fork, run_forked
@@ -26,9 +25,10 @@ from exogym.engine.watch import watched
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
-from exogym.options import FitOptions
 from exogym.progress import notice
-from exogym.speeds import step_seconds
+from exogym.training.assembly import Subject, assemble, workplace
+from exogym.training.options import FitOptions
+from exogym.training.speeds import step_seconds
 
 Result = TypeVar("Result")
 NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyError)  # by starting again

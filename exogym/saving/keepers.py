@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from exogym.base.locks import Lock, acquire
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.locks import Lock, acquire
 
 MARK = ".seen-"
 T = TypeVar("T")

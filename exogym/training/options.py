@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
+from exogym.compute.finite import POLICIES
+from exogym.compute.worker import check_precision
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
-from exogym.finite import POLICIES
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Strategy
-from exogym.worker import check_precision
 
 COMPUTE = ("loop", "vmap", "auto")
 COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from exogym.compute.worker import Worker
 from exogym.fleet import Block, Fleet
-from exogym.worker import Worker
 
 
 class Buckets:

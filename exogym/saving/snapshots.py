@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.checkpoint_files import SHARED, Snapshot
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
-from exogym.history import History
-from exogym.segments import Segments
+from exogym.record.history import History
+from exogym.saving.checkpoint_files import SHARED, Snapshot
+from exogym.saving.segments import Segments
 
 MARK = "mark"
 FREE = "driver.strategy."  # what a user's own strategy keeps in its attributes may come and go
 
 if TYPE_CHECKING:
-    from exogym.loop import TrainingLoop
+    from exogym.training.loop import TrainingLoop
 
 
 def snapshot_of(loop: TrainingLoop) -> Snapshot:

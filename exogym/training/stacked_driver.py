@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.buckets import Buckets
+from exogym.compute.buckets import Buckets
+from exogym.compute.finite import Watch
+from exogym.compute.train_node import InnerOptimizer, TrainNode
+from exogym.compute.vmap import VmapGradients
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
 from exogym.faults import Attendance
-from exogym.finite import Watch
 from exogym.fleet import Fleet
-from exogym.gradients import VmapGradients
+from exogym.fleet.presence import rows_of, take_state
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
-from exogym.strategy.presence import rows_of, take_state
 from exogym.strategy.strategy import Run
-from exogym.timing import Timing
-from exogym.train_node import InnerOptimizer, TrainNode
-from exogym.worker import Worker
+from exogym.training.timing import Timing
 
 
 class StackedDriver:

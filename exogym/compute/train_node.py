@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from exogym.compute.finite import Watch
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
-from exogym.finite import Watch
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
-from exogym.worker import Worker
 
 
 class InnerOptimizer:

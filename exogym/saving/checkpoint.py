@@ -38,12 +38,21 @@ from safetensors.torch import save as packed
 from safetensors.torch import save_file
 from torch import Tensor
 
-from exogym.checkpoint_files import SHARED, RowsElsewhere, Snapshot, list_checkpoints, load, name_of, rows_file, sum_of
+from exogym.base.locks import LOCK, is_old
 from exogym.communicator import Wire
 from exogym.errors import CheckpointError
-from exogym.keepers import MARK, Keepers, one_keeper
-from exogym.locks import LOCK, is_old
-from exogym.segments import Piece
+from exogym.saving.checkpoint_files import (
+    SHARED,
+    RowsElsewhere,
+    Snapshot,
+    list_checkpoints,
+    load,
+    name_of,
+    rows_file,
+    sum_of,
+)
+from exogym.saving.keepers import MARK, Keepers, one_keeper
+from exogym.saving.segments import Piece
 
 FORMAT = 2
 

@@ -17,22 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.callbacks import Every
-from exogym.checkpoint import save
+from exogym.compute.finite import is_finite
+from exogym.compute.worker import Worker
 from exogym.faults import Attendance
-from exogym.finite import is_finite
 from exogym.fleet import Fleet
-from exogym.history import History
-from exogym.interrupt import Interrupt
-from exogym.keepers import Keepers
 from exogym.logger import Logger
-from exogym.metrics import Evaluator, spread, usage
 from exogym.progress import Progress, notice
-from exogym.segments import Segments
-from exogym.snapshots import for_disk
-from exogym.timing import Timing
-from exogym.worker import Worker
+from exogym.record.history import History
+from exogym.record.metrics import Evaluator, spread, usage
+from exogym.saving.checkpoint import save
+from exogym.saving.keepers import Keepers
+from exogym.saving.segments import Segments
+from exogym.saving.snapshots import for_disk
+from exogym.training.interrupt import Interrupt
+from exogym.training.timing import Timing
 
 
 class Driver(Protocol):

@@ -9,9 +9,9 @@ import torch
 
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.progress import notice
-from exogym.worker import Worker
 
 TRIAL_S, LEAST, MOST = 0.3, 4, 64  # steps are timed for so long, so many at least and at most
 

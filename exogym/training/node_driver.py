@@ -15,21 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exogym.base.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.compute.finite import Watch
+from exogym.compute.train_node import TrainNode
+from exogym.compute.vmap import VmapGradients
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Attendance
-from exogym.finite import Watch
 from exogym.fleet import Fleet
-from exogym.gradients import VmapGradients
-from exogym.meeting import Meeting
-from exogym.object_state import load_object_state, object_state
-from exogym.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.fleet.presence import take_rows, take_state
 from exogym.strategy.packing import SKELETON
-from exogym.strategy.presence import take_rows, take_state
 from exogym.strategy.strategy import Run, Strategy
-from exogym.timing import Timing
-from exogym.train_node import TrainNode
-from exogym.worker import Worker
+from exogym.training.meeting import Meeting
+from exogym.training.object_state import load_object_state, object_state
+from exogym.training.timing import Timing
 
 TRIAL_STEPS = 3
 

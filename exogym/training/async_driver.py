@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.async_schedule import ARRIVAL, STEP, Schedule, seconds_of_steps
+from exogym.compute.finite import Watch
+from exogym.compute.train_node import InnerOptimizer, TrainNode
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError
 from exogym.faults import Attendance
-from exogym.finite import Watch
 from exogym.fleet import Fleet
+from exogym.fleet.presence import rows_of
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.presence import rows_of
 from exogym.strategy.schedule import Schedule as LearningRate
 from exogym.strategy.strategy import Run
-from exogym.timing import Timing
-from exogym.train_node import InnerOptimizer, TrainNode
-from exogym.worker import Worker
+from exogym.training.async_schedule import ARRIVAL, STEP, Schedule, seconds_of_steps
+from exogym.training.timing import Timing
 
 NO_WAIT_BPS = 1e30
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
+from exogym.base.files import replacing
 from exogym.errors import ArgumentError, ExoGymError, nearest
-from exogym.files import replacing
-from exogym.views import figure_of, table_of
+from exogym.record.views import figure_of, table_of
 
 if TYPE_CHECKING:
     import pandas

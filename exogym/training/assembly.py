@@ -17,37 +17,37 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.async_driver import AsyncDriver
 from exogym.balance import Balance
-from exogym.checkpoint_files import Snapshot
+from exogym.base.devices import total_memory_bytes
+from exogym.base.rng import seed_torch, stream_seed
 from exogym.communicator import Wire
+from exogym.compute.finite import Watch
+from exogym.compute.memory import fitting_micro_batch
+from exogym.compute.outputs import Loss
+from exogym.compute.vmap import VmapGradients
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
-from exogym.devices import total_memory_bytes
 from exogym.errors import ArgumentError, ModelError
 from exogym.faults import Faults
-from exogym.finite import Watch
 from exogym.fleet import Fleet
-from exogym.gradients import VmapGradients
-from exogym.history import History
-from exogym.keepers import on_main
 from exogym.logger import combine
-from exogym.loop import Driver, Plan, TrainingLoop
-from exogym.memory import fitting_micro_batch
-from exogym.metrics import Evaluator, Metric
-from exogym.node_driver import NodeDriver
-from exogym.options import FitOptions
-from exogym.outputs import Loss
 from exogym.progress import Progress, notice
-from exogym.resuming import Refused, agree, matching_snapshot, open_folder
-from exogym.rng import seed_torch, stream_seed
-from exogym.snapshots import restore
-from exogym.speeds import node_speeds
-from exogym.stacked_driver import StackedDriver
+from exogym.record.history import History
+from exogym.record.metrics import Evaluator, Metric
+from exogym.saving.checkpoint_files import Snapshot
+from exogym.saving.keepers import on_main
+from exogym.saving.snapshots import restore
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
-from exogym.timing import Timing
-from exogym.worker import Worker
+from exogym.training.async_driver import AsyncDriver
+from exogym.training.loop import Driver, Plan, TrainingLoop
+from exogym.training.node_driver import NodeDriver
+from exogym.training.options import FitOptions
+from exogym.training.resuming import Refused, agree, matching_snapshot, open_folder
+from exogym.training.speeds import node_speeds
+from exogym.training.stacked_driver import StackedDriver
+from exogym.training.timing import Timing
 
 EVALUATION_BATCH = 256
 

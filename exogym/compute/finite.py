@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exogym.compute.worker import Worker
 from exogym.errors import TrainingError
-from exogym.worker import Worker
 
 POLICIES = ("raise", "skip", "ignore")
 REMEDY = (

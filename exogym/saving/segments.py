@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from exogym.errors import CheckpointError
-from exogym.history import History
+from exogym.record.history import History
 
 SMALL = ("extra_columns", "last_step", "totals")  # beside the pieces, in the description of the run
 EVALUATIONS = "evaluations"

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym import pulse
+from exogym.base import pulse
+from exogym.base.rng import seed_python, seed_torch, stream_seed
+from exogym.compute.outputs import Loss, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet
-from exogym.outputs import Loss, map_tensors, split_batch
-from exogym.rng import seed_python, seed_torch, stream_seed
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000

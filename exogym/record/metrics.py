@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym import pulse
+from exogym.base import pulse
 from exogym.communicator import CHUNK_ELEMENTS
+from exogym.compute.outputs import accuracy, batch_examples, split_batch
+from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
 from exogym.fleet import Fleet
-from exogym.outputs import accuracy, batch_examples, split_batch
-from exogym.worker import Worker
 
 Metric = Callable[[Tensor, Tensor], Any]
 

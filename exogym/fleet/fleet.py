@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.communicator import Communicator, Wire
-from exogym.layout import Layout, Slot, hidden_matrices, layouts_of
+from exogym.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
 
 ALIGNMENT_BYTES = 64
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.compute.outputs import batch_examples, map_tensors, split_batch
+from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError
-from exogym.outputs import batch_examples, map_tensors, split_batch
-from exogym.worker import Worker
 
 
 def activation_bytes(worker: Worker, batch: Any) -> int:

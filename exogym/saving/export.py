@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, ModelError
-from exogym.history import History
+from exogym.record.history import History
 
 
 def save_model(model: nn.Module, path: str | Path) -> Path:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from exogym.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
-from exogym.checkpoint_files import Snapshot
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.keepers import Keepers, check_folder, everywhere, find_keepers, holding, remove_folders
-from exogym.options import FitOptions, is_number
-from exogym.snapshots import check_counters
+from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
+from exogym.saving.checkpoint_files import Snapshot
+from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding, remove_folders
+from exogym.saving.snapshots import check_counters
+from exogym.training.options import FitOptions, is_number
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
 FREE = ("limits", "placement")  # what a run that goes on may have otherwise

@@ -1,0 +1,1 @@
+"""What everything stands on: random streams, files, devices."""

@@ -1,0 +1,5 @@
+"""The fleet: N nodes are one matrix with N rows, of which a process holds a block."""
+
+from exogym.fleet.fleet import Block, Fleet, row_matrix
+
+__all__ = ["Block", "Fleet", "row_matrix"]

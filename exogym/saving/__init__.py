@@ -1,0 +1,1 @@
+"""What is kept of a run: checkpoints, who keeps them, exported models."""
