@@ -15,59 +15,12 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "rng", "layout", "devices", "files", "locks", "pulse"},
+    {"errors", "base", "progress"},
     {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
-    {
-        "gradients",
-        "train_node",
-        "loop",
-        "metrics",
-        "logger",
-        "history",
-        "views",
-        "checkpoint",
-        "checkpoint_files",
-        "segments",
-        "resuming",
-        "keepers",
-        "progress",
-        "outputs",
-        "worker",
-        "meeting",
-        "pairing",
-        "stacked_driver",
-        "node_driver",
-        "async_driver",
-        "async_schedule",
-        "object_state",
-        "memory",
-        "callbacks",
-        "options",
-        "assembly",
-        "interrupt",
-        "export",
-        "timing",
-        "snapshots",
-        "buckets",
-        "placement",
-        "speeds",
-        "finite",
-    },
-    {
-        "trainer",
-        "tasks",
-        "compare",
-        "comparison",
-        "plots",
-        "sweep",
-        "testing",
-        "distributed",
-        "launch",
-        "advise",
-        "remote",
-    },
-    {"cli", "wizard", "dashboard", "__main__"},
+    {"compute", "record", "saving", "training", "logger", "callbacks"},
+    {"trainer", "tasks", "compare", "testing", "distributed", "launch", "advise", "remote"},
+    {"cli", "__main__"},
     {"__init__"},  # of exogym itself
 ]
 # Rooms of a floor do not know each other where the floor is listed here; what is listed is the exception.
@@ -75,7 +28,7 @@ CLOSED_FLOOR = 2
 DOORS = {("strategy", "compress")}
 
 # Circles that stand for now, each as the modules that know each other. The table may only shrink.
-CIRCLES: list[set[str]] = [{"callbacks", "loop", "snapshots"}]
+CIRCLES: list[set[str]] = [{"callbacks", "saving.snapshots", "training.loop"}]
 
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 Sources = dict[str, str]  # path inside the package, "strategy/diloco.py" -> source
@@ -182,14 +135,23 @@ def with_files(paths: Iterable[str]) -> Sources:
 
 
 TOY = (
-    *("__init__.py", "errors.py", "rng.py", "fleet.py", "trainer.py", "loop.py", "history.py", "cli/__init__.py"),
+    *(
+        "__init__.py",
+        "errors.py",
+        "base/rng.py",
+        "fleet/__init__.py",
+        "trainer.py",
+        "training/loop.py",
+        "record/history.py",
+        "cli/__init__.py",
+    ),
     *("strategy/__init__.py", "strategy/diloco.py", "strategy/optim.py", "compress/__init__.py", "compress/topk.py"),
     *("engine/__init__.py", "engine/local.py", "data/__init__.py", "models/__init__.py"),
 )
 
 
 def test_the_package_is_read() -> None:
-    assert {"__init__.py", "errors.py", "rng.py"} <= package_sources().keys()
+    assert {"__init__.py", "errors.py", "base/rng.py"} <= package_sources().keys()
 
 
 def test_imports_point_down() -> None:
@@ -204,20 +166,20 @@ def test_no_circle_but_those_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fleet.py", "from exogym.trainer import LocalTrainer"),
-        ("fleet.py", "import exogym.trainer as t"),
-        ("fleet.py", "from exogym import trainer"),
-        ("fleet.py", "from . import trainer"),
-        ("fleet.py", "def f():\n    from .trainer import LocalTrainer"),
+        ("fleet/__init__.py", "from exogym.trainer import LocalTrainer"),
+        ("fleet/__init__.py", "import exogym.trainer as t"),
+        ("fleet/__init__.py", "from exogym import trainer"),
+        ("fleet/__init__.py", "from .. import trainer"),
+        ("fleet/__init__.py", "def f():\n    from ..trainer import LocalTrainer"),
         (
-            "fleet.py",
+            "fleet/__init__.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from exogym.trainer import LocalTrainer",
         ),
-        ("fleet.py", "import importlib\nimportlib.import_module('exogym.trainer')"),
-        ("fleet.py", "import exogym"),
-        ("fleet.py", "from exogym import LocalTrainer"),
+        ("fleet/__init__.py", "import importlib\nimportlib.import_module('exogym.trainer')"),
+        ("fleet/__init__.py", "import exogym"),
+        ("fleet/__init__.py", "from exogym import LocalTrainer"),
         ("errors.py", "from exogym.fleet import Fleet"),
-        ("strategy/diloco.py", "from ..loop import run"),
+        ("strategy/diloco.py", "from ..training.loop import run"),
         ("strategy/diloco.py", "from exogym.engine.local import Local"),
         ("strategy/diloco.py", "from exogym.data import shards"),
         ("compress/topk.py", "from exogym.strategy.optim import OptimSpec"),
@@ -225,7 +187,7 @@ def test_no_circle_but_those_of_the_table() -> None:
         ("models/__init__.py", "from .. import strategy"),
         ("engine/local.py", "def f():\n    import exogym.strategy.diloco"),
         ("engine/local.py", "from exogym.data import shards"),
-        ("loop.py", "from exogym.trainer import LocalTrainer"),
+        ("training/loop.py", "from exogym.trainer import LocalTrainer"),
         ("trainer.py", "from exogym.cli import main"),
     ],
 )
@@ -239,11 +201,17 @@ def test_an_upward_import_is_caught(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("__init__.py", "from exogym.cli import main\nfrom .trainer import LocalTrainer"),
-        ("fleet.py", "from exogym.errors import ExoGymError\nfrom . import rng\nimport torch, exogymnasium"),
+        (
+            "fleet/__init__.py",
+            "from exogym.errors import ExoGymError\nfrom ..base import rng\nimport torch, exogymnasium",
+        ),
         ("strategy/diloco.py", "from exogym.strategy.optim import OptimSpec\nfrom ..compress.topk import TopK"),
         ("strategy/__init__.py", "from .diloco import DiLoCoStrategy\nfrom exogym.fleet import Fleet"),
         ("engine/local.py", "from exogym.fleet import Fleet\nfrom . import exogym"),
-        ("loop.py", "from exogym.history import History\nfrom exogym.strategy import Strategy\nimport exogym.engine"),
+        (
+            "training/loop.py",
+            "from exogym.record.history import History\nfrom exogym.strategy import Strategy\nimport exogym.engine",
+        ),
         ("cli/__init__.py", "from exogym import trainer"),
     ],
 )
@@ -260,19 +228,22 @@ def test_an_unknown_part_is_told_where_to_go() -> None:
 @pytest.mark.parametrize(
     "loop",
     [
-        "from . import history",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from exogym.history import History",
-        "class Loop:\n    def f(self):\n        import exogym.history",
+        "from ..record import history",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from exogym.record.history import History",
+        "class Loop:\n    def f(self):\n        import exogym.record.history",
     ],
 )
 def test_a_circle_is_caught(loop: str) -> None:
     """Of two, also where one import runs late or never; and of three, beside one that stands."""
-    two = with_files(TOY) | {"loop.py": loop, "history.py": "from exogym.loop import x"}
-    assert circles(two) == [{"history", "loop"}]
+    two = with_files(TOY) | {"training/loop.py": loop, "record/history.py": "from exogym.training.loop import x"}
+    assert circles(two) == [{"record.history", "training.loop"}]
     package = {"strategy/__init__.py": "from .diloco import D", "strategy/diloco.py": "from .optim import O"}
-    assert circles(two | package) == [{"history", "loop"}]
+    assert circles(two | package) == [{"record.history", "training.loop"}]
     package["strategy/optim.py"] = "from exogym.strategy import S"
-    assert circles(two | package) == [{"history", "loop"}, {"strategy", "strategy.diloco", "strategy.optim"}]
+    assert circles(two | package) == [
+        {"record.history", "training.loop"},
+        {"strategy", "strategy.diloco", "strategy.optim"},
+    ]
 
 
 # The tests themselves
