@@ -23,6 +23,7 @@ class Counting(PeriodicModule):
     """Averages every second time it is asked, by a plain counter."""
 
     interval_steps = 5
+    counters = ("asked",)
 
     def __init__(self):
         super().__init__()
@@ -44,6 +45,33 @@ def test_a_counter_of_a_module_survives_a_stop(tmp_path):
         return fingerprint(model)
 
     train(Every(5, lambda loop: True), save_dir=tmp_path)
+    assert train(save_dir=tmp_path, resume=True) == train()
+
+
+def test_a_number_that_changes_and_is_not_declared_is_refused_when_a_run_is_saved(tmp_path):
+    class Undeclared(Counting):
+        counters = ()
+
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+    strategy = CommunicateOptimizeStrategy("adamw", [Undeclared()], lr=0.02)
+    with pytest.raises(StrategyError, match=r"Undeclared.asked .* counters = \('asked',\)"):
+        trainer.fit(strategy, num_nodes=4, max_steps=20, batch_size=8, device="cpu", save_dir=tmp_path)
+
+
+def test_two_modules_of_a_class_keep_their_state_apart(tmp_path):
+    """Each has its own count: one that took the other's would average at the wrong times."""
+
+    def train(*callbacks, **options):
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+        modules = [Counting(), Counting()]
+        modules[1].interval_steps = 3
+        strategy = CommunicateOptimizeStrategy("adamw", modules, lr=0.02)
+        trainer.fit(strategy, num_nodes=4, max_steps=20, batch_size=8, device="cpu", callbacks=callbacks, **options)
+        return fingerprint(model)
+
+    train(Every(10, lambda loop: True), save_dir=tmp_path)
     assert train(save_dir=tmp_path, resume=True) == train()
 
 

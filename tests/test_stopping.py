@@ -189,7 +189,7 @@ def test_how_far_nodes_are_is_said_and_no_further_node_begins(tmp_path, capfd):
     assert "after step 0, 0 to 5 local steps into the next stretch" in capfd.readouterr().err
     (folder,) = list_checkpoints(tmp_path)
     snapshot = load(folder)
-    losses = torch.stack([snapshot.rows[node]["begun"] for node in range(4)])
+    losses = torch.stack([snapshot.rows[node]["losses.begun"] for node in range(4)])
     assert (~losses.isnan()).sum(1).tolist() == [5, 2, 0, 0]
     assert snapshot.meta["step"] == 0 and snapshot.meta["begun_end"] == 5
 

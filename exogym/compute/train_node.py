@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from exogym.compute.finite import Watch
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
+from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
 
-class InnerOptimizer:
+class InnerOptimizer(Stateful):
     """An optimizer per row, all over the module's parameters.
 
     The parameters are re-pointed from row to row, and the row's optimizer steps: whatever an optimizer keeps, and
@@ -69,19 +70,32 @@ class InnerOptimizer:
         """Start the row's optimizer afresh."""
         self.optimizers.pop(row, None)
 
-    def save_row(self, row: int) -> dict[str, Tensor]:
+    def row(self, row: int) -> Tensors:
         """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
         if row not in self.optimizers:
             return {}
         forget_rates(self.optimizers[row])
         return optimizer_state(self.optimizers[row])
 
-    def load_row(self, row: int, tensors: dict[str, Tensor]) -> None:
+    def load_row(self, row: int, tensors: Tensors) -> None:
         """Put a row's state back."""
         self.reset(row)
         if tensors:
             self.enter(row)
             load_optimizer_state(self.optimizer, tensors)
+
+
+class Steps(Stateful):
+    """Steps that each row has taken, (rows,): batches and learning rates follow a row's own."""
+
+    def __init__(self, steps: np.ndarray):
+        self.steps = steps
+
+    def row(self, row: int) -> Tensors:
+        return {"taken": torch.tensor(self.steps[row])}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        self.steps[row] = int(tensors["taken"])
 
 
 class TrainNode:

@@ -20,7 +20,8 @@ from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
 from exogym.compute.outputs import Loss, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
-from exogym.fleet import Fleet
+from exogym.fleet import Fleet, Stateful
+from exogym.fleet.state import Tensors
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
@@ -171,6 +172,7 @@ class Worker:
         self.scales = np.full(len(fleet), FIRST_SCALE if self.scaled else 1.0)
         self.good_steps = np.zeros(len(fleet), dtype=np.int64)
         self.overflowed = False
+        fleet.state.register("scale", _Scale(self))
 
     def views(self, row: int) -> list[Tensor]:
         """Return the parameters of `row` as views, in fleet order."""
@@ -325,6 +327,20 @@ class Worker:
                 yield
         finally:
             self.model.train()
+
+
+class _Scale(Stateful):
+    """A row's loss scale in fp16, and the steps since it last changed."""
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+
+    def row(self, row: int) -> Tensors:
+        scale = [float(self.worker.scales[row]), float(self.worker.good_steps[row])]
+        return {"scale": torch.tensor(scale, dtype=torch.float64)}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        self.worker.scales[row], self.worker.good_steps[row] = tensors["scale"].tolist()
 
 
 def check_precision(precision: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from exogym.communicator import Communicator, Wire
 from exogym.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
+from exogym.fleet.state import Shared, State, Stateful, Tensors
 
 ALIGNMENT_BYTES = 64
 
@@ -72,6 +73,7 @@ class Fleet:
         num_nodes: nodes in the whole fleet.
         comm: the `Communicator`.
         hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
+        state: what is kept through training, the rows and the byte counts first; see `State`.
     """
 
     def __init__(
@@ -83,6 +85,9 @@ class Fleet:
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
         self.hidden = hidden_matrices(module)
+        self.state = State()
+        self.state.register("fleet", _Matrix(self))
+        self.state.register("ledger", Shared(self.comm.ledger.state, self.comm.ledger.load_state))
         parameters = dict(module.named_parameters())
         for block in self.blocks:
             for slot, view in block.views(block.params):
@@ -126,3 +131,20 @@ class Fleet:
                     continue
                 for group in groups or [self.comm.present]:
                     rows.copy_(self.comm.broadcast(rows, min(group), members=group).clone())
+
+
+class _Matrix(Stateful):
+    """The matrix itself: a row's parameters, block by block, and its buffers."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    def row(self, row: int) -> Tensors:
+        params = {f"params.{b}": block.params[row] for b, block in enumerate(self.fleet.blocks)}
+        return params | {f"buffer.{name}": x[row] for name, x in self.fleet.buffers.items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for b, block in enumerate(self.fleet.blocks):
+            block.params[row] = tensors[f"params.{b}"]
+        for name, x in self.fleet.buffers.items():
+            x[row] = tensors[f"buffer.{name}"]

@@ -42,6 +42,7 @@ from exogym.base.locks import LOCK, is_old
 from exogym.communicator import Wire
 from exogym.errors import CheckpointError
 from exogym.saving.checkpoint_files import (
+    FORMAT,
     SHARED,
     RowsElsewhere,
     Snapshot,
@@ -53,8 +54,6 @@ from exogym.saving.checkpoint_files import (
 )
 from exogym.saving.keepers import MARK, Keepers, one_keeper
 from exogym.saving.segments import Piece
-
-FORMAT = 2
 
 
 def save(

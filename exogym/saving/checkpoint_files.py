@@ -26,7 +26,7 @@ from torch import Tensor
 from exogym.errors import CheckpointError
 from exogym.saving.segments import Segments, joined
 
-FORMATS = (1, 2)  # 1: the whole history lies in shared.safetensors and run.json
+FORMAT = 3  # 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name
 SHARED = "shared.safetensors"
 NAME = re.compile(r"shared\.safetensors|(rows|history)-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")
 DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most
@@ -116,7 +116,7 @@ def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
         for file in files:
             if file.startswith("rows-"):
                 rows |= _rows(path / file, ids)
-        if meta["format"] > 1 and "history" in meta:
+        if "history" in meta:
             pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
             state = _history(path, pieces, meta["history"])
             shared |= {f"history.{name}": torch.from_numpy(x) for name, x in state.items() if isinstance(x, np.ndarray)}
@@ -141,9 +141,11 @@ def _description(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
     if not right:
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one that was written")
-    if "format" not in meta or type(meta["format"]) is not int or meta["format"] not in FORMATS:
-        known = " and ".join(map(str, FORMATS))
-        raise CheckpointError(f"{file.parent} is of format {meta.get('format')!r}, this version reads {known}")
+    if "format" not in meta or type(meta["format"]) is not int or meta["format"] != FORMAT:
+        raise CheckpointError(
+            f"{file.parent} is of format {meta.get('format')!r}, and this version reads {FORMAT}: go on with the "
+            "version that wrote it, or start anew in another folder"
+        )
     _check_names(file, meta.get("sha256"))
     if type(meta.get("step")) is not int or not 0 <= meta["step"] < 1 << 62:
         raise CheckpointError(f"{file}: step={meta.get('step')!r} is not the step of a checkpoint")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
+from exogym.fleet.state import below
 from exogym.record.history import History
 from exogym.saving.checkpoint_files import SHARED, Snapshot
 from exogym.saving.segments import Segments
 
 MARK = "mark"
-FREE = "driver.strategy."  # what a user's own strategy keeps in its attributes may come and go
+FREE = "program."  # what a user's own strategy keeps in its attributes may come and go
 
 if TYPE_CHECKING:
     from exogym.training.loop import TrainingLoop
@@ -66,19 +67,8 @@ def _is_marked(name: str) -> bool:
 
 
 def _without_history(loop: TrainingLoop) -> Snapshot:
-    fleet, rows = loop.fleet, {}
-    for row, rank in enumerate(fleet.ranks):
-        state = {f"params.{b}": block.params[row] for b, block in enumerate(fleet.blocks)}
-        state |= {f"buffer.{name}": x[row] for name, x in fleet.buffers.items()}
-        state |= {f"driver.{name}": value for name, value in loop.driver.row_state(row).items()}
-        if loop.begun is not None:
-            state["begun"] = loop.begun[row]
-        scale = [float(loop.worker.scales[row]), float(loop.worker.good_steps[row])]
-        rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
-    shared = {f"driver.{name}": value for name, value in loop.driver.shared_state().items()}
-    shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
-    if loop.timing is not None:
-        shared |= {f"clock.{name}": value for name, value in loop.timing.state().items()}
+    state = loop.fleet.state
+    rows, shared = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)}, state.shared()
     counters: dict[str, Any] = {
         "step": loop.step,
         "begun_end": loop.begun_end if loop.begun is not None else None,
@@ -98,28 +88,16 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
     fleet, meta, there = loop.fleet, snapshot.meta, loop.driver.attendance
     if there is not None and isinstance(there.faults, Outages):
         there.faults.load(meta["outages"])
-    for row, rank in enumerate(fleet.ranks):
-        if rank not in snapshot.rows and there is not None and rank not in there.up(meta["step"]):
-            continue
-        state = snapshot.rows[rank]
-        with _blamed_on(snapshot, rank):
-            for b, block in enumerate(fleet.blocks):
-                block.params[row] = state[f"params.{b}"]
-            for name, x in fleet.buffers.items():
-                x[row] = state[f"buffer.{name}"]
-            loop.driver.load_row_state(row, _below("driver.", state))
-            loop.worker.scales[row], loop.worker.good_steps[row] = state["scale"].tolist()
+    loop.begun, loop.begun_end = None, meta["begun_end"] or 0
     if meta["begun_end"] is not None:
-        loop.begun_end = meta["begun_end"]
-        nothing = {"begun": torch.full((meta["begun_end"] - meta["step"],), torch.nan)}
-        begun = [snapshot.rows.get(rank, nothing)["begun"] for rank in fleet.ranks]
-        loop.begun = torch.stack(begun).to(loop.worker.device)
+        loop.begun = torch.full((len(fleet), meta["begun_end"] - meta["step"]), torch.nan, device=loop.worker.device)
+    for row, rank in enumerate(fleet.ranks):
+        if rank in snapshot.rows or there is None or rank in there.up(meta["step"]):
+            with _blamed_on(snapshot, rank):
+                fleet.state.load_row(row, snapshot.rows[rank])
     with _blamed_on(snapshot, None):
-        loop.driver.load_shared_state(_below("driver.", snapshot.shared))
-        fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
-        if loop.timing is not None:
-            loop.timing.load_state(_below("clock.", snapshot.shared))
-        arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
+        fleet.state.load_shared(snapshot.shared)
+        arrays = {name: value.numpy() for name, value in below("history.", snapshot.shared).items()}
         loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
     loop.wall_before, loop.apart = meta["wall_s"], meta.get("apart")
@@ -157,12 +135,11 @@ def restore(loop: TrainingLoop, snapshot: Snapshot) -> None:
         raise CheckpointError(f"{path} has no row of node {lacking[0]}")
     parts = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
     parts.append((f"{path}/{SHARED}", "the", snapshot.shared))
-    if meta["format"] > 1:
-        for file, whose, tensors in parts:
-            if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
-                raise CheckpointError(
-                    f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
-                )
+    for file, whose, tensors in parts:
+        if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
+            raise CheckpointError(
+                f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
+            )
     try:
         put_back(loop, snapshot)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
@@ -172,8 +149,6 @@ def restore(loop: TrainingLoop, snapshot: Snapshot) -> None:
     for (file, whose, tensors), now in zip(parts, saved, strict=True):
         if unlike := _unlike(tensors, now):
             raise CheckpointError(f"{file} does not hold what this run would save: {whose} {unlike}")
-    if meta["format"] == 1:
-        _check_optimizers(snapshot, wanted)
 
 
 def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
@@ -209,17 +184,3 @@ def check_counters(snapshot: Snapshot) -> None:
         if not is_right:
             given = f"{name}={meta.get(name)!r}"[:200]
             raise CheckpointError(f"{snapshot.path}/run.json: {given} is not what a run would save at step {step}")
-
-
-def _check_optimizers(snapshot: Snapshot, ranks: Collection[int]) -> None:
-    """Raise CheckpointError where a row without a mark lacks a part of the optimizer's state that another row has."""
-    prefix = "driver.optimizer."
-    states = {rank: {name for name in snapshot.rows[rank] if name.startswith(prefix)} for rank in ranks}
-    for rank, names in states.items():
-        others = set().union(*(other for other in states.values() if other))
-        if names and (lacking := sorted(others - names)):
-            raise CheckpointError(f"{snapshot.file_of(rank)} lacks {lacking[0]!r} of node {rank}, which others have")
-
-
-def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from exogym.errors import ArgumentError, StrategyError, checked
-from exogym.fleet import Fleet
+from exogym.fleet import Fleet, Stateful
 from exogym.fleet.presence import take_rows
+from exogym.fleet.state import Shared, Tensors
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
@@ -32,29 +33,63 @@ from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 NEVER = 2**62
 
 
-class Module(ABC):  # noqa: B024
+class Module(Stateful, ABC):
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:
         acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
         row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
         shared_state: name to tensor that is the same for all nodes.
+        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
+            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
+        name: what its state is kept under; None: the name of its class.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
     """
 
     acts_on = "elements"
     weighted_means = False
+    counters: tuple[str, ...] = ()
+    name: str | None = None
 
     def __init__(self) -> None:
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
+        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
 
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:  # noqa: B027
+    # What `fleet.state` asks
+
+    def row(self, row: int) -> Tensors:
+        return {name: value[row] for name, value in self.row_state.items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for name, value in self.row_state.items():
+            value[row] = tensors[name]
+
+    def shared(self) -> Tensors:
+        numbers = self._numbers()
+        at_first = self._at_first = numbers if self._at_first is None else self._at_first
+        changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
+        if lost := sorted({*changed} - {*self.counters}):
+            raise StrategyError(
+                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
+                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
+            )
+        return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
+        for name in self.counters:
+            setattr(self, name, tensors[f"counter.{name}"].item())
+
+    def _numbers(self) -> dict[str, bool | int | float]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
 
     def save_state(self) -> dict[str, Tensor]:
@@ -207,13 +242,22 @@ class CommunicateOptimizeStrategy(Strategy):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         self.last_events = [0] * len(self.communication_modules)
-        for module in self.modules:
+        fleet.state.register("strategy", Shared(self._events, self._load_events))
+        for name, module in named(self.modules).items():
             module.start(fleet, run)
+            fleet.state.register(name, module)
+            module.shared()  # what cannot be saved is to be known now
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
                 "nodes rest (client_fraction, local_steps, local_epochs): use one or the other"
             )
+
+    def _events(self) -> Tensors:
+        return {"last_events": torch.tensor(self.last_events, dtype=torch.int64)}
+
+    def _load_events(self, tensors: Tensors) -> None:
+        self.last_events = tensors["last_events"].tolist()
 
     @property
     def modules(self) -> list[Module]:
@@ -329,6 +373,20 @@ class CommunicateOptimizeStrategy(Strategy):
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
         clip_rows(grads, self.inner.max_norm, stacked=True)
+
+
+def named(modules: Sequence[Module]) -> dict[str, Module]:
+    """Return modules by their names; a second one of a name is "<name> 2"."""
+    found: dict[str, Module] = {}
+    for module in modules:
+        name = module.name or type(module).__name__
+        count = sum(key == name or key.startswith(f"{name} ") for key in found)
+        found[f"{name} {count + 1}" if count else name] = module
+    return found
+
+
+def _as_tensor(value: bool | int | float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:

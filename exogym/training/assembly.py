@@ -141,8 +141,8 @@ def _assemble(
             if wire.is_main:
                 notice(f"going on from step {loop.step} ({snapshot.path})")
         if folder is not None:  # what cannot be saved is to be known now
-            driver.row_state(0)
-            driver.shared_state()
+            fleet.state.row(0)
+            fleet.state.shared()
         loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
         undo.pop_all()

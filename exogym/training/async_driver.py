@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from exogym.compute.finite import Watch
-from exogym.compute.train_node import InnerOptimizer, TrainNode
+from exogym.compute.train_node import InnerOptimizer, Steps, TrainNode
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError
 from exogym.faults import Attendance
-from exogym.fleet import Fleet
+from exogym.fleet import Fleet, Stateful
 from exogym.fleet.presence import rows_of
+from exogym.fleet.state import Shared, Tensors
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.schedule import Schedule as LearningRate
@@ -30,6 +31,7 @@ from exogym.training.async_schedule import ARRIVAL, STEP, Schedule, seconds_of_s
 from exogym.training.timing import Timing
 
 NO_WAIT_BPS = 1e30
+ARRAYS = ("versions", "computed", "columns", "spoilt")
 
 
 class AsyncDriver:
@@ -88,6 +90,11 @@ class AsyncDriver:
         self.dropped = 0
         work = strategy.local_steps(seconds_of_steps(timing.clock))
         self.schedule = Schedule(timing.clock, work, strategy.grace_s)
+        fleet.state.register("optimizer", self.inner)
+        fleet.state.register("steps", Steps(self.inner.steps))
+        fleet.state.register("rounds", _Kept(self))
+        fleet.state.register("server", Shared(self.server.state, self.server.load_state))
+        fleet.state.register("schedule", Shared(self.schedule.state, self.schedule.load_state))
         self._give(range(fleet.num_nodes))
 
     # What the loop asks
@@ -285,35 +292,33 @@ class AsyncDriver:
                 comm.pull(rows, ids)
             rows[here] = self.buffers[name]
 
-    # State
 
-    def row_state(self, row: int) -> dict[str, Tensor]:
-        state = {f"optimizer.{name}": value for name, value in self.inner.save_row(row).items()}
-        state |= {f"pulled.{b}": pulled[row] for b, pulled in enumerate(self.pulled)}
-        return state | {"steps": torch.tensor(self.inner.steps[row])}
+class _Kept(Stateful):
+    """What an asynchronous run keeps: each node's theta as pulled, the server's buffers, who is where in its round."""
 
-    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
-        self.inner.load_row(row, _below("optimizer.", state))
-        self.inner.steps[row] = int(state["steps"])
-        for b, pulled in enumerate(self.pulled):
-            pulled[row] = state[f"pulled.{b}"]
+    def __init__(self, driver: AsyncDriver):
+        self.driver = driver
 
-    def shared_state(self) -> dict[str, Tensor]:
-        state = {f"server.{name}": value for name, value in self.server.state().items()}
-        state |= {f"buffer.{name}": value for name, value in self.buffers.items()}
-        state |= {f"schedule.{name}": value for name, value in self.schedule.state().items()}
-        for name in ("versions", "computed", "columns", "spoilt"):
-            state[name] = torch.from_numpy(getattr(self, name).copy())
-        return state | {"dropped": torch.tensor(self.dropped)}
+    def row(self, row: int) -> Tensors:
+        return {f"pulled.{b}": pulled[row] for b, pulled in enumerate(self.driver.pulled)}
 
-    def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        self.server.load_state(_below("server.", state))
-        for name, value in self.buffers.items():
-            value.copy_(state[f"buffer.{name}"])
-        self.schedule.load_state(_below("schedule.", state))
-        for name in ("versions", "computed", "columns", "spoilt"):
-            setattr(self, name, state[name].numpy().copy())
-        self.dropped = int(state["dropped"])
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for b, pulled in enumerate(self.driver.pulled):
+            pulled[row] = tensors[f"pulled.{b}"]
+
+    def shared(self) -> Tensors:
+        driver = self.driver
+        arrays = {name: torch.from_numpy(getattr(driver, name).copy()) for name in ARRAYS}
+        buffers = {f"buffer.{name}": value for name, value in driver.buffers.items()}
+        return arrays | buffers | {"dropped": torch.tensor(driver.dropped)}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        driver = self.driver
+        for name, value in driver.buffers.items():
+            value.copy_(tensors[f"buffer.{name}"])
+        for name in ARRAYS:
+            setattr(driver, name, tensors[name].numpy().copy())
+        driver.dropped = int(tensors["dropped"])
 
 
 class _FleetRate:
@@ -324,7 +329,3 @@ class _FleetRate:
 
     def lr(self, step: int, base_lr: float | None = None) -> float:
         return self.rates.lr(int(self.steps[step - self.start]), base_lr)
-
-
-def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}

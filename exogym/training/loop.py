@@ -22,7 +22,8 @@ from exogym.callbacks import Every
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
 from exogym.faults import Attendance
-from exogym.fleet import Fleet
+from exogym.fleet import Fleet, Stateful
+from exogym.fleet.state import Tensors
 from exogym.logger import Logger
 from exogym.progress import Progress, notice
 from exogym.record.history import History
@@ -52,10 +53,6 @@ class Driver(Protocol):
     def finish(self, step: int) -> None: ...
     def consensus(self) -> list[Tensor]: ...
     def close(self) -> None: ...
-    def row_state(self, row: int) -> dict[str, Tensor]: ...
-    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None: ...
-    def shared_state(self) -> dict[str, Tensor]: ...
-    def load_shared_state(self, state: dict[str, Tensor]) -> None: ...
 
 
 @dataclass
@@ -104,6 +101,7 @@ class TrainingLoop:
         self.step, self.stopped = 0, False
         self.begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
         self.begun_end = 0
+        fleet.state.register("losses", _Begun(self))
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = self._warm = False
@@ -435,6 +433,20 @@ class TrainingLoop:
 
     def wall_s(self) -> float:
         return self.wall_before + (time.perf_counter() - self._start if self._start else 0.0)
+
+
+class _Begun(Stateful):
+    """The losses of a stretch that was stopped in the middle."""
+
+    def __init__(self, loop: TrainingLoop):
+        self.loop = loop
+
+    def row(self, row: int) -> Tensors:
+        return {} if self.loop.begun is None else {"begun": self.loop.begun[row]}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        if self.loop.begun is not None:
+            self.loop.begun[row] = tensors["begun"]
 
 
 def _name(received: signal.Signals | None) -> str:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from exogym.base.rng import generator, seed_python, seed_torch, stream_seed
 from exogym.compute.finite import Watch
-from exogym.compute.train_node import TrainNode
+from exogym.compute.train_node import Steps, TrainNode
 from exogym.compute.vmap import VmapGradients
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Attendance
-from exogym.fleet import Fleet
+from exogym.fleet import Fleet, Stateful
 from exogym.fleet.presence import take_rows, take_state
+from exogym.fleet.state import Tensors
 from exogym.strategy.packing import SKELETON
 from exogym.strategy.strategy import Run, Strategy
 from exogym.training.meeting import Meeting
@@ -61,7 +62,6 @@ class NodeDriver:
     ):  # fmt: skip
         self.attendance, self.timing, self.watch = attendance, timing, watch
         self.before_sync: Callable[[], None] | None = None
-        self._taken: dict[int, dict[str, Tensor]] = {}  # rows of a checkpoint, until they are put together
         if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
                 f"faults with {type(strategy).__name__}: a strategy written for one node can miss nodes in one process "
@@ -83,6 +83,8 @@ class NodeDriver:
         if strategy.stacked:
             self._compare_one_row_with_many(strategy)
         self._set_up(strategy)
+        fleet.state.register("steps", Steps(self.steps))
+        fleet.state.register("program", _Kept(self))
 
     def _set_up(self, strategy: Strategy) -> None:
         count = len(self.fleet) if self.blocks is None else len(self.blocks)
@@ -328,45 +330,42 @@ class NodeDriver:
     def close(self) -> None:
         self.meeting.close()
 
-    # State
 
-    def row_state(self, row: int) -> dict[str, Tensor]:
-        state = {"steps": torch.tensor(self.steps[row])}
-        if self.blocks is None:
-            own = object_state(self.strategies[row], self.worker.model)
+class _Kept(Stateful):
+    """What users' strategies keep: each node's own, or of a stacked one (rows, ...) tensors and the rest."""
+
+    def __init__(self, driver: NodeDriver):
+        self.driver = driver
+        self._taken: dict[int, Tensors] = {}  # rows of a stacked strategy, until they are put together
+
+    def row(self, row: int) -> Tensors:
+        driver = self.driver
+        if driver.blocks is None:
+            return object_state(driver.strategies[row], driver.worker.model)
+        return {name: x[row] for name, x in self._stacked()[0].items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        driver = self.driver
+        if driver.blocks is None:
+            load_object_state(driver.strategies[row], driver.worker.model, tensors)
         else:
-            own = {name: x[row] for name, x in self._stacked_state()[0].items()}
-        return state | {f"strategy.{name}": x for name, x in own.items()}
+            self._taken[row] = tensors
 
-    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
-        self.steps[row] = int(state["steps"])
-        own = _below("strategy.", state)
-        if self.blocks is None:
-            load_object_state(self.strategies[row], self.worker.model, own)
-        else:
-            self._taken[row] = own
+    def shared(self) -> Tensors:
+        return {} if self.driver.blocks is None else self._stacked()[1]
 
-    def shared_state(self) -> dict[str, Tensor]:
-        return {} if self.blocks is None else {f"strategy.{name}": x for name, x in self._stacked_state()[1].items()}
-
-    def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        if self.blocks is None:
+    def load_shared(self, tensors: Tensors) -> None:
+        driver = self.driver
+        if driver.blocks is None:
             return
-        tensors = _below("strategy.", state)
-        taken = [self._taken.pop(row) for row in range(len(self.fleet))]
-        for name in taken[0].keys() - tensors.keys():
-            tensors[name] = torch.stack([own[name] for own in taken])
-        load_object_state(self.strategies[0], self.models[0], tensors)
+        taken = [self._taken.pop(row) for row in range(len(driver.fleet))]
+        rows = {name: torch.stack([own[name] for own in taken]) for name in taken[0].keys() - tensors.keys()}
+        load_object_state(driver.strategies[0], driver.models[0], tensors | rows)
 
-    def _stacked_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _stacked(self) -> tuple[Tensors, Tensors]:
         """Return what a stacked strategy keeps: tensors (rows, ...), and the rest, which all rows share."""
-        rows: dict[str, Tensor] = {}
-        shared: dict[str, Tensor] = {}
-        for name, x in object_state(self.strategies[0], self.models[0]).items():
-            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(self.fleet)
+        driver, rows, shared = self.driver, Tensors(), Tensors()
+        for name, x in object_state(driver.strategies[0], driver.models[0]).items():
+            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(driver.fleet)
             (rows if by_row else shared)[name] = x
         return rows, shared
-
-
-def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}

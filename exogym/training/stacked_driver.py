@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exogym.compute.buckets import Buckets
 from exogym.compute.finite import Watch
-from exogym.compute.train_node import InnerOptimizer, TrainNode
+from exogym.compute.train_node import InnerOptimizer, Steps, TrainNode
 from exogym.compute.vmap import VmapGradients
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
@@ -20,9 +20,11 @@ from exogym.errors import TrainingError
 from exogym.faults import Attendance
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of, take_state
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Run
 from exogym.training.timing import Timing
+
+COMPUTING = ("optimizer", "scale")  # beside parameters, what makes the computing of two nodes equal
 
 
 class StackedDriver:
@@ -50,6 +52,8 @@ class StackedDriver:
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
         self.nodes = [TrainNode(rank, row, worker, stream, self.inner, watch) for row, rank in enumerate(fleet.ranks)]
         self.vmap = VmapGradients(worker) if compute == "vmap" else None
+        fleet.state.register("optimizer", self.inner)
+        fleet.state.register("steps", Steps(self.inner.steps))
         strategy.start(fleet, run)
         self.buckets: Buckets | None = None
         size = strategy.bucket_bytes
@@ -173,16 +177,10 @@ class StackedDriver:
             takes_all = self.strategy.bring_back(fleet, nodes, source, step + 1, forget)
         if not takes_all:
             return
-        state, worker = None, self.worker
-        if source in fleet.ranks:
-            row = fleet.ranks.index(source)
-            scale = torch.tensor([worker.scales[row], worker.good_steps[row]], dtype=torch.float64)
-            state = self.inner.save_row(row) | {"scale": scale}
-        taken = take_state(fleet, state, source, nodes, worker.device)
-        scale = taken.pop("scale", torch.zeros(2))
+        state = fleet.state.row(fleet.ranks.index(source), COMPUTING) if source in fleet.ranks else None
+        taken = take_state(fleet, state, source, nodes, self.worker.device)
         for row in rows_of(fleet, nodes):
-            worker.scales[row], worker.good_steps[row] = scale.tolist()
-            self.inner.load_row(row, {name: x.clone() for name, x in taken.items()})
+            fleet.state.load_row(row, {name: x.clone() for name, x in taken.items()}, COMPUTING)
             self.inner.steps[row] = step if as_fleet else self.inner.steps[row]
 
     @contextlib.contextmanager
@@ -324,44 +322,3 @@ class StackedDriver:
     def close(self) -> None:
         if self.buckets is not None:
             self.buckets.close()
-
-    # State
-
-    def row_state(self, row: int) -> dict[str, Tensor]:
-        state = {f"optimizer.{name}": value for name, value in self.inner.save_row(row).items()}
-        for m, module in enumerate(self.strategy.modules):
-            state |= {f"module.{m}.{name}": value[row] for name, value in module.row_state.items()}
-        return state | {"steps": torch.tensor(self.inner.steps[row])}
-
-    def load_row_state(self, row: int, state: dict[str, Tensor]) -> None:
-        prefix = "optimizer."
-        self.inner.load_row(row, {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-        self.inner.steps[row] = int(state["steps"])
-        for m, module in enumerate(self.strategy.modules):
-            for name, value in module.row_state.items():
-                value[row] = state[f"module.{m}.{name}"]
-
-    def shared_state(self) -> dict[str, Tensor]:
-        state = {"last_events": torch.tensor(self.strategy.last_events, dtype=torch.int64)}
-        for m, module in enumerate(self.strategy.modules):
-            state |= {f"module.{m}.{name}": value for name, value in module.save_state().items()}
-            state |= {f"number.{m}.{name}": _as_tensor(value) for name, value in _numbers(module).items()}
-        return state
-
-    def load_shared_state(self, state: dict[str, Tensor]) -> None:
-        self.strategy.last_events = state["last_events"].tolist()
-        for m, module in enumerate(self.strategy.modules):
-            prefix = f"module.{m}."
-            module.load_state({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-            for name in _numbers(module):  # one that is not there was None then
-                key = f"number.{m}.{name}"
-                setattr(module, name, state[key].item() if key in state else None)
-
-
-def _as_tensor(value: bool | int | float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
-def _numbers(module: Module) -> dict[str, Any]:
-    """Return the plain numbers among a module's attributes: counters a user keeps there must survive a stop."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from exogym.clock import Clock
 from exogym.communicator import Event
 from exogym.fleet import Fleet
+from exogym.fleet.state import Shared
 
 
 class Timing:
@@ -50,6 +50,7 @@ class Timing:
         self.taken_s = np.zeros(len(fleet))
         self._since = 0.0
         fleet.comm.ledger.listeners.append(self._hear)
+        fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
 
     def begin(self) -> None:
         """A node starts to compute."""
@@ -93,9 +94,3 @@ class Timing:
             "waiting_share": float(clock.waiting_share.mean()),
             "bandwidth_use": float(clock.bandwidth_use.mean()),
         }
-
-    def state(self) -> dict[str, Tensor]:
-        return self.clock.state()
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.clock.load_state(state)
