@@ -118,6 +118,20 @@ def combine(loggers: Any) -> Logger:
     return _Function(loggers)
 
 
+def in_json(value: Any) -> Any:
+    """Return a value as strict JSON has it: numbers that it lacks are the texts "NaN", "Infinity", "-Infinity".
+
+    >>> in_json({"loss": float("nan"), "at": [1, float("-inf")]})
+    {'loss': 'NaN', 'at': [1, '-Infinity']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): in_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [in_json(item) for item in value]
+    value = plain(value)
+    return NOT_IN_JSON.get(repr(value), value) if isinstance(value, float) else value
+
+
 def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
     """Make `folder` and write a file into it, to see that it can be done; the file is removed again.
 
@@ -260,9 +274,11 @@ class JSONLinesLogger(_FileLogger):
 
     def log(self, record: Record) -> None:
         """Write one line."""
-        values = {name: plain(value) for name, value in record.items()}
-        texts = {name: NOT_IN_JSON.get(repr(value), value) for name, value in values.items()}
-        self._opened().write(json.dumps(texts, allow_nan=False) + "\n")
+        try:
+            line = json.dumps(dict(record), allow_nan=False)
+        except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
+            line = json.dumps(in_json(record), allow_nan=False)
+        self._opened().write(line + "\n")
 
     def _keep(self, step: int) -> None:
         with replacing(self.path) as file:

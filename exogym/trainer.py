@@ -182,6 +182,7 @@ class LocalTrainer(Trainer):
         resume: bool = False,
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
+        run_dir: str | Path | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -233,6 +234,9 @@ class LocalTrainer(Trainer):
                 what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
                 step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six
                 times as long. None: never, as when a debugger holds a process.
+            run_dir: write what the run is, does and comes to into this folder (see `exogym.record.run_folder`): a new
+                one, or with `resume` that of the run that goes on. Without `save_dir` checkpoints go there too, where
+                `checkpoint_interval` or `resume` asks for them.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:

@@ -34,6 +34,8 @@ from exogym.logger import combine
 from exogym.progress import Progress, notice
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, Metric
+from exogym.record.observers import Logging, Observer, Observers, Showing
+from exogym.record.run_folder import RunFolder
 from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
@@ -87,7 +89,6 @@ def _assemble(
     refused: Mapping[str, str],
 ) -> TrainingLoop:  # fmt: skip
     """Do what `assemble` says; Refused, with all undone, where the checkpoint is not what the run would save."""
-    sinks = combine(options.logger if wire.is_main else None)
     bar = Progress(None, options.progress if wire.is_main else False)
     for name in ("val_size", "val_interval"):
         if getattr(options, name) is not None and subject.val_dataset is None:
@@ -99,6 +100,8 @@ def _assemble(
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         model, fleet = worker.model, worker.fleet
         total_steps = bar.total_steps = options.total_steps(stream.steps_per_epoch)
+
+        observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
 
         snapshot: Snapshot | None = None
         complaints: list[str] = []
@@ -133,7 +136,9 @@ def _assemble(
             np.minimum(stream.batch_sizes, stream.examples), keepers,
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
-        loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
+        loop = TrainingLoop(
+            plan, driver, fleet, worker, evaluator, History(), observers, bar, options.callbacks, timing
+        )
         if snapshot is not None:
             agree(wire, snapshot, lambda: restore(loop, snapshot))
             for complaint in complaints if wire.is_main else []:
@@ -144,9 +149,19 @@ def _assemble(
             fleet.state.row(0)
             fleet.state.shared()
         loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
-        sinks.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
+        observers.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
         undo.pop_all()
     return loop
+
+
+def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observers:
+    """Return who looks on, in the main process."""
+    found: list[Observer] = [Logging(combine(options.logger))]
+    if bar.wanted is not False:
+        found.append(Showing(bar))
+    if options.run_dir is not None:
+        found.append(RunFolder(options.run_dir, total_steps, options.resume))
+    return Observers(found)
 
 
 def workplace(

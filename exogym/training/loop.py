@@ -24,10 +24,10 @@ from exogym.compute.worker import Worker
 from exogym.faults import Attendance
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.state import Tensors
-from exogym.logger import Logger
 from exogym.progress import Progress, notice
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
+from exogym.record.observers import Observers
 from exogym.saving.checkpoint import save
 from exogym.saving.keepers import Keepers
 from exogym.saving.segments import Segments
@@ -90,11 +90,12 @@ class TrainingLoop:
 
     def __init__(
         self, plan: Plan, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None, history: History,
-        logger: Logger, progress: Progress, callbacks: Sequence[Callable[[Any], Any]], timing: Timing | None = None,
+        observers: Observers, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
+        timing: Timing | None = None,
     ):  # fmt: skip
         self.timing = timing
         self.plan, self.driver, self.fleet, self.worker = plan, driver, fleet, worker
-        self.evaluator, self.history, self.logger, self.progress = evaluator, history, logger, progress
+        self.evaluator, self.history, self.observers, self.progress = evaluator, history, observers, progress
         self.callbacks = list(callbacks)
         self.endings: list[Callable[[], None]] = [driver.close]
         self.wire = fleet.comm.wire
@@ -107,6 +108,7 @@ class TrainingLoop:
         self._calling_back = self._warm = False
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
+        self._there = set(range(fleet.num_nodes))  # who was there when observers were last told
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
         self.segments: Segments | None = None  # what of the history is on disk
@@ -127,15 +129,22 @@ class TrainingLoop:
         """
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
-                self.worker.should_stop = self._watched(interrupt)
+                self.worker.should_stop = self._between_steps(interrupt)
                 finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
                 self.together = True
             if not finished or interrupt.received is not None:
                 self._leave(interrupt.received)
+            self._tell("done")
+        except (KeyboardInterrupt, SystemExit) as stop:
+            self._tell("stopped", why=str(stop))
+            raise
+        except BaseException as error:
+            self._tell("error", error=type(error).__name__, why=str(error))
+            raise
         finally:
-            self.logger.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
+            self.observers.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
     def end(self) -> None:
         """Give the model its own memory back, holding the consensus, and end what the run had started.
@@ -158,16 +167,6 @@ class TrainingLoop:
             finally:
                 if self.plan.keepers is not None:
                     self.plan.keepers.release()
-
-    def _watched(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """Return what is asked after each step: a keeper of checkpoints says by the way that the run lives."""
-
-        def ask() -> bool:
-            if self.plan.keepers is not None:
-                self.plan.keepers.beat()
-            return should_stop()
-
-        return should_stop if self.plan.save_dir is None else ask
 
     def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
@@ -200,6 +199,7 @@ class TrainingLoop:
             self.at_rest()
             first, last = self.step, self._stretch_end()
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
+            sent_before = self._sent()
             self.apart = None
             self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
             with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
@@ -211,6 +211,7 @@ class TrainingLoop:
             self.begun = None
             self.step = last
             self._record(first, losses, before, bytes_before, time_before)
+            self._tell_what_was_sent(sent_before)
             at_end = last == plan.total_steps
             if not at_end and self._evaluation_due():
                 self._evaluate()
@@ -221,7 +222,9 @@ class TrainingLoop:
                 self.save()
         if plan.final_sync:
             self._measure_apart()
+            sent_before = self._sent()
             self.driver.finish(self.step)
+            self._tell_what_was_sent(sent_before)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
             for node in range(self.fleet.num_nodes):
@@ -286,7 +289,9 @@ class TrainingLoop:
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
         plan = self.plan
-        return save(plan.save_dir, for_disk(self), plan.keep_checkpoints, self.wire, plan.keepers)
+        path = save(plan.save_dir, for_disk(self), plan.keep_checkpoints, self.wire, plan.keepers)
+        self._tell("checkpoint", path=str(path))
+        return path
 
     # Between stretches
 
@@ -351,7 +356,8 @@ class TrainingLoop:
         if self.timing is not None:
             values |= self.timing.values()
         self.history.add_evaluation(self.step, self.epoch, values)
-        self.progress.update(self.step, **{k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
+        self.observers.beat(self.step, {k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
+        self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
 
     def _call_back(self, every: bool = True) -> None:
         due = [callback for callback in self.callbacks if self._is_due(callback, every)]
@@ -405,7 +411,7 @@ class TrainingLoop:
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
         self._examples += int((np.count_nonzero(~np.isnan(values), axis=1) * plan.examples_per_step).sum())
         bytes_after = self._bytes()
-        self.progress.update(last, loss=mean, tx_bytes=bytes_after[1])
+        self.observers.beat(last, {"loss": mean, "tx_bytes": bytes_after[1]})
         self.history.add_stretch(
             steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
             lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=range(self.fleet.num_nodes),
@@ -417,12 +423,53 @@ class TrainingLoop:
     def _log(self, last: int | None = None) -> None:
         """Log what happened up to step `last` (now), where it is not logged yet."""
         last = self.step if last is None else last
-        if not self.logger.is_silent:
+        if self.observers.reads_records:
             for record in self.history.rows_after(self.logged):
                 if record["step"] > last:
                     break
-                self.logger.log(record)
+                self.observers.record(record)
         self.logged = last
+
+    # What observers are told
+
+    def _between_steps(self, interrupt: Callable[[], bool]) -> Callable[[], bool]:
+        """Return what is asked after each local step: whether to stop. By the way the run says that it lives."""
+        signs = [lambda: self.observers.beat(self.step, {})] if self.observers.all else []
+        if self.plan.save_dir is not None:
+            signs.append(self._keep)
+        if not signs:
+            return interrupt
+
+        def should_stop() -> bool:
+            for sign in signs:
+                sign()
+            return interrupt()
+
+        return should_stop
+
+    def _keep(self) -> None:
+        if self.plan.keepers is not None:  # of another folder, after recovery
+            self.plan.keepers.beat()
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self.observers.event({"kind": kind, "step": self.step, **fields})
+
+    def _sent(self) -> dict[str, dict[str, float]]:
+        return {name: dict(row) for name, row in self.fleet.comm.ledger.traffic.items()}
+
+    def _tell_what_was_sent(self, before: dict[str, dict[str, float]]) -> None:
+        """Tell of the collectives of a stretch, by kind: calls, and bytes over all nodes; and of who came or went."""
+        now = self.fleet.comm.ledger.traffic
+        for name, row in now.items():
+            old = before.get(name, {})
+            since = {key: value - old.get(key, 0.0) for key, value in row.items()}
+            if any(since.values()):
+                self._tell("communication", collective=name, **since)
+        there = set(self.fleet.comm.present)
+        for kind, nodes in (("away", self._there - there), ("back", there - self._there)):
+            if nodes:
+                self._tell(kind, nodes=sorted(nodes))
+        self._there = there
 
     def _bytes(self) -> tuple[float, float, float]:
         ledger = self.fleet.comm.ledger

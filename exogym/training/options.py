@@ -73,6 +73,7 @@ class FitOptions:
     resume: bool = False
     max_restarts: int = 0
     hang_s: float | None = 600.0
+    run_dir: str | Path | None = None
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -114,12 +115,15 @@ class FitOptions:
         if usage is not None and not (is_number(usage) and 0 < usage <= 1):
             raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
         for name in ("checkpoint_interval", "resume", "max_restarts"):
-            if getattr(self, name) and self.save_dir is None:
-                raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to")
+            if getattr(self, name) and self.save_dir is None and self.run_dir is None:
+                raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to, or run_dir")
         if not isinstance(self.callbacks, Sequence):
             raise ArgumentError(f"callbacks={self.callbacks!r} must be a list of functions of the training loop")
-        if not isinstance(self.save_dir, str | os.PathLike | None):
-            raise ArgumentError(f"save_dir={self.save_dir!r} must be the path of a folder")
+        for name in ("save_dir", "run_dir"):
+            if not isinstance(getattr(self, name), str | os.PathLike | None):
+                raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
+        if self.save_dir is None and self.run_dir is not None and (self.checkpoint_interval or self.resume):
+            object.__setattr__(self, "save_dir", Path(self.run_dir) / "checkpoints")
         if self.network is not None:
             object.__setattr__(self, "network", Network.of(self.network))
         for name in ("step_seconds", "timeline"):

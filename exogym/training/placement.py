@@ -180,7 +180,7 @@ def _trial(wire: SharedWire, subject: Subject, options: FitOptions, device: torc
         sys.stdout = sys.stderr = io.StringIO()
         quiet = replace(
             options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
-            resume=False, max_restarts=0,
+            resume=False, max_restarts=0, run_dir=None,
         )  # fmt: skip
         loop = assemble(subject, quiet, device, None, Wire(range(options.num_nodes)))
         total, first_event = loop.plan.total_steps, min(loop.driver.next_event(0), loop.plan.total_steps)

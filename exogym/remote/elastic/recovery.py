@@ -129,7 +129,7 @@ class ElasticTrainer(LocalTrainer):
         """Put this process's part together alone, and join those who are training."""
         own = self.nodes_of[self.member.seat]
         alone = dataclasses.replace(
-            options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0,
+            options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
             logger=options.logger if self.member.seat == 0 else None,
             progress=options.progress if self.member.seat == 0 else False,
         )  # fmt: skip

@@ -1,0 +1,178 @@
+"""The run folder: it holds what happened, in whole lines at every moment, and tells a killed run from a living one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from exogym import LocalTrainer
+from exogym.base.processes import identity
+from exogym.callbacks import Every
+from exogym.errors import ArgumentError, TrainingError
+from exogym.faults import Faults
+from exogym.record.run_folder import FILES, read_status
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import fingerprint, small_problem
+
+
+def train(run_dir, model=None, **fit):
+    known, data = small_problem()
+    trainer = LocalTrainer(known if model is None else model, data, data, loss_fn=torch.nn.functional.mse_loss)
+    options = {"num_nodes": 3, "max_steps": 12, "batch_size": 8, "device": "cpu", "val_interval": 6} | fit
+    strategy = DiLoCoStrategy(lr=0.02, H=4)
+    try:
+        trainer.fit(strategy, run_dir=run_dir, **options)
+    except BaseException as error:
+        trainer.ended = error
+    else:
+        trainer.ended = None
+    return trainer
+
+
+def lines(path: Path) -> list[dict]:
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def known(rows) -> list[dict]:
+    """Rows without what is missing in them: a column may come later than they did."""
+    return [{name: x for name, x in row.items() if x is not None} for row in rows]
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    return [event for event in lines(folder / "events.jsonl") if event["kind"] == kind]
+
+
+def test_it_holds_what_the_trainer_has_and_changes_no_bit(tmp_path):
+    folder = tmp_path / "runs" / "first"
+    trainer = train(folder)
+    assert trainer.ended is None
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    assert known(lines(folder / "records.jsonl")) == known(trainer.history)
+    status, about = read_status(folder), json.loads((folder / "run.json").read_text())
+    assert (status["state"], status["step"], status["total_steps"], status["process"]["pid"]) == (
+        "done", 12, 12, os.getpid(),
+    )  # fmt: skip
+    assert about["description"] == json.loads(json.dumps(trainer.description))
+    assert about["versions"]["torch"] == torch.__version__ and about["command"] == sys.argv
+    sent = sum(event["tx_bytes"] for event in events(folder, "communication") if "buffers" not in event["collective"])
+    assert sent == pytest.approx(sum(row["tx_bytes"] for name, row in trainer.traffic.items() if "buffers" not in name))
+    assert [event["step"] for event in events(folder, "evaluation")] == [0, 6, 12]
+    assert json.loads((folder / "summary.json").read_text())["val_loss"] == trainer.history.column("val_loss")[1][-1]
+    assert fingerprint(trainer.model) == fingerprint(train(None).model)
+
+
+def test_with_several_processes_it_is_the_same_but_for_times(tmp_path):
+    train(tmp_path / "one")
+    train(tmp_path / "two", processes=2)
+    measured = ("wall_s", "examples_per_s", "device_use", "memory_bytes")
+
+    def records(name):
+        return [{k: v for k, v in row.items() if k not in measured} for row in lines(tmp_path / name / "records.jsonl")]
+
+    assert records("one") == records("two")
+
+
+def test_nodes_that_go_and_come_back_are_events(tmp_path):
+    train(tmp_path, faults=Faults(absent={1: [(5, 9)]}))
+    assert [(e["kind"], e["nodes"]) for e in lines(tmp_path / "events.jsonl") if e["kind"] in ("away", "back")] == [
+        ("away", [1]), ("back", [1]),
+    ]  # fmt: skip
+
+
+def test_an_error_is_told_and_is_not_taken_for_a_running_one(tmp_path):
+    class Bad(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float("inf")
+
+    trainer = train(tmp_path, model=Bad(6, 2))
+    assert isinstance(trainer.ended, TrainingError)
+    assert read_status(tmp_path)["state"] == "failed"
+    (event,) = events(tmp_path, "error")
+    assert event["error"] == "TrainingError" and event["why"] == str(trainer.ended)
+
+
+def test_a_stopped_run_goes_on_in_its_folder(tmp_path):
+    whole = train(tmp_path / "whole")
+    stop = Every(4, lambda loop: os.kill(os.getpid(), signal.SIGINT) if loop.step == 8 else None)
+    stopped = train(tmp_path / "run", checkpoint_interval=4, callbacks=[stop])
+    assert isinstance(stopped.ended, KeyboardInterrupt)
+    assert read_status(tmp_path / "run")["state"] == "stopped"
+    resumed = train(tmp_path / "run", checkpoint_interval=4, resume=True)
+    assert fingerprint(resumed.model) == fingerprint(whole.model)
+    steps = [(row["step"], row["node"]) for row in lines(tmp_path / "run" / "records.jsonl")]
+    assert steps == [(row["step"], row["node"]) for row in whole.history]  # none twice, none missing
+    kinds = [event["kind"] for event in lines(tmp_path / "run" / "events.jsonl")]
+    assert [kind for kind in kinds if kind in ("start", "stopped", "done")] == ["start", "stopped", "start", "done"]
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    train(tmp_path)
+    again = train(tmp_path)
+    assert isinstance(again.ended, ArgumentError) and "holds a run already" in str(again.ended)
+    living = identity() | {"pid": os.getppid()} | {"started": identity(os.getppid())["started"]}
+    status = read_status(tmp_path) | {"state": "running", "process": living}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    shared = train(tmp_path, resume=True)
+    assert isinstance(shared.ended, ArgumentError) and f"process {os.getppid()}" in str(shared.ended)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = train(tmp_path / "file" / "run")
+    assert isinstance(trainer.ended, ArgumentError) and "cannot be written" in str(trainer.ended)
+    assert len(trainer.history) == 0
+
+
+ENDLESS = """
+import sys, torch
+from exogym import LocalTrainer
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+model, data = small_problem()
+trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+trainer.fit(DiLoCoStrategy(lr=0.02, H=4), num_nodes=3, max_steps=10**7, device="cpu", run_dir=sys.argv[1])
+"""
+
+
+def test_a_killed_run_is_lost_and_its_lines_are_whole(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path / "run")]) as process:
+        try:
+            until = time.monotonic() + 60
+            while read_status(tmp_path / "run").get("step", 0) == 0:
+                assert time.monotonic() < until and process.poll() is None
+                time.sleep(0.05)
+            assert read_status(tmp_path / "run")["state"] == "running"
+        finally:
+            process.kill()
+    assert read_status(tmp_path / "run")["state"] == "lost"
+    assert len(lines(tmp_path / "run" / "records.jsonl")) > 3
+
+
+def test_a_torn_line_of_events_stays_one(tmp_path):
+    train(tmp_path, checkpoint_interval=6, max_steps=6)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"kind": "evalu')
+    train(tmp_path, checkpoint_interval=6, max_steps=12, resume=True)
+    broken = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if not line.endswith("}")]
+    assert broken == ['{"kind": "evalu']
+
+
+def test_a_run_elsewhere_is_lost_after_a_minute_of_silence(tmp_path):
+    train(tmp_path)
+    status = read_status(tmp_path) | {"state": "running"}
+    for silence_s, state in ((5, "running"), (3600, "lost")):
+        elsewhere = {"process": {**status["process"], "host": "elsewhere"}, "heartbeat_s": time.time() - silence_s}
+        (tmp_path / "status.json").write_text(json.dumps(status | elsewhere))
+        assert read_status(tmp_path)["state"] == state
