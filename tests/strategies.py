@@ -84,7 +84,7 @@ class Entry(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         """Whether it is written for one node and gets the tensors of all."""
-        return getattr(self.make(), "stacked", False)
+        return not self.on_rows and self.make().stacked
 
     @property
     def every_step(self) -> bool:
