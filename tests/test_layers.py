@@ -15,7 +15,7 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "rng", "layout", "devices", "files"},
+    {"errors", "rng", "layout", "devices", "files", "locks", "pulse"},
     {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {
@@ -25,12 +25,17 @@ FLOORS: list[set[str]] = [
         "metrics",
         "logger",
         "history",
+        "views",
         "checkpoint",
+        "checkpoint_files",
+        "segments",
+        "resuming",
         "keepers",
         "progress",
         "outputs",
         "worker",
         "meeting",
+        "pairing",
         "stacked_driver",
         "node_driver",
         "async_driver",
@@ -47,6 +52,7 @@ FLOORS: list[set[str]] = [
         "buckets",
         "placement",
         "speeds",
+        "finite",
     },
     {
         "trainer",
