@@ -51,13 +51,13 @@ from exogym.testing import fingerprint, small_problem
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_placement_changes_nothing(name):
     one, before = battery(name), children()
-    for count in (2, 3, 4):
+    for count in (2, 4):
         one.ends_as_wanted(processes=count)
-    if STRATEGIES[name].any_size:
+    if STRATEGIES[name].any_size:  # five nodes on three processes: two, two and one
         five = {"num_nodes": 5, "max_steps": 9}
-        wanted = one.outcome(**five)
-        for count in (2, 3):
-            assert one.outcome(**five, processes=count) == wanted, count
+        assert one.outcome(**five, processes=3) == one.outcome(**five)
+    else:
+        one.ends_as_wanted(processes=3)
     assert children() == before
 
 
