@@ -17,7 +17,7 @@ from exogym.callbacks import Every
 from exogym.errors import ArgumentError, WorkerError
 
 HANG_S = 1.0
-LIMIT_S = 60
+LIMIT_S = 240  # for what must not wait for ever; a busy machine starts torch in half a minute
 
 
 def stop_itself():
