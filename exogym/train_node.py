@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from exogym.data.stream import Stream
-from exogym.errors import TrainingError
+from exogym.finite import Watch
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
@@ -87,52 +90,61 @@ class TrainNode:
     Args:
         rank: global id.
         row: the row here.
-        worker, stream, inner: shared by the nodes of this process.
+        worker, stream, inner, watch: shared by the nodes of this process.
     """
 
-    def __init__(self, rank: int, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer):
+    def __init__(self, rank: int, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer, watch: Watch):
         self.rank, self.row = rank, row
-        self.worker, self.stream, self.inner = worker, stream, inner
+        self.worker, self.stream, self.inner, self.watch = worker, stream, inner, watch
 
     def train(self, count: int) -> Tensor:
         """Take `count` local steps one after the other; return their losses, (count,), or fewer if told to stop.
 
+        A node that is to be skipped when its numbers are not finite rests from then on; such a step's loss is inf.
+
         Raises:
-            TrainingError: a loss is not a number; the message names node and step.
+            TrainingError: a loss or an update is not finite; the message names node, step and tensor.
         """
-        worker, inner, row = self.worker, self.inner, self.row
+        worker, inner, row, watch = self.worker, self.inner, self.row, self.watch
         first = int(inner.steps[row])
-        losses = torch.empty(count, device=worker.device)
+        losses: list[Any] = []
         worker.point(row)
         inner.enter(row)
         for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
             worker.reseed(self.rank, first + k)
-            losses[k] = worker.gradient(batch, row)
+            loss: Any = worker.gradient(batch, row)
+            if watch.at_once:
+                loss = float(loss)
+                if not math.isfinite(loss):
+                    if watch.is_spoilt(self.rank, row, loss, first + k + 1):
+                        worker.clear_grads()
+                        inner.steps[row] = first + count
+                        losses += [math.inf] * (count - k)
+                        break
+                    loss = math.inf
+            losses.append(loss)
             inner.step(row, skip=worker.overflowed)
             worker.update_scale(row)
             if worker.should_stop():
-                losses = losses[: k + 1]
                 break
         worker.check(row)
-        self.refuse_nan(losses, first)
-        return losses
+        if watch.at_once:
+            taken = torch.tensor(losses)
+        else:
+            taken = watch.losses(self.rank, row, torch.stack(losses).to(torch.get_default_dtype()), first)
+        watch.row(self.rank, row, first + len(losses))
+        return taken
 
     def compute_gradient(self) -> Tensor:
-        """Compute loss and gradients of the node's next step, into `.grad`; return the loss."""
+        """Compute loss and gradients of the node's next step, into `.grad`; return the loss, inf if it is not finite.
+
+        Raises:
+            TrainingError: it is not finite, unless the node is to be skipped then.
+        """
         worker, first = self.worker, int(self.inner.steps[self.row])
         worker.point(self.row)
         (batch,) = self.stream.batches(self.rank, first, 1)
         worker.reseed(self.rank, first)
         loss = worker.gradient(batch, self.row)
         worker.check(self.row)
-        self.refuse_nan(loss.reshape(1), first)
-        return loss
-
-    def refuse_nan(self, losses: Tensor, first: int) -> None:
-        finite = torch.isfinite(losses)
-        if not bool(finite.all()):
-            at = int(torch.nonzero(~finite)[0])
-            raise TrainingError(
-                f"the loss of node {self.rank} became {float(losses[at])} at its step {first + at + 1}: lower the "
-                "learning rate, clip gradients (max_norm=1.0), or look at the node's data"
-            )
+        return self.watch.losses(self.rank, self.row, loss.reshape(1), first)[0]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children
-from exogym.communicator.wire import Wire, reduce_rows
+from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -134,8 +136,9 @@ class Communicator:
         works = self._in_flight.pop(x.data_ptr(), None)
         if works is None:
             return self.wire.reduce(x, group, op, share, everywhere=everywhere)
-        for work in works:
-            work.wait()
+        with pulse.at(pulse.WAITING):
+            for work in works:
+                work.wait()
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
@@ -268,6 +271,19 @@ class Communicator:
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
         return self.wire.rows(x, range(self.num_nodes))[[partner[rank] for rank in self.ranks]]
+
+    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
+        """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
+
+        A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
+        """
+        for giver, taker, shape, dtype, is_swap in parcels:
+            if giver != taker:
+                size = float(math.prod(shape) * dtype.itemsize)
+                there, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
+                kind, way = ("exchange", "pairwise") if is_swap else ("send", "direct")
+                self._add(kind, way, [giver, taker], size, there, back, givers=None if is_swap else [giver])
+        return self.wire.hand_over(given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""

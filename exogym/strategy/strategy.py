@@ -182,13 +182,14 @@ class Strategy:
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own.
+    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own. A norm that is NaN scales
+    nothing, so that the NaN stays in its tensor, where it can be named.
     """
     if not grads:
         return
     if not stacked:
         total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         torch._foreach_mul_(grads, factor)
         return
     # Row by row: a kernel over several rows may add up in another order than over one.
@@ -196,6 +197,6 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None
     norms = torch.stack(
         [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
     )
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     for g in grads:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
