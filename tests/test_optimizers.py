@@ -63,11 +63,13 @@ ENTRIES: dict[str, tuple[str, type[Optimizer], dict[str, Any]]] = {
     '"muon"': ("here", MuonAdamW, {}),
     **OTHERS,
 }
+ROUNDED = ("SOAP", "Kron")  # matrix factorisations, which round differently at another place in memory
 REASONS = {  # of refusals: words of the message, and what the page says
     "a closure that evaluates": "needs a closure",
     "several times per step": "needs a closure",
     "sparse gradients": "needs sparse gradients",
     "without a closure or a graph": "needs a closure or the graph",
+    "draws random numbers": "draws random numbers",
 }
 
 
@@ -171,22 +173,21 @@ def plain_outer(spec: OptimSpec, dtype: torch.dtype, bias: bool) -> list[Tensor]
 
 
 def fleet(strategy: Strategy, dtype: torch.dtype, bias: bool) -> list[Tensor]:
-    """The rows after training in one process, then in two, then in one again."""
-    model = Net(dtype, bias)
+    """The rows after training in two processes to the middle, and in one to the end."""
     rows: list[Tensor] = []
 
-    def look(stop: int, loop: Any) -> bool:
+    def look(loop: Any) -> bool:
         if loop.step == STEPS:
             rows.extend(loop.fleet.blocks[0].params.clone())
-        return loop.step == stop
+        return True
 
     with tempfile.TemporaryDirectory() as folder:
-        for part, processes in enumerate((1, 2, 1)):
-            trainer = LocalTrainer(Net(dtype, bias) if part else model, lambda rank, num_nodes, is_train: data(rank))
+        for processes in (2, 1):
+            trainer = LocalTrainer(Net(dtype, bias), lambda rank, num_nodes, is_train: data(rank))
             trainer.fit(
                 strategy, num_nodes=NODES, batch_size=BATCH, max_steps=STEPS, shuffle=False, final_sync=False,
-                device="cpu", processes=processes, save_dir=folder, checkpoint_interval=2, resume=part > 0,
-                callbacks=[Every(2, functools.partial(look, (2, 4, 6)[part]))],
+                device="cpu", processes=processes, save_dir=folder, checkpoint_interval=3, resume=processes == 1,
+                callbacks=[Every(3, look)],
             )  # fmt: skip
     return rows
 
@@ -208,8 +209,11 @@ def compared(name: str, precision: str, build: Callable[[OptimSpec], Strategy], 
         x.isfinite().all() and not torch.equal(x, y) for x, y in zip(expected, plain_start(dtype, bias), strict=True)
     )
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3, msg=name)
-    return "equal" if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) else "equal, rounded"
+        if name in ROUNDED:
+            torch.testing.assert_close(a, b, rtol=3e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
+        else:
+            assert torch.equal(a, b), f"{name} differs in {precision} by {float((a - b).abs().max()):.3g}"
+    return "equal, rounded" if name in ROUNDED else "equal"
 
 
 @functools.cache

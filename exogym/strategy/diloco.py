@@ -107,7 +107,7 @@ class DiLoCoCommunicator(PeriodicModule):
                 f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
             )
         self.optimizer = self.outer.build(named, hidden=fleet.hidden)
-        eta, rounds = float(self.optimizer.param_groups[0]["lr"]), self.round_of(run.total_steps) + 1
+        eta, rounds = self.outer.base_lr(), self.round_of(run.total_steps) + 1
         self.outer_schedule = Schedule(self.outer_lr_scheduler, self.outer_warmup_rounds, rounds, eta)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
