@@ -197,7 +197,7 @@ def check_counters(snapshot: Snapshot) -> None:
     wall_s: Any = meta.get("wall_s")
     history = meta.get("history")
     right = {
-        "begun_end": "begun_end" in meta and (end is None or type(end) is int and step < end < 1 << 62),
+        "begun_end": "begun_end" in meta and (end is None or (type(end) is int and step < end < 1 << 62)),
         "logged": type(meta.get("logged")) is int and -1 <= meta["logged"] <= step,
         "evaluated": type(meta.get("evaluated")) is int and -1 <= meta["evaluated"] <= step,
         "wall_s": type(wall_s) in (int, float) and 0 <= wall_s < math.inf,
