@@ -267,8 +267,8 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
     if order_bytes > there_bytes:
         raise DataError(
             f"{origin} ({kind}) says that it has {length} examples: to put them in an order takes "
-            f"{order_bytes / 1e9:.3g} GB, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give a part, such as "
-            f"torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
+            f"{order_bytes / 1e9:.3g} GB, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give "
+            f"a part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length == 0:
         raise DataError(f"{origin} ({kind}) is empty: give at least one example")

@@ -312,8 +312,10 @@ class _Reader:
     def _known(self, where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
         for key in given:
             if key not in known:
-                name = where + (key if isinstance(key, str) else _shown(key))
-                raise ArgumentError(f"{self.name}: there is no field {_shown(name)}: {nearest(name[:200], known)}")
+                name = key if isinstance(key, str) else _shown(key)
+                raise ArgumentError(
+                    f"{self.name}: there is no field {_shown(where + name)}: {nearest(name[:200], known)}"
+                )
 
     def _wrong(self, field: str, what: str, wanted: str) -> ArgumentError:
         what = what if what.startswith("=") else f" {what}"
