@@ -26,6 +26,7 @@ from exogym.engine.watch import watched
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
+from exogym.memory import check_rows
 from exogym.options import FitOptions
 from exogym.progress import notice
 from exogym.speeds import step_seconds
@@ -49,6 +50,7 @@ def run_placed(
     """
     processes, nodes, native = options.processes, options.num_nodes, options.reduction == "native"
     world = world_size()
+    check_rows(subject.model, nodes, world, device)
     if world > 1:
         if processes not in (1, "auto", world):
             raise ArgumentError(f"processes={processes}, but this script runs as {world} processes: leave it out")

@@ -28,6 +28,7 @@ _OURS = {
     "batch_sampler": "the order follows from seed; use partitioner for who gets what",
     "drop_last": "the last batch of an epoch is kept, short",
     "generator": "random numbers follow from seed",
+    "in_order": "the order follows from seed",
 }
 
 
@@ -41,7 +42,30 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
             raise ArgumentError(
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
             )
-    return dict(given or {})
+    kwargs = dict(given or {})
+    workers = kwargs.get("num_workers", 0)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ArgumentError(f"dataloader_kwargs: num_workers={workers!r} must be a whole number, 0 or more")
+    for name in ("collate_fn", "worker_init_fn"):
+        if kwargs.get(name) is not None and not callable(kwargs[name]):
+            raise ArgumentError(f"dataloader_kwargs: {name}={kwargs[name]!r} cannot be called: wanted a function")
+    prefetch = kwargs.get("prefetch_factor")
+    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
+        raise ArgumentError(f"dataloader_kwargs: prefetch_factor={prefetch!r} must be a whole number of at least 1")
+    if not workers and kwargs.get("timeout"):
+        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} is for workers: give num_workers, too")
+    try:
+        DataLoader(_Nothing(), **kwargs)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ArgumentError(f"dataloader_kwargs={kwargs!r}: torch's DataLoader refuses that: {error}") from error
+    return kwargs
+
+
+class _Nothing(Dataset[Any]):
+    """A data set for a DataLoader that is never asked."""
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Loading:
