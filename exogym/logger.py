@@ -360,10 +360,13 @@ class WandbLogger(_ByStep):
 
 
 class TensorBoardLogger(_ByStep):
-    """Writes TensorBoard event files into the folder `log_dir`; a node's values are `node_3/train_loss`.
+    """Writes TensorBoard event files, each run's into a folder of its own; a node's values are `node_3/train_loss`.
 
-    Earlier events in the folder are hidden: all of them by a new run, those after its step by a resumed one.
-    Raises ExoGymError where tensorboard is not installed.
+    The folders are `run_1`, `run_2`, ... in `log_dir`. A resumed run goes on in the last one, and hides the events
+    there after its step. Raises ExoGymError where tensorboard is not installed.
+
+    Attributes:
+        folder: that of the run, once it has started.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
@@ -372,7 +375,7 @@ class TensorBoardLogger(_ByStep):
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         _need("tensorboard", "tensorboard", "TensorBoardLogger")
-        self.log_dir = Path(log_dir)
+        self.log_dir, self.folder = Path(log_dir), Path(log_dir)
         self._writer: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -382,7 +385,9 @@ class TensorBoardLogger(_ByStep):
         self.finish({})
         check_writable(self.log_dir, "log_dir")
         step = run.get("resumed_step")
-        self._writer = SummaryWriter(str(self.log_dir), purge_step=0 if step is None else step + 1)
+        numbers = [int(path.name[4:]) for path in self.log_dir.glob("run_*") if path.name[4:].isdecimal()]
+        self.folder = self.log_dir / f"run_{max(max(numbers, default=0) + (step is None), 1)}"
+        self._writer = SummaryWriter(str(self.folder), purge_step=None if step is None else step + 1)
         self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
