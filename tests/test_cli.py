@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 import exogym
 from exogym.cli import main
-from exogym.comparison import FILES
+from exogym.cli.live import LiveTable, print_table
+from exogym.compare import Standing
+from exogym.comparison import FILES, Comparison
 from exogym.strategy.registry import parse_strategy
 
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
@@ -19,7 +22,8 @@ SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, with the data of packages only."""
+    """Run in an empty folder, with the data of packages only; how slow the machine is decides no line."""
+    monkeypatch.setattr("exogym.cli.live.SELDOM_S", 1e9)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -69,7 +73,12 @@ def test_a_comparison_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", err)
     assert main([*SHORT, "--strategies", "ddp,fedavg"]) == 0
     assert "\x1b[" in err.getvalue() and "0/1" in err.getvalue() and "10/10" in err.getvalue()
-    assert "finished" not in err.getvalue() and "|" not in out.getvalue() and "fedavg" in out.getvalue()
+    assert (
+        "left" in err.getvalue()
+        and "finished" not in err.getvalue()
+        and "|" not in out.getvalue()
+        and "fedavg" in out.getvalue()
+    )
 
 
 OWN = """
@@ -96,6 +105,37 @@ def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
     (made,) = (folder / "runs").iterdir()
     again = subprocess.run([command[0], "compare", "--resume", "--out", made], capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_a_narrow_terminal_cuts_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"val_loss": 2.1958, "val_accuracy": 0.362, "quality": 0.895, "reduction": 19.6, "examples_per_s": 637.0}
+    row = numbers | {f"{name}_std": value / 100 for name, value in numbers.items()}
+    row |= {"strategy": "sparta:p_sparta=0.05", "tx_bytes": 33e6, "notes": "H=10, outer_lr=0.4"}
+    for name, value in {"TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    result = Comparison("heading", "finding", [row], {}, {})
+    out = Terminal()
+    print_table(result, out)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    headers, rows = result.table()
+    assert all(cell in text for cell in [*headers, *rows[0]]) and "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_long_comparison_without_a_terminal_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveTable(["ddp"], 2)
+    with live:
+        live.update(Standing("ddp", 1, 2, 100, 1000, 2.5, 1e6, 90.0))
+        assert capsys.readouterr().err == ""
+        live._due = 0.0  # half a minute later
+        live.update(Standing("ddp", 1, 2, 200, 1000, 2.25, 2e6, 80.0))
+        live.update(Standing("ddp", 1, 2, 300, 1000, 2.0, 3e6, 70.0))
+        live.update(Standing("ddp", 2, 2, 1000, 1000, 1.5, 9e6, 0.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "exogym: ddp, seed 1 of 2, step 200 of 1000: validation loss 2.2500, 2 MB sent per node; about 1.33 min left",
+        "exogym: ddp has finished: validation loss 1.5000 (of the last seed), 9 MB sent per node",
+    ]
 
 
 BAD = {
