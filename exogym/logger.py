@@ -360,13 +360,10 @@ class WandbLogger(_ByStep):
 
 
 class TensorBoardLogger(_ByStep):
-    """Writes TensorBoard event files, each run's into a folder of its own; a node's values are `node_3/train_loss`.
+    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
 
-    The folders are `run_1`, `run_2`, ... in `log_dir`. A resumed run goes on in the last one, and hides the events
-    there after its step. Raises ExoGymError where tensorboard is not installed.
-
-    Attributes:
-        folder: that of the run, once it has started.
+    Each run has a `folder` of its own, `run_1`, `run_2`, ... in `log_dir`; a resumed one goes on in the last, and hides
+    the events there after its step. Raises ExoGymError where tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
