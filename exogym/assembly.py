@@ -127,6 +127,12 @@ def _assemble(
         undo.callback(driver.close)
         if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
+        if wire.is_main and not is_factory(subject.train_dataset) and options.num_nodes > stream.total:
+            warnings.warn(
+                f"{options.num_nodes:,} nodes share {stream.total:,} examples: some train on the same ones at every "
+                "step, and an epoch is one step; lower num_nodes, or bring more data",
+                stacklevel=4,
+            )
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,

@@ -397,10 +397,10 @@ class WandbLogger(_ByStep):
 
 
 class TensorBoardLogger(_ByStep, _OnDisk):
-    """Writes TensorBoard event files into the folder `log_dir`; a node's values are `node_3/train_loss`.
+    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
 
-    Earlier events in the folder are hidden: all of them by a new run, those after its step by a resumed one.
-    Raises ExoGymError where tensorboard is not installed.
+    Each run has a `folder` of its own, `run_1`, `run_2`, ... in `log_dir`; a resumed one goes on in the last, and hides
+    the events there after its step. Raises ExoGymError where tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
@@ -409,7 +409,7 @@ class TensorBoardLogger(_ByStep, _OnDisk):
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         _need("tensorboard", "tensorboard", "TensorBoardLogger")
-        self.log_dir = Path(log_dir)
+        self.log_dir, self.folder = Path(log_dir), Path(log_dir)
         self._writer: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -420,7 +420,9 @@ class TensorBoardLogger(_ByStep, _OnDisk):
         self._given_up = False
         check_writable(self.log_dir, "log_dir")
         step = run.get("resumed_step")
-        self._writer = SummaryWriter(str(self.log_dir), purge_step=0 if step is None else step + 1)
+        numbers = [int(path.name[4:]) for path in self.log_dir.glob("run_*") if path.name[4:].isdecimal()]
+        self.folder = self.log_dir / f"run_{max(max(numbers, default=0) + (step is None), 1)}"
+        self._writer = SummaryWriter(str(self.folder), purge_step=None if step is None else step + 1)
         self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
