@@ -31,6 +31,7 @@ from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
 from exogym.errors import ArgumentError, CheckpointError, ModelError
 from exogym.faults import Faults
+from exogym.finite import Watch
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.history import History
@@ -185,11 +186,12 @@ def make_driver(
     uneven = [share for share in shares if share < 1]
     faults = Faults() if options.faults is None and uneven else options.faults
     attendance = None if faults is None else faults.bind(options.num_nodes, lockstep, shares)
+    watch = Watch(options.on_nonfinite, worker)
     if isinstance(strategy, AsyncDiLoCoStrategy):
-        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
+        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
     if isinstance(strategy, CommunicateOptimizeStrategy):
-        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
-    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing)
+        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
+    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing, watch)
 
 
 def _open(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:

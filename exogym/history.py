@@ -18,9 +18,11 @@ import numpy as np
 
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.files import replacing
+from exogym.views import figure_of, table_of
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -74,6 +76,8 @@ class History(Sequence[Row]):
     [(0, None, None), (1, None, 3.0), (1, 0, 2.0), (1, 1, 4.0), (2, None, 1.0), (2, 0, 1.0)]
     >>> history[-1]["tx_bytes"], history[1]["tx_bytes"], history[1]["wall_s"]
     (12.0, 0.0, 0.5)
+    >>> history.last["step"], history.last["train_loss"], len(history.rows(node=1))
+    (2, 1.0, 1)
     >>> steps, losses = history.column("train_loss", node=1)
     >>> steps.tolist(), losses.tolist()
     ([1], [4.0])
@@ -264,17 +268,31 @@ class History(Sequence[Row]):
             own = {"node": node, "train_loss": given["train_loss"] if node is None else losses.get(node)}
             yield shared | own | evaluated.get(node, {})
 
-    def rows(self, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows: all, those of the averaged model (None) or of one node."""
-        return self.rows_after(-1, node)
+    @property
+    def last(self) -> Row:
+        """The newest row of the averaged model: what is known of the last step that has one, None what is not.
+
+        All of it is of that one step: of an evaluation between two logged steps it has no `train_loss`.
+
+        Raises:
+            ArgumentError: there is no such row yet.
+        """
+        for line in reversed(range(self._size)):
+            for row in self._rows(line, None):
+                return row
+        raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
+
+    def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
+        """Return the rows, as a list: all, those of the averaged model (None) or of one node."""
+        return list(self.rows_after(-1, node))
 
     def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows of the steps after `step`, as `rows` does."""
+        """Yield the rows of the steps after `step`, those that `rows` gives, one at a time."""
         for line in range(self._line(step + 1), self._size):
             yield from self._rows(line, slice(None) if node == "all" else node)
 
     def __iter__(self) -> Iterator[Row]:
-        return self.rows()
+        return self.rows_after(-1)
 
     def _ends_of_lines(self) -> np.ndarray:
         if self._ends is None:
@@ -334,6 +352,26 @@ class History(Sequence[Row]):
                     values[line] = np.nan if value is None else value
         keep = there & ~missing
         return lines["step"][keep], values[keep]
+
+    # ---------------------------------------------------------------- seeing
+
+    def plot(self, *columns: str, against: str = "step") -> Figure:
+        """Return a matplotlib figure of the averaged model, a panel for each of `columns` (the losses share one).
+
+        Args:
+            columns: what to draw; those of the losses and the accuracy that are there by default.
+            against: the column along the bottom: "step", "tx_bytes", "time_s", ...
+
+        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.png")` writes it.
+
+        Raises:
+            ArgumentError: a column that is not there, or holds no numbers.
+            ExoGymError: matplotlib is not installed.
+        """
+        return figure_of(self, columns, against)
+
+    def _repr_html_(self) -> str:
+        return table_of(self)
 
     # ---------------------------------------------------------------- files
 

@@ -21,6 +21,7 @@ from exogym import pulse
 from exogym.callbacks import Every
 from exogym.checkpoint import save
 from exogym.faults import Attendance
+from exogym.finite import is_finite
 from exogym.fleet import Fleet
 from exogym.history import History
 from exogym.interrupt import Interrupt
@@ -34,9 +35,15 @@ from exogym.worker import Worker
 
 
 class Driver(Protocol):
-    """What the loop needs of a strategy in training; `attendance` says who is there, where faults are planned."""
+    """What the loop needs of a strategy in training.
+
+    Attributes:
+        attendance: who is there, where faults are planned.
+        before_sync: called by `advance` at its last step, before communication changes any parameters there.
+    """
 
     attendance: Attendance | None
+    before_sync: Callable[[], None] | None
 
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
@@ -100,6 +107,7 @@ class TrainingLoop:
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = self._warm = False
         self.evaluated_at = -1
+        self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
         self._start = self._cpu_start = 0.0
@@ -138,14 +146,27 @@ class TrainingLoop:
             with torch.no_grad():
                 if self.outcome is not None:
                     self.worker.set_home(*self.outcome)
-                elif self.together or not self.wire.is_shared:
+                elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
-                    self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
+                    self.worker.set_home(*self._what_is_left())
         finally:
+            self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
             for ending in self.endings:
                 ending()
+
+    def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
+        fleet = self.fleet
+        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
+        if not self.wire.is_shared:
+            fleet.comm.present = [
+                fleet.ranks[r] for r in finite if fleet.ranks[r] in fleet.comm.present
+            ] or fleet.comm.present
+            return self.model_of(None)
+        rows = finite or list(range(len(fleet)))
+        buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
+        return [block.params[rows].mean(0) for block in fleet.blocks], buffers
 
     def _carry(self, run: Callable[[], bool]) -> bool:
         self.wire.barrier()  # nobody trains before all can be told to stop
@@ -165,6 +186,8 @@ class TrainingLoop:
             self.at_rest()
             first, last = self.step, self._stretch_end()
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
+            self.apart = None
+            self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
             with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
                 losses, finished = self.driver.advance(first, last, self.begun)
             self._warm = True
@@ -183,6 +206,7 @@ class TrainingLoop:
             if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
                 self.save()
         if plan.final_sync:
+            self._measure_apart()
             self.driver.finish(self.step)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
@@ -269,15 +293,27 @@ class TrainingLoop:
             ends.append(step + plan.max_stretch)
         return min(ends)
 
-    def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.step % interval == 0  # type: ignore[operator]
+    def _due(self, interval: int | None, step: int | None = None) -> bool:
+        return bool(interval) and (self.step if step is None else step) % interval == 0  # type: ignore[operator]
 
-    def _evaluation_due(self) -> bool:
-        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch)
+    def _evaluation_due(self, step: int | None = None) -> bool:
+        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch, step)
+
+    def _may_be_evaluated(self, step: int) -> bool:
+        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
+        if step == self.plan.total_steps or self._evaluation_due(step):
+            return True
+        return any(isinstance(callback, Every) and self._due(callback.steps, step) for callback in self.callbacks)
+
+    def _measure_apart(self) -> None:
+        """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
+        if self.apart is None:
+            self.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
         values: dict[str, Any] = dict(self.evaluate())
-        values |= spread(self.fleet)
+        after = spread(self.fleet)
+        values |= (self.apart or after) | {"consensus_distance_after": after["consensus_distance"]}
         self.evaluated_at = self.step
         if self.wire.is_hidden:
             return

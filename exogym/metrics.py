@@ -84,7 +84,7 @@ class Evaluator:
 
 
 def spread(fleet: Fleet) -> dict[str, float]:
-    """Return how far the nodes that are there are apart.
+    """Return how far the nodes that are there are apart now.
 
     consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
     Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.

@@ -16,6 +16,7 @@ from exogym.balance import Balance
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
+from exogym.finite import POLICIES
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -57,6 +58,7 @@ class FitOptions:
     reduction: str = "tree"
     balance: Any = None
     faults: Faults | None = None
+    on_nonfinite: str = "raise"
     network: Any = None
     step_seconds: Any = None
     timeline: bool = False
@@ -91,6 +93,7 @@ class FitOptions:
                 check_count(name, getattr(self, name))
         check_choice("compute", self.compute, COMPUTE)
         check_choice("reduction", self.reduction, ("tree", "native"))
+        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
         if self.processes != "auto":
             check_count("processes", self.processes)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
@@ -173,6 +176,7 @@ class FitOptions:
         if self.network is not None:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
         given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
+        given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
 
 

@@ -21,8 +21,8 @@ from exogym.assembly import Subject, assemble, workplace
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
 from exogym.engine.forks import can_fork, run_forked
+from exogym.engine.hangs import watched
 from exogym.engine.shared import SharedWire
-from exogym.engine.watch import watched
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError

@@ -42,6 +42,7 @@ def snapshot_of(loop: TrainingLoop) -> Snapshot:
         "begun_end": loop.begun_end if loop.begun is not None else None,
         "logged": loop.logged,
         "evaluated": loop.evaluated_at,
+        "apart": loop.apart,
         "wall_s": loop.wall_s(),
     }
     there = loop.driver.attendance
@@ -77,7 +78,7 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
     arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
     loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
-    loop.wall_before = meta["wall_s"]
+    loop.wall_before, loop.apart = meta["wall_s"], meta.get("apart")
     if there is not None:
         fleet.comm.present = there.up(loop.step)
 

@@ -119,6 +119,7 @@ class LocalTrainer(Trainer):
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
+        on_nonfinite: str = "raise",
         network: Network | str | None = None,
         step_seconds: Any = None,
         timeline: bool = False,
@@ -161,6 +162,10 @@ class LocalTrainer(Trainer):
                 "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
             faults: nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`); what
                 each strategy does then is in its docstring. A node that is away has no row in the history.
+            on_nonfinite: what to do where a gradient or an update is not finite, before others see it: "raise"; "skip":
+                the node gives nothing to the round, as one that is away, then takes all that another holds, and has
+                no row in the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling
+                handles are no errors.
             network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
@@ -184,7 +189,7 @@ class LocalTrainer(Trainer):
 
         Raises:
             ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known.
-            TrainingError: a loss that is not a number; node and step are named.
+            TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
             WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
             KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C), or with `save_dir` SIGTERM; the run was saved first, where

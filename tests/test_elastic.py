@@ -237,4 +237,4 @@ def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: 
     ]
     done = hosts.controller.run(words, cwd=project)
     assert done.returncode == 0, said(done)
-    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_ROLL_TOKEN=..." in done.stdout
+    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout

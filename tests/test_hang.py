@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from test_placement import AVERAGES, Trouble, family, fingerprint, outcome, plain_model, train
+from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
+from processes import family
 from torch import nn
 
 from exogym import pulse

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exogym import pulse
-from exogym.communicator import Wire, reduce_rows
+from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import TrainingError
 
 HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written
@@ -165,6 +166,21 @@ class SharedWire(Wire):
             self._meet("rows", piece.shape, x.dtype, tuple(ids))
             out[:, start:stop] = piece
         return out.view(len(ids), *x.shape[1:])
+
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        got = {}
+        for giver, taker, parcel in moves:
+            row = given[giver].reshape(1, -1) if giver in self.row_of else None
+            like = torch.empty(1, math.prod(parcel.shape), dtype=parcel.dtype)
+            for start, stop, piece in self._pieces(like, 1):
+                if row is not None:
+                    piece.copy_(row[:, start:stop])
+                self._meet("hand over", giver, taker, piece.shape, parcel.dtype)
+                if taker in self.row_of:
+                    like[:, start:stop] = piece
+            if taker in self.row_of:
+                got[taker] = like.view(parcel.shape)
+        return got
 
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True

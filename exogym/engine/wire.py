@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from exogym import pulse
 from exogym.balance import share_out
-from exogym.communicator import Wire, reduce_rows
+from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -124,6 +125,25 @@ class ProcessWire(Wire):
         size = part.element_size()
         parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
+
+    @pulse.waits
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        """Only the two processes of a move take part in it; all of them are under way at once."""
+        got, calls = {}, []
+        for tag, (giver, taker, parcel) in enumerate(moves):
+            if not math.prod(parcel.shape):
+                if taker in self.row_of:
+                    got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
+            elif taker in self.row_of:
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
+                source = self._global(self.owner[giver])
+                calls.append(dist.P2POp(dist.irecv, _bytes(got[taker], 1).flatten(), source, self.group, tag))
+            elif giver in self.row_of:
+                data = _bytes(given[giver].to(self._device), 1).flatten()
+                calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        return got
 
     def _combine(self, partial: Tensor, op: str) -> Tensor:
         total = partial.contiguous()

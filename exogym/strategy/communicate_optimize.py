@@ -221,6 +221,10 @@ class CommunicateOptimizeStrategy(Strategy):
             return step + 1
         return min((module.next_event(step) for module in self.communication_modules), default=NEVER)
 
+    def is_event(self, step: int) -> bool:
+        """Return whether a communication module acts after `step`."""
+        return any(module.next_event(step - 1) == step for module in self.communication_modules)
+
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         plans = [p for m in self.communication_modules if (p := m.local_steps(first, last)) is not None]
         return np.minimum.reduce(plans) if plans else None

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.errors import check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
-from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_state
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
@@ -72,12 +73,17 @@ class DiLoCoCommunicator(PeriodicModule):
         self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
         self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
         self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)} | {"received": self.received}
-        self.outer_params = [
-            nn.Parameter(view[0], requires_grad=False)
+        named = {
+            slot.name: nn.Parameter(view[0], requires_grad=False)
             for block, theta in zip(fleet.blocks, self.theta, strict=True)
-            for _, view in block.views(theta)
-        ]
-        self.optimizer = self.outer.build(self.outer_params)
+            for slot, view in block.views(theta)
+        }
+        self.outer_params = list(named.values())
+        if self.outer.try_out(named, fleet.hidden):
+            raise ArgumentError(
+                f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
+            )
+        self.optimizer = self.outer.build(named, hidden=fleet.hidden)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         grads: list[Tensor] = []
