@@ -29,7 +29,8 @@ from exogym.keepers import Keepers
 from exogym.logger import Logger
 from exogym.metrics import Evaluator, spread, usage
 from exogym.progress import Progress, notice
-from exogym.snapshots import snapshot_of
+from exogym.segments import Segments
+from exogym.snapshots import for_disk
 from exogym.timing import Timing
 from exogym.worker import Worker
 
@@ -110,6 +111,7 @@ class TrainingLoop:
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
+        self.segments: Segments | None = None  # what of the history is on disk
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
@@ -127,7 +129,7 @@ class TrainingLoop:
         """
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
-                self.worker.should_stop = interrupt
+                self.worker.should_stop = self._watched(interrupt)
                 finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
@@ -152,8 +154,22 @@ class TrainingLoop:
                     self.worker.set_home(*self._what_is_left())
         finally:
             self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
-            for ending in self.endings:
-                ending()
+            try:
+                for ending in self.endings:
+                    ending()
+            finally:
+                if self.plan.keepers is not None:
+                    self.plan.keepers.release()
+
+    def _watched(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Return what is asked after each step: a keeper of checkpoints says by the way that the run lives."""
+
+        def ask() -> bool:
+            if self.plan.keepers is not None:
+                self.plan.keepers.beat()
+            return should_stop()
+
+        return should_stop if self.plan.save_dir is None else ask
 
     def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
@@ -272,7 +288,7 @@ class TrainingLoop:
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
         plan = self.plan
-        return save(plan.save_dir, snapshot_of(self), plan.keep_checkpoints, self.wire, plan.keepers)
+        return save(plan.save_dir, for_disk(self), plan.keep_checkpoints, self.wire, plan.keepers)
 
     # Between stretches
 
@@ -311,6 +327,8 @@ class TrainingLoop:
             self.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
+        if self.plan.keepers is not None:
+            self.plan.keepers.beat()
         values: dict[str, Any] = dict(self.evaluate())
         after = spread(self.fleet)
         values |= (self.apart or after) | {"consensus_distance_after": after["consensus_distance"]}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,51 @@ from exogym.options import FitOptions, option_names
 from exogym.placement import run_placed
 from exogym.rng import preserved_state
 from exogym.strategy.strategy import Strategy
+
+
+class _Turn:
+    """Lets one thread of this process train at a time: random generators and thread counts are the process's.
+
+    In that thread a callback may train another model meanwhile: each step puts the generators where it needs them.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.thread = threading.Lock(), 0
+        self.models: list[nn.Module] = []
+
+    @contextlib.contextmanager
+    def taken(self, model: nn.Module) -> Iterator[None]:
+        if not self.lock.acquire(blocking=False):
+            if self.thread != threading.get_ident():
+                raise ArgumentError(
+                    "another thread of this process is in fit: both would draw from the same random generators, and "
+                    "neither result would be right. Call one fit after the other, or give each a process of its own; "
+                    "to use more cores for one fit, give it processes="
+                )
+            mine = {id(p) for p in model.parameters()}
+            if any(id(p) in mine for outer in self.models for p in outer.parameters()):
+                raise ArgumentError(
+                    "this model is being trained already, by the fit that called this one (from a callback): its "
+                    "parameters stand at a node's row. Train a copy.deepcopy of it, or train after that fit"
+                )
+        self.thread = threading.get_ident()
+        self.models.append(model)
+        try:
+            yield
+        finally:
+            self.models.pop()
+            if not self.models:
+                self.lock.release()
+
+    def forked(self) -> None:
+        """In a new process: of the threads there is the one that forked."""
+        if self.thread != threading.get_ident():
+            self.__init__()  # type: ignore[misc]
+
+
+_turn = _Turn()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn.forked)
 
 
 class Trainer(ABC):
@@ -188,7 +236,8 @@ class LocalTrainer(Trainer):
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
-            ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known.
+            ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known; also where
+                another thread of this process is in `fit`, or another run holds `save_dir`.
             TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
             WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
@@ -205,7 +254,7 @@ class LocalTrainer(Trainer):
 
     def _place(self, options: FitOptions) -> None:
         place = resolve_device(local_device(options.device))
-        with preserved_state(place), OneThread(place):
+        with _turn.taken(self.model), preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
                 self._carry_out(options, place)

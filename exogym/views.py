@@ -14,7 +14,7 @@ from exogym.errors import ArgumentError, ExoGymError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from exogym.history import History
+History = Any  # it shows itself by what is here, so it cannot be known here
 
 FIRST_ROWS, LAST_ROWS = 3, 9  # of the table
 LOSSES = ("train_loss", "val_loss")

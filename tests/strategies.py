@@ -19,7 +19,7 @@ from exogym.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from exogym.strategy.communicate import all_reduce
+from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
 
@@ -44,6 +44,17 @@ class OneNode(Strategy):
                     all_reduce(p, op="mean")
                 m.mul_(0.5).add_(p, alpha=1e-3 * (self.rank + 1))
                 p.sub_(m, alpha=1e-2)
+        super().step()
+
+
+class Gossip(Strategy):
+    """Each node averages with another one at a time, which changes; the last of an odd number is alone."""
+
+    def step(self):
+        self.update_parameters()
+        partner = self.rank ^ 1 if self.local_step % 2 else self.num_nodes - 1 - self.rank
+        for p in self._parameters() if partner < self.num_nodes else ():
+            p.data.add_(exchange(p.data, partner)).mul_(0.5)
         super().step()
 
 
@@ -104,6 +115,9 @@ STRATEGIES: dict[str, Entry] = {
         lambda: DiLoCoStrategy(lr=0.02, H=5, outer_optim="adam", outer_lr=0.01),
         lambda row, steps: row * math.ceil(steps / 5),
     ),
+    "diloco uneven rounds": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
+    ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -138,6 +152,7 @@ STRATEGIES: dict[str, Entry] = {
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
+    "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 

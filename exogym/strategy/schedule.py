@@ -128,21 +128,23 @@ def is_torch_scheduler(scheduler: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LRScheduler)
 
 
-def check_schedule(scheduler: Scheduler, warmup_steps: int) -> None:
-    """Raise ArgumentError for a schedule that cannot be built.
+def check_schedule(
+    scheduler: Scheduler, warmup: int, names: tuple[str, str] = ("lr_scheduler", "warmup_steps")
+) -> None:
+    """Raise ArgumentError for a schedule that cannot be built; `names` are the two arguments in the message.
 
     `ReduceLROnPlateau` is refused: it follows a metric, and nodes train between metrics.
     """
-    check_count("warmup_steps", warmup_steps, least=0)
+    check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:
-        raise ArgumentError(f"lr_scheduler={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
+        raise ArgumentError(f"{names[0]}={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ArgumentError(
             "ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the step"
         )
     if scheduler is not None and not isinstance(scheduler, str) and not callable(scheduler):
-        raise ArgumentError(f"lr_scheduler={scheduler!r} is not a name, a torch scheduler class or a callable")
+        raise ArgumentError(f"{names[0]}={scheduler!r} is not a name, a torch scheduler class or a callable")
     if is_torch_scheduler(scheduler):
         _build(scheduler, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9), 100)
 
