@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -52,6 +53,19 @@ class CheckpointError(ExoGymError):
 
 class WorkerError(ExoGymError):
     """A process of the run is gone: it was killed, ran out of memory or was cut off."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was ended by a signal, after it was saved where it has a `save_dir`; not an error, so not in the tree.
+
+    Args:
+        by: the signal; None: it came to another process.
+        step: the steps done.
+    """
+
+    def __init__(self, by: signal.Signals | None, step: int):
+        super().__init__(f"{'a signal to another process' if by is None else by.name} after step {step}")
+        self.elsewhere = by is None
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

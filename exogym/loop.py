@@ -20,6 +20,7 @@ from torch import Tensor
 from exogym import pulse
 from exogym.callbacks import Every
 from exogym.checkpoint import save
+from exogym.errors import Stopped
 from exogym.faults import Attendance
 from exogym.finite import is_finite
 from exogym.fleet import Fleet
@@ -245,15 +246,15 @@ class TrainingLoop:
         path = self.save()
         if self.wire.is_main:
             notice(
-                f"stopped by {_name(received)} after step {self.step}{self._in_stretch()}; saved in {path}. The same "
-                f"fit with save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
+                f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
+                f"save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
             )
 
     def _leave(self, received: signal.Signals | None) -> None:
         """End as the signal asks; one that came too late to stop the run, too."""
         if received is signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt(f"{_name(received)} after step {self.step}")
+        raise Stopped(received, self.step)
 
     def _in_stretch(self) -> str:
         if self.begun is None:
@@ -435,7 +436,3 @@ class TrainingLoop:
 
     def wall_s(self) -> float:
         return self.wall_before + (time.perf_counter() - self._start if self._start else 0.0)
-
-
-def _name(received: signal.Signals | None) -> str:
-    return received.name if received is not None else "a signal to another process"

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
@@ -29,6 +30,7 @@ from exogym.callbacks import Every
 from exogym.errors import ExoGymError
 from exogym.layout import hidden_matrices
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
+from exogym.strategy.kernels import bare_step
 from exogym.strategy.muon import MuonAdamW
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
@@ -265,3 +267,30 @@ def test_the_page_lists_what_is_tried() -> None:
 if __name__ == "__main__":
     for entry in ENTRIES:
         print(line(entry), flush=True)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_a_step_run(of_all: bool) -> None:
+    """Those of one optimizer, and those of all; without, the step is torch's bare one."""
+    seen: list[str] = []
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    register = register_optimizer_step_post_hook if of_all else optimizer.register_step_post_hook
+    hook = register(lambda *_: seen.append("after"))
+    bare_step(optimizer)()
+    hook.remove()
+    assert seen == ["after"]
+    bare_step(optimizer)()
+    assert seen == ["after"] and isinstance(bare_step(optimizer), functools.partial)
+
+
+def test_hooks_of_all_optimizers_run_in_training() -> None:
+    steps: list[str] = []
+    hook = register_optimizer_step_pre_hook(lambda *_: steps.append("before"))
+    try:
+        x = torch.randn(24, 3)
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        trainer = LocalTrainer(nn.Linear(3, 1), data, loss_fn=F.mse_loss)
+        trainer.fit(DiLoCoStrategy("sgd", H=2, lr=0.01), num_nodes=2, max_steps=4, batch_size=3)
+    finally:
+        hook.remove()
+    assert len(steps) >= 2 * 4

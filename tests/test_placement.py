@@ -472,6 +472,22 @@ def test_a_run_whose_process_dies_starts_again_from_the_last_checkpoint(checkpoi
     assert logged == [0, *(step for step in range(1, STEPS + 1) for _ in range(5))]
 
 
+def test_one_process_starts_again_from_the_last_checkpoint_too(tmp_path, capfd):
+    calls = []
+
+    def act():
+        calls.append(0)
+        if len(calls) == 20:
+            raise OSError("the drive is gone")
+
+    options = {"save_dir": tmp_path / "run", "checkpoint_interval": 1, "max_restarts": 1}
+    trainer = train(**AVERAGES, model=Trouble(act, elsewhere=False), **options)
+    assert fingerprint(trainer.model) == fingerprint(train(**AVERAGES, model=Trouble(lambda: None)).model)
+    said = capfd.readouterr().err
+    assert "the drive is gone; starting again from the last checkpoint (1 of 1)" in said
+    assert "going on from step 5 " in said
+
+
 def test_restarts_come_to_an_end(tmp_path):
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         train(**AVERAGES, model=Trouble(kill_itself), processes=2, save_dir=tmp_path, max_restarts=2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -72,7 +74,9 @@ class Loading:
     """One DataLoader, kept with its workers between calls, that is told before each iteration what to load."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
-        begin = functools.partial(_begin_worker, kwargs.get("worker_init_fn"))
+        begin = functools.partial(
+            _begin_worker, _parent(kwargs.get("multiprocessing_context")), kwargs.get("worker_init_fn")
+        )
         self._kwargs = {**kwargs, "collate_fn": _as_read, "worker_init_fn": begin}
         self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
         self._seed = seed
@@ -166,8 +170,19 @@ def _as_read(batch: Any) -> Any:
     return batch
 
 
-def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
-    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end."""
+def _parent(context: Any) -> int | None:
+    """Return this process's number where workers will be its own children, as by a fork server they are not."""
+    method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+    return None if method == "forkserver" else os.getpid()
+
+
+def _begin_worker(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:
+    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end.
+
+    torch's worker ends when it gets another parent; one whose parent was killed before it looked would stay for ever.
+    """
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
     for name in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not in a main thread
             signal.signal(name, _nothing)

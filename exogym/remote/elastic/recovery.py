@@ -24,7 +24,7 @@ from torch import Tensor
 from exogym.assembly import assemble, constants
 from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
-from exogym.engine.watch import watched
+from exogym.engine.hangs import watched
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.keepers import check_folder, everywhere, find_keepers, holding
