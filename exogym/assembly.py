@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from exogym.async_driver import AsyncDriver
 from exogym.balance import Balance
+from exogym.callbacks import Callback
 from exogym.checkpoint import (
     Snapshot,
     differences,
@@ -124,6 +125,9 @@ def assemble(
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
+        for callback in options.callbacks:
+            if snapshot is None and isinstance(callback, Callback):
+                callback.load_state({})
         if snapshot is not None:
             put_back(loop, snapshot)
             if wire.is_main:

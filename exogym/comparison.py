@@ -220,8 +220,8 @@ def target_of(histories: Histories, given: float | None = None) -> tuple[float, 
 def find_first(rows: Sequence[Mapping[str, Any]], target_loss: float, why: str) -> str:
     """Return as one sentence who came to the target loss first, in predicted time, and when DDP (or the next) did.
 
-    First is who came there in all its runs and took the least time on average; who came there in some runs only is named
-    too, and where the first did not stay there, what it ended at.
+    First is who came there in all its runs and took the least time on average. Who came there in some runs only is
+    named too, and where the first did not stay there, what it ended at.
     """
     loss = f"a validation loss of {target_loss:.4g} ({why})"
     there = sorted((row for row in rows if row["target_s"] is not None), key=lambda row: row["target_s"])

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.callbacks import Callback
 from exogym.checkpoint import Snapshot
 from exogym.faults import Outages
 from exogym.history import History
@@ -29,6 +30,9 @@ def snapshot_of(loop: TrainingLoop) -> Snapshot:
         rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
     shared = {f"driver.{name}": value for name, value in loop.driver.shared_state().items()}
     shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
+    for k, callback in enumerate(loop.callbacks):
+        if isinstance(callback, Callback):
+            shared |= {f"callback.{k}.{type(callback).__name__}.{name}": x for name, x in callback.state().items()}
     if loop.timing is not None:
         shared |= {f"clock.{name}": value for name, value in loop.timing.state().items()}
     history: dict[str, Any] = {}
@@ -75,6 +79,9 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
     fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
     if loop.timing is not None:
         loop.timing.load_state(_below("clock.", snapshot.shared))
+    for k, callback in enumerate(loop.callbacks):
+        if isinstance(callback, Callback):
+            callback.load_state(_below(f"callback.{k}.{type(callback).__name__}.", snapshot.shared))
     arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
     loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
