@@ -11,6 +11,7 @@ function)`, after each n-th step. It runs once, whatever the layout, and may use
     loop.measure(vectors, buffers)         the same of any parameters, as `average` gives them
     loop.history.add_evaluation(...)       numbers of one's own
     loop.save()                            a checkpoint, where there is a save_dir
+    loop.beat()                            from one that takes very long in several processes (see `hang_s` of `fit`)
 
 and ends the training by returning True.
 """

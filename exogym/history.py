@@ -92,6 +92,12 @@ class History(Sequence[Row]):
         self._last = 0  # the last step of the last stretch
         self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
         self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
+        self.settled = 0  # so many records have not changed since this was set
+
+    @property
+    def records(self) -> int:
+        """Steps that have rows."""
+        return self._size
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -211,6 +217,7 @@ class History(Sequence[Row]):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
         self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
+        self.settled = min(self.settled, line)
         self._count(line)
         self._ends = None
 
@@ -222,6 +229,7 @@ class History(Sequence[Row]):
 
     def _write(self, start: int, lines: np.ndarray) -> None:
         """Put `lines` in the place of all from number `start`."""
+        self.settled = min(self.settled, start)
         self._size = start + len(lines)
         if self._size > len(self._buffer):
             larger = np.empty(max(64, 2 * self._size), LINE)
@@ -399,15 +407,27 @@ class History(Sequence[Row]):
         kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
         return frame.astype({"step": int, "epoch": int, **kinds})
 
-    def state(self) -> dict[str, Any]:
-        """Return all of it as a flat dict of arrays and JSON values, for a checkpoint; `from_state` reads it back."""
-        blocks = self._blocks
+    def state(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
+        """Return all of it, or the records `first` to `last`, as a flat dict of arrays and JSON values.
+
+        `from_state` reads it back.
+        """
+        lines = self._buffer[first : self._size if last is None else last].copy()
+        of_stretch = lines["block"] >= 0
+        numbers, starts, each, counts = np.unique(
+            lines["block"][of_stretch], return_index=True, return_inverse=True, return_counts=True
+        )
+        skipped = lines["position"][of_stretch][starts]
+        lines["block"][of_stretch], lines["position"][of_stretch] = each, lines["position"][of_stretch] - skipped[each]
+        spans = zip(numbers.tolist(), skipped.tolist(), counts.tolist(), strict=True)
+        blocks = [(self._blocks[k][0], self._blocks[k][1][:, at : at + count]) for k, at, count in spans]
+        evaluated = {step: self._evaluations[step] for step in lines["step"].tolist() if step in self._evaluations}
         return {
-            **{f"line_{name}": self._buffer[name][: self._size].copy() for name in NAMES},
+            **{f"line_{name}": lines[name].copy() for name in NAMES},
             "block_shapes": np.array([losses.shape for _, losses in blocks], np.int64).reshape(-1, 2),
             "block_nodes": np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)]),
             "block_losses": np.concatenate([np.empty(0, np.float32), *(losses.ravel() for _, losses in blocks)]),
-            "evaluations": [[s, n, dict(v)] for s, nodes in self._evaluations.items() for n, v in nodes.items()],
+            "evaluations": [[s, n, dict(v)] for s, nodes in evaluated.items() for n, v in nodes.items()],
             "extra_columns": list(self._extra),
             "last_step": self._last,
             "totals": list(self._totals),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.communicator import CHUNK_ELEMENTS
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
@@ -48,6 +49,7 @@ class Evaluator:
         worker = self.worker
         with worker.evaluating(vectors, buffers):
             for batch in self._batches():
+                pulse.beat()
                 worker.reseed(-1, 0)
                 output = worker.loss.of(worker.model, worker.to_device(batch))
                 size = batch_examples(batch)

@@ -26,7 +26,7 @@ from exogym.launch.__main__ import main, split
 from exogym.launch.attempts import Attempts
 from exogym.launch.failures import describe, exit_code, first_failure
 from exogym.launch.output import Output
-from exogym.launch.rendezvous import NAME, Node, own_address, register
+from exogym.launch.rendezvous import NAME, Node, check_address, register
 
 PAGE = Path(__file__).parent.parent / "docs" / "distributed.md"
 WAIT_S = 120.0
@@ -127,7 +127,7 @@ def test_every_process_finds_its_place(script, capfd, monkeypatch):
     assert launch_distributed_training(path, *given, 7, nproc_per_node=3, backend="gloo") == 0
     out, err = capfd.readouterr()
     for rank in range(3):
-        assert f"[rank {rank}] {rank} 0 3 {rank} 3 localhost 1 gloo True\n" in out
+        assert f"[rank {rank}] {rank} 0 3 {rank} 3 127.0.0.1 1 gloo True\n" in out
         assert f"[rank {rank}] __main__ True True {[*given, '7']}\n" in out
         assert f"[rank {rank}] to stderr\n" in err
     assert len(out.splitlines()) == 6
@@ -484,7 +484,7 @@ def test_nodes_that_do_not_meet(script):
         with pytest.raises(TrainingError, match=f"not all of the nnodes=2 nodes met at 127.0.0.1.*this is node {rank}"):
             launch_distributed_training(path, node_rank=rank, **options)
     with pytest.raises(ArgumentError, match="leads to no machine"):
-        own_address("no.such.host.invalid")
+        check_address("no.such.host.invalid")
 
 
 def test_two_nodes_of_one_rank():
@@ -493,15 +493,14 @@ def test_two_nodes_of_one_rank():
     register()
 
     def meet(rank: int) -> None:
-        node = Node(rank, "127.0.0.1", 20)
-        parameters = RendezvousParameters(
-            NAME, f"127.0.0.1:{port}", "run", 3, 3, "127.0.0.1", node=node, is_host=rank == 0, join_timeout=20
-        )
+        node = Node(rank, "127.0.0.1", port, 20)
+        parameters = RendezvousParameters(NAME, f"127.0.0.1:{port}", "run", 3, 3, "127.0.0.1", node=node)
         handler = get_rendezvous_handler(parameters)
         try:
             handler.next_rendezvous()
         except (ArgumentError, RuntimeError) as error:
             errors.append(str(error))
+        handler.shutdown()
 
     threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in (0, 1, 1)]
     for thread in threads:

@@ -15,7 +15,7 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "rng", "layout", "devices", "files"},
+    {"errors", "rng", "layout", "devices", "files", "locks", "pulse"},
     {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {
@@ -27,6 +27,9 @@ FLOORS: list[set[str]] = [
         "history",
         "views",
         "checkpoint",
+        "checkpoint_files",
+        "segments",
+        "resuming",
         "keepers",
         "progress",
         "outputs",
@@ -49,6 +52,7 @@ FLOORS: list[set[str]] = [
         "buckets",
         "placement",
         "speeds",
+        "finite",
     },
     {
         "trainer",

@@ -155,11 +155,13 @@ def test_none_is_removed_before_all_have_the_new_one(killed):
 def test_each_folder_holds_its_own_rows_and_what_is_shared(saved):
     for name, rows in ROWS.items():
         for path in list_checkpoints(saved / name):
-            assert {file.name for file in path.iterdir()} == rows | SHARED
+            files = {file.name for file in path.iterdir()}
+            history = {file for file in files if file.startswith("history-")}
+            assert history and files == rows | SHARED | history
             assert load(path, [0, 1, 2] if name == "a" else [3]).meta["sha256"].keys() == (
-                ROWS["a"] | ROWS["b"] | {"shared.safetensors"}
+                ROWS["a"] | ROWS["b"] | {"shared.safetensors"} | history
             )
-    for file in SHARED:
+    for file in SHARED | history:
         assert (saved / "a" / NEWEST / file).read_bytes() == (saved / "b" / NEWEST / file).read_bytes()
 
 
@@ -233,7 +235,8 @@ def test_a_shared_folder_holds_one_set_of_files(resumed):
     assert ranks[0]["shared"] == undisturbed()
     assert sorted(path.name for path in (base / "shared").iterdir()) == ["step_0000000012", "step_0000000014"]
     for path in (base / "shared").iterdir():
-        assert {file.name for file in path.iterdir()} == ROWS["a"] | ROWS["b"] | SHARED
+        files = {file.name for file in path.iterdir() if not file.name.startswith("history-")}
+        assert files == ROWS["a"] | ROWS["b"] | SHARED
 
 
 def test_where_one_disk_is_full_no_host_has_the_checkpoint(resumed):

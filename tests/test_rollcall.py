@@ -1,5 +1,6 @@
 """Who takes part in a run whose hosts come and go: the roll call, the watch over hosts, the outages written down."""
 
+import contextlib
 import json
 import random
 import socket
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, WorkerError
 from exogym.faults import Faults, Outages
+from exogym.launch.door import knock
 from exogym.remote import Host, NetworkTrainer, SSHLauncher, watch
 from exogym.remote.channel import Logs
+from exogym.remote.elastic.member import ROLL_CALL, Member
 from exogym.remote.elastic.rollcall import Roll, Server
 from exogym.remote.orders import Order
 from exogym.remote.watch import pause_s
@@ -282,22 +285,26 @@ def deliver(roll: Roll, model: list[Seat], meets: bool) -> None:
                 model[other].trains, model[other].anchors = True, [step, step + 10]
 
 
-def test_strangers_cannot_end_the_roll_call() -> None:
+def test_who_does_not_belong_cannot_end_the_roll_call() -> None:
     server = Server(Roll([1], 1, gather_s=100), "127.0.0.1", 0, "secret")
     done = threading.Thread(target=server.serve, daemon=True)
     done.start()
     place = ("127.0.0.1", server.port)
-    for words in (
-        b"[" * 900 + b"\n",
-        b"x" * 5000,
-        b'{"seat": 0, "token": "wrong"}\n',
-        b'{"seat": 7, "token": "secret"}\n',
-    ):
+    for words in (b"[" * 900 + b"\n", b"x" * 5000, b'{"say": "hello", "seat": 0}\n' * 3):
         with socket.create_connection(place, timeout=10) as stranger:
             stranger.sendall(words)
-            assert stranger.recv(100) == b"", words[:40]
-    with socket.create_connection(place, timeout=10) as seat:  # the control
-        seat.sendall(b'{"seat": 0, "token": "secret"}\n')
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := stranger.recv(1000):
+                    heard += data
+            assert heard[32:] in (b"", bytes(32)), words[:40]
+    with pytest.raises(WorkerError, match=r"refused rank 0: .* has another secret"):
+        Member(*place, 0, "another secret")
+    with knock(*place, "secret", ROLL_CALL, 10) as odd:  # one of ours, but at no seat
+        odd.sendall(b'{"say": "hello", "seat": 7}\n')
+        assert odd.recv(100) == b""
+    with knock(*place, "secret", ROLL_CALL, 10) as seat:  # the control
+        seat.sendall(b'{"say": "hello", "seat": 0}\n')
         assert json.loads(seat.recv(1000))["hear"] == "welcome"
         seat.sendall(b'{"say": "finished"}\n')
         assert json.loads(seat.recv(1000)) == {"hear": "over", "why": "done"}

@@ -11,7 +11,8 @@ from processes import children, matrix, over_gloo, over_memory
 
 from exogym.communicator import Communicator, Wire
 from exogym.engine import shared
-from exogym.engine.shared import Lost, SharedWire, run_forked
+from exogym.engine.forks import run_forked
+from exogym.engine.shared import Lost, SharedWire
 from exogym.engine.wire import place
 from exogym.errors import ArgumentError, WorkerError
 
@@ -208,7 +209,7 @@ def test_asking_to_stop_needs_no_meeting():
 @pytest.mark.parametrize("gone", ["the other", "main"])
 def test_a_closed_pipe_is_a_lost_process(gone):
     """Whether it is noticed while reading or while writing."""
-    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes())
+    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes(2))
     (up_read, up_write), (down_read, down_write) = os.pipe(), os.pipe()
     main = SharedWire(placement, 0, memory, [(up_read, down_write)])
     other = SharedWire(placement, 1, memory, [(down_read, up_write)])

@@ -52,7 +52,8 @@ STRATEGIES = {
 def plain(model, steps=STEPS, make_optimizer=None):
     """Train `model` by hand, with the generators where a node's step finds them."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    fused = not any(p.dtype.itemsize == 2 for p in parameters)  # in bf16 torch's kernel skips elements
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)
     model.train()
     for step, (x, y) in enumerate(Stream(examples(), 1, batch_size=BATCH).batches(0, 0, steps)):
         seed = stream_seed(0, "step", 0, step)

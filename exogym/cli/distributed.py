@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from exogym.errors import ArgumentError
+from exogym.files import new_folder
 from exogym.remote import HostsConfig, SSHLauncher
-from exogym.remote.launcher import new_folder
 from exogym.remote.profile import load_profile
 from exogym.remote.results import bring, history_of, names
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS

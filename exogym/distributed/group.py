@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from exogym.engine.sockets import ports_closed_afterwards
 from exogym.errors import ArgumentError, ExoGymError, check_count, checked
 from exogym.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
 from exogym.progress import notice
@@ -78,7 +80,10 @@ def init_process_group(
             )
     if backend == "nccl":
         torch.cuda.set_device(_own_gpu())
-    dist.init_process_group(backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options)
+    with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
+        dist.init_process_group(
+            backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options
+        )
 
 
 def destroy_process_group() -> None:

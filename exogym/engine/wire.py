@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym import pulse
 from exogym.balance import share_out
 from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError
@@ -68,6 +69,7 @@ class ProcessWire(Wire):
 
     # Rows
 
+    @pulse.waits
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         if x.device.type != self._device.type:
             return self.rows(x.to(self._device), ids).to(x.device)
@@ -90,6 +92,7 @@ class ProcessWire(Wire):
         rows = (moved.view(x.dtype) if moved.numel() else x.new_empty(0)).view(len(held), *x.shape[1:])
         return rows if held == ids else rows[[held.index(i) for i in ids]]
 
+    @pulse.waits
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
@@ -151,6 +154,7 @@ class ProcessWire(Wire):
 
     # Agreement
 
+    @pulse.waits
     def agree(self, flag: bool) -> bool:
         x = torch.tensor([int(flag)], device=self._device)
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
@@ -159,6 +163,7 @@ class ProcessWire(Wire):
     def barrier(self) -> None:
         self.agree(False)
 
+    @pulse.waits
     def tell(self, value: Any) -> Any:
         text = torch.tensor(list(json.dumps(value).encode()) if self.is_main else [], dtype=torch.uint8)
         length = torch.tensor([len(text)], device=self._device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 
 import torch
 import torch.distributed as dist
 
+from exogym.engine.sockets import ports_closed_afterwards
 from exogym.errors import ArgumentError
 
 
@@ -45,7 +47,8 @@ def join_world(device: torch.device) -> None:
     own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if own_gpu else "gloo")
+    with contextlib.nullcontext() if own_gpu else ports_closed_afterwards():
+        dist.init_process_group("nccl" if own_gpu else "gloo")
     atexit.register(_leave)
 
 

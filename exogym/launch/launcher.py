@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.launch.backends import BACKEND_VARIABLE
 from exogym.launch.config import LaunchConfig
+from exogym.launch.door import SECRET, Refused
 from exogym.launch.leftovers import kill_what_is_left
 from exogym.launch.output import Output
 from exogym.progress import notice
@@ -123,6 +125,7 @@ class DistributedLauncher:
         self, folder: Path, output: Output, log_dir: Path | None, kind: str, target: str, args: tuple[Any, ...]
     ) -> tuple[int, str | None]:
         """Return the exit code and, if it is not 0, what to say."""
+        from torch.distributed import DistNetworkError, DistStoreError
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
@@ -130,18 +133,17 @@ class DistributedLauncher:
 
         from exogym.launch.attempts import Attempts
         from exogym.launch.failures import describe, exit_code, first_failure
-        from exogym.launch.rendezvous import Node, wait_for_store
+        from exogym.launch.rendezvous import Node, check_address
 
         config = self.config
-        node = Node(config.node_rank, config.address, config.start_timeout)
+        check_address(config.address)
+        node = Node(config.node_rank, config.address, config.port, config.start_timeout)
         attempts = Attempts(folder, output, node, self._environment(), config)
         command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
         escaped = [word.replace("$", "$$") for word in command]  # the agent puts values in for $names
         try:
             level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
             with _quiet_agent(level, attempts.record):
-                if config.node_rank > 0:
-                    wait_for_store(config.address, config.port, config.start_timeout)
                 elastic_launch(self._agent_config(node, attempts), sys.executable)(*escaped)
             return 0, None
         except ChildFailedError as failed:
@@ -150,11 +152,16 @@ class DistributedLauncher:
             return exit_code(failure), describe(attempts.first_rank + rank, failure, world_size, log_dir)
         except SignalException as stop:
             raise Interrupted(stop.sigval) from None
-        except (RendezvousError, ConnectionError) as error:
+        except (RendezvousError, DistNetworkError, DistStoreError) as error:
             raise self._no_meeting(error, node) from error
 
     def _environment(self) -> dict[str, str]:
-        added = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+        wanted = {"OMP_NUM_THREADS": "1"}
+        if self.config.nnodes == 1:  # then nobody on the network needs the ranks' ports
+            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+            if loopback is not None:
+                wanted |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
         return added if self.config.backend is None else added | {BACKEND_VARIABLE: self.config.backend}
 
     def _agent_config(self, node: Node, attempts: Any) -> Any:
@@ -172,16 +179,11 @@ class DistributedLauncher:
             min_nodes=config.nnodes,
             max_nodes=config.nnodes,
             nproc_per_node=config.nproc_per_node,
-            run_id=f"exogym-{uuid.uuid4().hex}" if config.nnodes == 1 else "exogym",
+            run_id=rendezvous.NAME,
             rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=config.endpoint,
-            rdzv_configs={
-                "node": node,
-                "is_host": config.node_rank == 0,
-                "join_timeout": config.start_timeout,
-                "read_timeout": config.start_timeout,
-            },
-            local_addr="localhost" if config.nnodes == 1 else rendezvous.own_address(config.address),
+            rdzv_configs={"node": node},
+            local_addr=config.address,
             max_restarts=config.max_restarts,
             monitor_interval=config.monitor_interval,
             logs_specs=attempts,
@@ -189,14 +191,26 @@ class DistributedLauncher:
         )
 
     def _no_meeting(self, error: Exception, node: Node) -> ExoGymError:
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
         config, cause = self.config, error.__cause__ or error
-        if node.attempt >= 0:
-            return TrainingError(f"the launcher of node 0, or the way to it, was lost: {cause}")
-        if config.node_rank == 0 and "EADDRINUSE" in str(cause):
+        if isinstance(cause, Refused):
+            return TrainingError(
+                f"{cause}: give {SECRET} the same text on all nodes, or another master_port= if that run goes on"
+            )
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number == errno.EADDRINUSE:
             return ArgumentError(
                 f"port {config.port} is taken on this machine: give another master_port=, the "
                 "same on all nodes (with one node, leave it out: a free one is found)"
             )
+        if number == errno.EADDRNOTAVAIL:
+            return ArgumentError(
+                f"master_addr={config.address!r} is the address of no interface of this machine: give one that is "
+                "(`ip addr`, macOS: ifconfig), or start this node as another than node_rank=0"
+            )
+        if node.attempt >= 0 and not isinstance(error, RendezvousTimeoutError):
+            return TrainingError(f"the nodes are not all there any more: {cause}")
         return TrainingError(
             f"not all of the nnodes={config.nnodes} nodes met at {config.endpoint} within "
             f"start_timeout={config.start_timeout} seconds: start the launcher on each with the same nnodes, "

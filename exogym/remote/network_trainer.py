@@ -19,6 +19,8 @@ from exogym.engine.wire import place
 from exogym.engine.world import local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
+from exogym.files import new_folder
+from exogym.launch.door import SECRET
 from exogym.metrics import Metric
 from exogym.network import Network
 from exogym.options import FitOptions, option_names
@@ -28,8 +30,8 @@ from exogym.remote.elastic import recovery as elastic
 from exogym.remote.elastic.member import seat
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
-from exogym.remote.launcher import SSHLauncher, from_here, new_folder
-from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, TOKEN, Part, join, same_start
+from exogym.remote.launcher import SSHLauncher, from_here
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 
@@ -120,6 +122,7 @@ class NetworkTrainer(Trainer):
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
+        on_nonfinite: str = "raise",
         network: Network | str | None = None,
         step_seconds: Any = None,
         timeline: bool = False,
@@ -133,6 +136,7 @@ class NetworkTrainer(Trainer):
         keep_checkpoints: int = 2,
         resume: bool = False,
         max_restarts: int = 0,
+        hang_s: float | None = 600.0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
@@ -212,7 +216,7 @@ class NetworkTrainer(Trainer):
         seats, given["max_restarts"] = sum(part.slots), 0
         assert part.roll is not None
         given["num_nodes"] = given["num_nodes"] or seats
-        with seat(*part.roll, part.rank, os.environ[TOKEN]) as member:
+        with seat(*part.roll, part.rank, os.environ[SECRET]) as member:
             if number > 1:
                 raise ArgumentError(ONE_FIT)
             if member.fresh and member.again and given["save_dir"] is None:

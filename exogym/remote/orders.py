@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from exogym.errors import ArgumentError
+from exogym.launch.door import SECRET
 from exogym.remote import ssh
 from exogym.remote.hosts import Host, HostsConfig
-from exogym.remote.world import DEVICE, FIRST_SEAT, ROLL, SEATS, TOKEN
+from exogym.remote.world import DEVICE, FIRST_SEAT, ROLL, SEATS
 
 SILENCE_S = 60.0  # a host that has heard nothing from the controller (or the roll call) for so long ends its part
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
@@ -28,6 +29,7 @@ class Order:
         words: what its Python is given, `-m exogym.launch ...`.
         folder: where it runs there; `~` stands for the home folder there.
         environment: added to the environment there.
+        alone: no other host takes part, so its processes talk over its loopback.
     """
 
     host: Host
@@ -35,11 +37,13 @@ class Order:
     words: list[str]
     folder: str
     environment: dict[str, str] = field(default_factory=dict)
+    alone: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return what `onhost/guard.py` is given."""
         return {
-            "words": self.words, "folder": self.folder, "environment": self.environment, "address": self.host.address,
+            "words": self.words, "folder": self.folder, "environment": self.environment,
+            "address": None if self.alone else self.host.address,
             "is_loopback": self.host.is_loopback, "silence_s": SILENCE_S, "stop_s": STOP_S,
         }  # fmt: skip
 
@@ -49,9 +53,10 @@ class Order:
             who = "the roll call"
         else:
             who = f"rank {self.ranks[0]}" + ("" if len(self.ranks) == 1 else f" to {self.ranks[-1]}")
-        shown = {name: "..." if name == TOKEN else shlex.quote(value) for name, value in self.environment.items()}
+        shown = {name: "..." if name == SECRET else shlex.quote(value) for name, value in self.environment.items()}
         variables = [f"{name}={value}" for name, value in shown.items()]
-        variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
+        if not self.alone:
+            variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
         return "\n".join(
             [
                 f"# {self.host.address}, {who}: onhost/guard.py on stdin, which runs:",
@@ -85,13 +90,14 @@ def orders(
     """
     found = []
     master, port = config.master, config.master_port
+    secret = {SECRET: secrets.token_hex(32)}
+    environment = environment | secret
     if min_hosts is not None:
         slots = ",".join(str(host.slots) for host in config.hosts)
-        token = {TOKEN: secrets.token_hex(16)}
-        environment = environment | token | {ROLL: f"{master.address} {port}", SEATS: slots}
+        environment = environment | {ROLL: f"{master.address} {port}", SEATS: slots}
         words = ["-m", "exogym.remote.elastic.rollcall", "--address", master.address, "--port", str(port)]
         words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
-        found.append(Order(master, range(0), words, master.path or project, token))
+        found.append(Order(master, range(0), words, master.path or project, secret))
     for index, host in enumerate(config.hosts):
         own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
         words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
@@ -105,7 +111,8 @@ def orders(
         words += ["--max_restarts", str(max_restarts), "--start_timeout", str(start_timeout_s)]
         words += ["-m", script] if module else [script]
         words += ["--", *args]
-        found.append(Order(host, config.ranks(index), words, host.path or project, own | environment))
+        alone = min_hosts is None and len(config.hosts) == 1
+        found.append(Order(host, config.ranks(index), words, host.path or project, own | environment, alone))
     return found
 
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from exogym.checkpoint import list_checkpoints
+from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
 from exogym.files import replacing
 
-ROLL, TOKEN, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_ROLL_TOKEN", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
+ROLL, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
@@ -105,7 +106,8 @@ def join(device: torch.device) -> None:
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
     store.set(f"exogym/own_gpu/{os.environ['RANK']}", "yes" if own else "no")
     all_own = all(store.get(f"exogym/own_gpu/{rank}") == b"yes" for rank in range(world))
-    dist.init_process_group("nccl" if all_own else "gloo")
+    with contextlib.nullcontext() if all_own else ports_closed_afterwards():
+        dist.init_process_group("nccl" if all_own else "gloo")
     atexit.register(_leave)
 
 

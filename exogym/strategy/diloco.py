@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
-from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_state
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Schedule, Scheduler, check_schedule
+from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 from exogym.strategy.strategy import Run
 
 
@@ -95,12 +96,17 @@ class DiLoCoCommunicator(PeriodicModule):
         self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
         self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
         self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)} | {"received": self.received}
-        self.outer_params = [
-            nn.Parameter(view[0], requires_grad=False)
+        named = {
+            slot.name: nn.Parameter(view[0], requires_grad=False)
             for block, theta in zip(fleet.blocks, self.theta, strict=True)
-            for _, view in block.views(theta)
-        ]
-        self.optimizer = self.outer.build(self.outer_params)
+            for slot, view in block.views(theta)
+        }
+        self.outer_params = list(named.values())
+        if self.outer.try_out(named, fleet.hidden):
+            raise ArgumentError(
+                f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
+            )
+        self.optimizer = self.outer.build(named, hidden=fleet.hidden)
         eta, rounds = float(self.optimizer.param_groups[0]["lr"]), self.round_of(run.total_steps) + 1
         self.outer_schedule = Schedule(self.outer_lr_scheduler, self.outer_warmup_rounds, rounds, eta)
 
@@ -120,8 +126,7 @@ class DiLoCoCommunicator(PeriodicModule):
         self._number_theta(fleet)
         for p, g in zip(self.outer_params, grads, strict=True):
             p.grad = g
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.outer_schedule.lr(self.round_of(step))
+        set_rates(self.optimizer, self.outer_schedule, self.round_of(step))
         self.optimizer.step()
         for p in self.outer_params:
             p.grad = None
@@ -153,6 +158,7 @@ class DiLoCoCommunicator(PeriodicModule):
         return [theta[0] for theta in self.theta]
 
     def save_state(self) -> dict[str, Tensor]:
+        forget_rates(self.optimizer)  # they follow from the round
         earlier = {f"earlier.{number}.{b}": x for number, theta in self.earlier.items() for b, x in enumerate(theta)}
         return self.shared_state | earlier | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import queue
-import socket
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from exogym import pulse
+from exogym.engine.sockets import Sockets, ports_closed_afterwards, shut, sockets
 from exogym.errors import WorkerError
+from exogym.launch.door import Refused, knock
+from exogym.launch.shelf import LineStore
 from exogym.progress import notice
 from exogym.remote.onhost.guard import TRY_AGAIN
 from exogym.remote.orders import SILENCE_S
 
+ROLL_CALL = "roll call"  # what one comes to its door for
 DONE = "done"  # why a run is over that has come to its end
 BEAT_S = 2.0
 RETRY_S, TRIES = 0.5, 5
@@ -37,7 +40,6 @@ class Epoch:
     Attributes:
         members, newcomers: seats; newcomers are members that know nothing yet.
         source: the seat whose state they take.
-        port: of the store at which the members meet.
     """
 
     number: int
@@ -45,7 +47,6 @@ class Epoch:
     step: int | None
     newcomers: list[int]
     source: int
-    port: int
 
 
 class Member:
@@ -61,24 +62,29 @@ class Member:
     """
 
     def __init__(
-        self, address: str, port: int, seat: int, token: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
+        self, address: str, port: int, seat: int, secret: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
     ):
-        self.address, self.seat, self.silence_s = address, seat, silence_s
+        self.seat, self.silence_s = seat, silence_s
         self.waiting = False
         self.cut: str | None = None  # why the roll call is out of reach
         self.group = Group()
         self._epochs: queue.Queue[Epoch | None] = queue.Queue()
         self._sending = threading.Lock()
-        self._socket = _connected(address, port, timeout_s)
-        self._file = self._socket.makefile("rb")
-        self._say({"say": "hello", "seat": seat, "token": token})
-        self._socket.settimeout(silence_s)
-        line = self._file.readline()
-        if not line:
+        try:
+            self._socket = knock(address, port, secret, ROLL_CALL, timeout_s)
+        except Refused as error:
             raise WorkerError(
-                f"the roll call at {address} port {port} refused rank {seat}: another run has that port; end "
-                "it, or give another master_port"
-            )
+                f"the roll call at {address} port {port} refused rank {seat}: {error}; end it, or give another "
+                "master_port"
+            ) from error
+        except OSError as error:
+            raise WorkerError(
+                f"the roll call at {address} port {port} does not answer within {timeout_s:g} s: {error}"
+            ) from error
+        self._file = self._socket.makefile("rb")
+        self._say({"say": "hello", "seat": seat})
+        self._socket.settimeout(silence_s)
+        line = self._heard()
         welcome = json.loads(line)
         self.fresh, self.again, self.over = welcome["fresh"], welcome["again"], welcome["over"]
         for work in (self._listen, self._beat):
@@ -89,6 +95,7 @@ class Member:
         """Whether the present epoch has ended, because someone is lost."""
         return self.cut is not None or self.group.has_ended
 
+    @pulse.waits
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Epoch:
         """Wait for the next epoch and join its process group; return it.
 
@@ -112,7 +119,7 @@ class Member:
             if epoch is None:
                 raise WorkerError(self.over or self.cut or "the roll call has ended")
             with contextlib.suppress(RuntimeError):  # torch's own errors of the network are such
-                self.group.join(self.address, epoch, self.seat)
+                self.group.join(LineStore(functools.partial(self._ask, epoch.number)), epoch, self.seat)
                 return epoch
             failed.append(epoch.members)
             if failed.count(epoch.members) >= TRIES:
@@ -135,12 +142,24 @@ class Member:
         """Say that the run has come to its end, of which all members know."""
         self._say({"say": "finished"})
 
+    def _heard(self) -> bytes:
+        try:
+            if line := self._file.readline():
+                return line
+            why = "it closed the connection"
+        except OSError as error:
+            why = str(error)
+        raise WorkerError(f"the roll call is lost before it said anything: {why}")
+
     def _say(self, what: dict[str, Any]) -> None:
         try:
             with self._sending:
                 self._socket.sendall(json.dumps(what).encode() + b"\n")
         except OSError as error:
             self._cut(f"the roll call cannot be reached: {error}")
+
+    def _ask(self, number: int, what: dict[str, Any]) -> None:
+        self._say(what | {"epoch": number})
 
     def _beat(self) -> None:
         while self.cut is None:
@@ -163,6 +182,8 @@ class Member:
             self.group.sever(said["number"])
         elif kind == "waiting":
             self.waiting = True
+        elif kind == "store":
+            self.group.hear(said)
         elif kind == "epoch":
             self._epochs.put(Epoch(**said))
         elif kind == "over":
@@ -177,7 +198,7 @@ class Member:
 
 
 @contextlib.contextmanager
-def seat(address: str, port: int, number: int, token: str) -> Iterator[Member]:
+def seat(address: str, port: int, number: int, secret: str) -> Iterator[Member]:
     """Take the seat `number`, and leave it at the end; end the process where nothing is to be done.
 
     Raises:
@@ -186,7 +207,7 @@ def seat(address: str, port: int, number: int, token: str) -> Iterator[Member]:
     """
     member = None
     try:
-        member = Member(address, port, number, token)
+        member = Member(address, port, number, secret)
         if member.over == DONE:
             notice("nothing is left to do here: the run has come to its end")
             raise SystemExit(0)
@@ -218,10 +239,11 @@ class Group:
         self._lock = threading.Lock()
         self._number = -1  # of the epoch that this process takes part in, or is about to
         self._ended = -1  # the last epoch that is known to have ended
-        self._before: set[tuple[int, int]] = set()
-        self._own: set[tuple[int, int]] | None = None
+        self._before: Sockets = set()
+        self._own: Sockets | None = None
+        self._store: LineStore | None = None  # in which the members meet
 
-    def join(self, address: str, epoch: Epoch, seat: int) -> None:
+    def join(self, store: LineStore, epoch: Epoch, seat: int) -> None:
         """Meet the other members of the epoch.
 
         Raises:
@@ -230,24 +252,29 @@ class Group:
         limit = threading.Timer(MEET_S, self.sever, [epoch.number])
         limit.start()
         try:
-            self._meet(address, epoch, seat)
+            self._meet(store, epoch, seat)
         finally:
             limit.cancel()
 
-    def _meet(self, address: str, epoch: Epoch, seat: int) -> None:
+    def _meet(self, store: LineStore, epoch: Epoch, seat: int) -> None:
         with self._lock:
-            self._before, self._own, self._number = _sockets(), None, epoch.number
+            self._before, self._own, self._number, self._store = sockets(), None, epoch.number, store
             if self._ended >= epoch.number:
                 raise RuntimeError("a member was lost")
-        store = dist.TCPStore(address, epoch.port, is_master=False, wait_for_workers=False)
         rank = epoch.members.index(seat)
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"epoch/{epoch.number}", store), rank=rank, world_size=len(epoch.members),
-            timeout=FOREVER,
-        )  # fmt: skip
-        dist.barrier()
+        with ports_closed_afterwards():
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(f"epoch/{epoch.number}", store), rank=rank,
+                world_size=len(epoch.members), timeout=FOREVER,
+            )  # fmt: skip
+            dist.barrier()
         with self._lock:
-            self._own = _sockets() - self._before
+            self._own = sockets() - self._before
+
+    def hear(self, said: dict[str, Any]) -> None:
+        """Take what the roll call answers to what the members ask of each other."""
+        if self._store is not None:
+            self._store.hear(said)
 
     def leave(self) -> None:
         """End the group."""
@@ -268,45 +295,8 @@ class Group:
             self._ended = max(self._ended, number)
             if not self.has_ended:
                 return
-            theirs = _sockets() - self._before
+            if self._store is not None:
+                self._store.fail("a member was lost")
+            theirs = sockets() - self._before
             for descriptor, inode in theirs if self._own is None else theirs & self._own:
-                _shut(descriptor, inode)
-
-
-def _connected(address: str, port: int, timeout_s: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            connection = socket.create_connection((address, port), timeout=max(RETRY_S, deadline - time.monotonic()))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise WorkerError(
-                    f"the roll call at {address} port {port} does not answer within {timeout_s:g} s: {error}"
-                ) from error
-        time.sleep(RETRY_S)
-
-
-def _sockets() -> set[tuple[int, int]]:
-    """Return (descriptor, inode) of the sockets that this process has."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    found = set()
-    for name in os.listdir(folder):
-        with contextlib.suppress(OSError, ValueError):
-            facts = os.fstat(int(name))
-            if stat.S_ISSOCK(facts.st_mode):
-                found.add((int(name), facts.st_ino))
-    return found
-
-
-def _shut(descriptor: int, inode: int) -> None:
-    """Shut down the connection, if the descriptor still is that socket; it stays open for who holds it."""
-    with contextlib.suppress(OSError):
-        double = socket.socket(fileno=os.dup(descriptor))
-        try:
-            if os.fstat(double.fileno()).st_ino == inode and double.family != socket.AF_UNIX:
-                double.getpeername()  # gloo does not survive the end of a socket that listens, which has no peer
-                double.shutdown(socket.SHUT_RDWR)
-        finally:
-            double.close()
+                shut(descriptor, inode)

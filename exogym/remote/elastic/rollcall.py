@@ -1,14 +1,17 @@
 """The roll call: decides who takes part in a run whose hosts may be lost and come back.
 
 `python -m exogym.remote.elastic.rollcall` runs on the master beside the training processes. Each process (a seat) keeps
-one connection to it, on which both sides send lines of JSON:
+one connection to it, which came through a `Door`, so that both know that the other belongs to this run. On it both
+sides send lines of JSON:
 
-    seat -> {"say": "hello", "seat", "token"}    {"say": "beat"}
+    seat -> {"say": "hello", "seat"}    {"say": "beat"}
             {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
             {"say": "ready", "kind": "fresh" | "alone" | "member", "anchors": [steps], "planned": bool}
     roll -> {"hear": "welcome", "fresh", "again", "over"}    {"hear": "beat"}    {"hear": "waiting"}
-            {"hear": "epoch", "number", "members", "step", "newcomers", "source", "port"}
+            {"hear": "epoch", "number", "members", "step", "newcomers", "source"}
             {"hear": "lost", "number": of the epoch that has ended}    {"hear": "over", "why"}
+
+and, while the members of an epoch connect to each other, what a `Shelf` is asked and answers, with the epoch's number.
 
 An epoch is the time in which the same seats train together. It ends when a host is lost: its connections close, or are
 silent for `silence_s`. Then all others are told, say "ready" with the steps to which they can go back, and the next
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hmac
+import functools
 import json
 import os
 import selectors
@@ -31,25 +34,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore
-
-from exogym.remote.elastic.member import DONE
+from exogym.launch.door import SECRET, Door, listen
+from exogym.launch.shelf import Shelf
+from exogym.remote.elastic.member import DONE, ROLL_CALL
 from exogym.remote.orders import SILENCE_S
-from exogym.remote.world import TOKEN
 
 GATHER_S = 60.0  # after a total loss, how long those who are back wait for the others
 LOOK_S = 0.2
-LONGEST_LINE, LONGEST_NAME = 1 << 16, 1 << 10  # bytes, of a seat and of who has not said which it is
-NAME_S, MOST_UNNAMED = 10.0, 256
+NAME_S, SEND_S = 10.0, 10.0
+LONGEST_LINE = 1 << 20  # bytes
 
 
 @dataclass(eq=False)
 class Line:
-    """A connection."""
+    """A connection of one of ours, which has yet to say who it is where `seat` is None."""
 
     connection: socket.socket
     heard: float
@@ -76,7 +77,6 @@ class Roll:
     slots: Sequence[int]
     min_hosts: int
     gather_s: float
-    port: int = 0
     members: set[int] = field(default_factory=set)
     there: set[int] = field(default_factory=set)
     lost: bool = False  # whether a member was lost since the epoch began
@@ -191,7 +191,7 @@ class Roll:
             members,
             {
                 "hear": "epoch", "number": self.epoch, "members": members, "step": step, "newcomers": newcomers,
-                "source": source, "port": self.port,
+                "source": source,
             },
         )  # fmt: skip
         for seat in members:
@@ -233,32 +233,25 @@ class Server:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, roll: Roll, address: str, port: int, token: str, silence_s: float = SILENCE_S):
-        self.roll, self.token, self.silence_s = roll, token, silence_s
-        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        self.listener = socket.socket(family, kind)
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.listener.bind(place)
-        self.listener.listen(128)
-        self.port = self.listener.getsockname()[1]
-        self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        roll.port = self.store.port
+    def __init__(self, roll: Roll, address: str, port: int, secret: str, silence_s: float = SILENCE_S):
+        self.roll, self.silence_s = roll, silence_s
+        listener = listen(address, port)
+        self.selector = selectors.DefaultSelector()
+        self.door = Door(self.selector, listener, secret, {ROLL_CALL: self._welcome})
+        self.port = self.door.port
         self.stopping = False
         self.lines: dict[int, Line] = {}
-        self.unnamed: set[Line] = set()  # connections that have not said who they are
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.unnamed: set[Line] = set()  # those of ours that have not said who they are
+        self._shelf, self._shelf_of = Shelf[Line](), -1  # where the members of that epoch meet
 
     def serve(self) -> None:
         """Serve until the run has come to its end, or `stopping` is set, and all have left."""
         try:
             while self.lines or not (self.stopping or self.roll.over == DONE):
                 for key, _ in self.selector.select(LOOK_S):
-                    if key.fileobj is self.listener:
-                        self._accept()
-                    else:
-                        self._hear(key.data)
+                    key.data()
                 now = time.monotonic()
+                self.door.tidy()
                 for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
                     self._lose(line, f"has not been heard for {self.silence_s:g} s")
                 for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
@@ -268,29 +261,23 @@ class Server:
         finally:
             for line in [*self.lines.values(), *self.unnamed]:
                 self._close(line)
+            self.door.close()
             self.selector.close()
-            self.listener.close()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self.listener.accept()
-        except OSError:  # gone again, or too many
-            return
-        if len(self.unnamed) >= MOST_UNNAMED:
-            connection.close()
-            return
-        connection.settimeout(10.0)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_S)
         line = Line(connection, time.monotonic())
         self.unnamed.add(line)
-        self.selector.register(connection, selectors.EVENT_READ, line)
+        self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, line))
 
     def _hear(self, line: Line) -> None:
+        if line not in self.unnamed and (line.seat is None or self.lines.get(line.seat) is not line):
+            return  # it was closed by what another one said
         try:
             data = line.connection.recv(1 << 16)
         except OSError:
             data = b""
-        if not data or len(line.rest) + len(data) > (LONGEST_NAME if line.seat is None else LONGEST_LINE):
+        if not data or len(line.rest) + len(data) > LONGEST_LINE:
             self._lose(line, "is gone")
             return
         if line.seat is not None:
@@ -307,7 +294,7 @@ class Server:
     def _take(self, line: Line, said: dict[str, Any]) -> None:
         if line.seat is None:
             seat = said["seat"]
-            if not hmac.compare_digest(str(said["token"]), self.token) or seat not in range(self.roll.seats):
+            if seat not in range(self.roll.seats):
                 self._close(line)
                 return
             if seat in self.lines:
@@ -318,6 +305,8 @@ class Server:
             self._send(line, self.roll.hello(seat))
         elif said["say"] == "beat":
             self._send(line, {"hear": "beat"})
+        elif said["say"] == "store":
+            self._ask_shelf(line, said)
         elif said["say"] == "ready":
             self.roll.ready(line.seat, said, time.monotonic())
         elif said["say"] == "training":
@@ -326,6 +315,15 @@ class Server:
             self.roll.stopped()
         elif said["say"] == "finished":
             self.roll.finished()
+
+    def _ask_shelf(self, line: Line, said: dict[str, Any]) -> None:
+        if said["epoch"] != self.roll.epoch or line.seat not in self.roll.members:
+            return  # it is told, or was, that its epoch has ended
+        if self._shelf_of != self.roll.epoch:
+            self._shelf, self._shelf_of = Shelf(), self.roll.epoch
+        for other, what in self._shelf.take(line, said):
+            if other in self.lines.values():  # and has not gone meanwhile
+                self._send(other, what)
 
     def _lose(self, line: Line, why: str) -> None:
         self._close(line)
@@ -376,7 +374,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     roll = Roll([int(count) for count in given.slots.split(",")], given.min_hosts, given.start_timeout)
     try:
-        server = Server(roll, given.address, given.port, os.environ[TOKEN])
+        server = Server(roll, given.address, given.port, os.environ[SECRET])
     except OSError as error:
         sys.exit(f"the roll call cannot listen at {given.address} port {given.port}: {error}; give another master_port")
 

@@ -174,12 +174,12 @@ QUESTIONS: dict[str, Any] = {
 
 
 def _listen(listening: list[socket.socket], address: str, port: int) -> dict[str, Any]:
-    """Listen on `port` (0: any free one) of all addresses of this host, as the meeting and gloo will; say which."""
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    """Listen on `port` (0: any free one) of that address alone, as the meeting and gloo will; say which."""
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("", port))
+        listener.bind(place)
         listener.listen(64)
     except OSError as error:
         listener.close()

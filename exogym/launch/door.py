@@ -1,0 +1,231 @@
+"""Who may speak: a listener on one address, and a check of the run's secret before anything else is read.
+
+Both ends prove that they know the secret, and neither says it:
+
+    door  -> guest  32 bytes, drawn at random
+    guest -> door   32 bytes, drawn at random; HMAC-SHA256(secret, "guest", service, both draws)
+    door  -> guest  HMAC-SHA256(secret, "door", service, both draws), or 32 zero bytes where the guest's proof is wrong
+
+A guest has a few seconds for that. Where too many stand at the door, the one that came first leaves, and knocks again
+if it is one of ours: it needs the door for the time of one answer only, a stranger that says nothing for all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+SECRET = "EXOGYM_SECRET"  # the variable that holds it
+SIZE = 32
+REFUSAL = bytes(SIZE)
+NAME_S = 10.0  # for a guest to prove itself
+MOST_UNNAMED, MOST_OF_ONE_ADDRESS = 256, 64
+AT_ONCE = 64  # guests that are let in before others are looked after
+BACKLOG = 1024
+RETRY_S, TRY_S = 0.1, 10.0
+KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}  # three minutes of silence end a connection
+
+
+class Refused(ConnectionError):
+    """Who listens there has another secret, or none."""
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on `address` alone, at `port` (0: a free one).
+
+    >>> with listen("127.0.0.1") as listener:
+    ...     listener.getsockname()[0]
+    '127.0.0.1'
+
+    Raises:
+        OSError: the address is of another machine, or the port is taken.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
+    """Return what only who knows the secret can say of the draws of both ends."""
+    return hmac.new(secret.encode(), f"exogym {who} {service}\n".encode() + drawn, "sha256").digest()
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has not proved anything yet."""
+
+    connection: socket.socket
+    address: str
+    drawn: bytes
+    came: float
+    said: bytes = b""
+
+
+class Door:
+    """Lets in those who know `secret`, in the loop of `selector`, whose keys hold what is to be called.
+
+    Args:
+        listener: what they connect to; the door closes it.
+        services: what is called with the connection of each guest that has proved itself, by what it came for.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listener: socket.socket,
+        secret: str,
+        services: Mapping[str, Callable[[socket.socket], None]],
+    ):
+        self.selector, self.listener, self.secret, self.services = selector, listener, secret, services
+        self.port: int = listener.getsockname()[1]
+        self._guests: dict[_Guest, None] = {}  # in the order in which they came
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._open)
+
+    def tidy(self) -> None:
+        """Send those away who have stood there for too long."""
+        late = time.monotonic() - NAME_S
+        for guest in [guest for guest in self._guests if guest.came < late]:
+            self._send_away(guest)
+
+    def close(self) -> None:
+        """Send all away who have not proved themselves, and listen no more."""
+        for guest in list(self._guests):
+            self._send_away(guest)
+        self.selector.unregister(self.listener)
+        self.listener.close()
+
+    def _open(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                connection, place = self.listener.accept()
+            except OSError:  # none is left, or it has gone again
+                return
+            guest = _Guest(connection, str(place[0]), secrets.token_bytes(SIZE), time.monotonic())
+            self._make_room(guest.address)
+            connection.setblocking(False)
+            self._guests[guest] = None
+            self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, guest))
+            self._say(guest, guest.drawn)
+
+    def _make_room(self, address: str) -> None:
+        alike = [guest for guest in self._guests if guest.address == address]
+        if len(alike) >= MOST_OF_ONE_ADDRESS:
+            self._send_away(alike[0])
+        elif len(self._guests) >= MOST_UNNAMED:
+            self._send_away(next(iter(self._guests)))
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            data = guest.connection.recv(2 * SIZE - len(guest.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        guest.said += data
+        if not data:
+            self._send_away(guest)
+        elif len(guest.said) == 2 * SIZE:
+            self._judge(guest)
+
+    def _judge(self, guest: _Guest) -> None:
+        drawn, given = guest.drawn + guest.said[:SIZE], guest.said[SIZE:]
+        for service, welcome in self.services.items():
+            if hmac.compare_digest(given, proof(self.secret, "guest", service, drawn)):
+                if self._say(guest, proof(self.secret, "door", service, drawn)):
+                    del self._guests[guest]
+                    self.selector.unregister(guest.connection)
+                    guest.connection.setblocking(True)
+                    make_lively(guest.connection)
+                    welcome(guest.connection)
+                return
+        self._say(guest, REFUSAL)
+        self._send_away(guest)
+
+    def _say(self, guest: _Guest, data: bytes) -> bool:
+        """Send a few bytes, for which there is room in a connection where nothing was sent yet."""
+        try:
+            if guest.connection.send(data) == len(data):
+                return True
+        except OSError:
+            pass
+        self._send_away(guest)
+        return False
+
+    def _send_away(self, guest: _Guest) -> None:
+        if guest in self._guests:
+            del self._guests[guest]
+            self.selector.unregister(guest.connection)
+            guest.connection.close()
+
+
+def knock(address: str, port: int, secret: str, service: str, timeout_s: float) -> socket.socket:
+    """Return a connection to the door at `address` and `port`, once both ends have proved that they know the secret.
+
+    Tries again, until `timeout_s` have passed, where nobody answers or the connection is lost before that.
+
+    Raises:
+        Refused: one of the ends does not know the secret.
+        ConnectionError: nobody answered in time; it carries the last reason.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _knock(address, port, secret, service, min(TRY_S, max(RETRY_S, deadline - time.monotonic())))
+        except Refused:
+            raise
+        except OSError as error:
+            if time.monotonic() + RETRY_S > deadline:
+                raise ConnectionError(str(error)) from error
+        time.sleep(RETRY_S)
+
+
+def _knock(address: str, port: int, secret: str, service: str, try_s: float) -> socket.socket:
+    connection = socket.create_connection((address, port), timeout=try_s)
+    try:
+        make_lively(connection)
+        theirs, own = _exactly(connection), secrets.token_bytes(SIZE)
+        connection.sendall(own + proof(secret, "guest", service, theirs + own))
+        said = _exactly(connection)
+        if not hmac.compare_digest(said, proof(secret, "door", service, theirs + own)):
+            raise Refused(f"{address} port {port} belongs to another run, which has another secret")
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
+
+
+def _exactly(connection: socket.socket) -> bytes:
+    found = b""
+    while len(found) < SIZE:
+        data = connection.recv(SIZE - len(found))
+        if not data:
+            raise ConnectionResetError("the connection was closed before both ends knew each other")
+        found += data
+    return found
+
+
+def make_lively(connection: socket.socket) -> None:
+    """Send small messages at once, and notice after some minutes that the other end is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

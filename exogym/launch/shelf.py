@@ -1,0 +1,186 @@
+"""A store of keys and values for those who know each other: torch's interface at one end, lines of JSON between.
+
+torch's own `TCPStore` answers whoever reaches its port. Here questions and answers travel over a connection that came
+through a `Door`:
+
+    {"say": "store", "id", "do": "set" | "add" | "get" | "check" | "delete" | "swap" | "count", "keys": [...], ...}
+    {"hear": "store", "id", "is": the answer}
+
+Values travel as base64. A "get" is answered once all its keys are there.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+Who = TypeVar("Who")
+
+
+class Shelf(Generic[Who]):
+    """The keys and values, where they are kept; knows no sockets.
+
+    >>> shelf = Shelf()
+    >>> shelf.take("a", {"id": 7, "do": "get", "keys": ["x"]})
+    []
+    >>> shelf.take("b", {"id": 1, "do": "set", "keys": ["x"], "values": ["eA=="]})
+    [('b', {'hear': 'store', 'id': 1, 'is': None}), ('a', {'hear': 'store', 'id': 7, 'is': ['eA==']})]
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self._waiting: list[tuple[Who, int, list[str]]] = []
+
+    def take(self, who: Who, said: dict[str, Any]) -> list[tuple[Who, dict[str, Any]]]:
+        """Do what `who` asks; return what is to be told to whom.
+
+        Raises:
+            ValueError, KeyError, TypeError: nobody understands it.
+        """
+        number, keys = int(said["id"]), [str(key) for key in said["keys"]]
+        if said["do"] == "get":
+            answered = []
+            self._waiting.append((who, number, keys))
+        else:
+            answered = [(who, _answer(number, self._do(said["do"], keys, said)))]
+        waiting, self._waiting = self._waiting, []
+        for entry in waiting:
+            if all(key in self.values for key in entry[2]):
+                answered.append((entry[0], _answer(entry[1], [self.values[key] for key in entry[2]])))
+            else:
+                self._waiting.append(entry)
+        return answered
+
+    def leave(self, who: Who) -> None:
+        """`who` waits for nothing any more."""
+        self._waiting = [entry for entry in self._waiting if entry[0] != who]
+
+    def _do(self, do: str, keys: list[str], said: dict[str, Any]) -> Any:
+        if do == "set":
+            self.values.update(zip(keys, map(str, said["values"]), strict=True))
+            return None
+        if do == "check":
+            return all(key in self.values for key in keys)
+        if do == "count":
+            return len(self.values)
+        (key,) = keys
+        if do == "add":
+            total = int(unpacked(self.values.get(key, "MA=="))) + int(said["by"])
+            self.values[key] = packed(str(total))
+            return total
+        if do == "delete":
+            return self.values.pop(key, None) is not None
+        if do == "swap":
+            if self.values.get(key, "") == said["old"]:
+                self.values[key] = str(said["new"])
+            return self.values.get(key, said["old"])
+        raise ValueError(f"{do!r} is nothing that a store does")
+
+
+def _answer(number: int, value: Any) -> dict[str, Any]:
+    return {"hear": "store", "id": number, "is": value}
+
+
+def packed(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def unpacked(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+class LineStore(dist.Store):
+    """torch's interface to a `Shelf` at the other end of a line.
+
+    Args:
+        say: sends a question there. What is heard from there is given to `hear`, in another thread.
+
+    All calls raise torch's DistNetworkError once the line has failed, its DistStoreError where they wait for too long.
+    """
+
+    def __init__(self, say: Callable[[dict[str, Any]], None]):
+        super().__init__()
+        self._send, self._numbers, self._lock = say, itertools.count(), threading.Lock()
+        self._open: dict[int, Future[Any]] = {}
+        self._failed: str | None = None
+
+    # The line
+
+    def hear(self, said: dict[str, Any]) -> None:
+        """Take an answer."""
+        with self._lock:
+            asked = self._open.pop(said["id"], None)
+        if asked is not None:
+            asked.set_result(said["is"])
+
+    def fail(self, why: str) -> None:
+        """The line is lost: whoever waits for an answer, or asks from now on, gets an error."""
+        with self._lock:
+            self._failed = self._failed or why
+            lost, self._open = list(self._open.values()), {}
+        for asked in lost:
+            asked.set_exception(dist.DistNetworkError(why))
+
+    def later(self, do: str, keys: Sequence[str], **more: Any) -> Future[Any]:
+        """Ask; return where the answer will be."""
+        asked: Future[Any] = Future()
+        with self._lock:
+            number, failed = next(self._numbers), self._failed
+            if failed is None:
+                self._open[number] = asked
+        if failed is None:
+            self._send({"say": "store", "id": number, "do": do, "keys": list(keys), **more})
+        else:
+            asked.set_exception(dist.DistNetworkError(failed))
+        return asked
+
+    def _ask(self, do: str, keys: Sequence[str], timeout: timedelta | None = None, **more: Any) -> Any:
+        limit_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]  # torch's stubs lack it
+        try:
+            return self.later(do, keys, **more).result(limit_s)
+        except TimeoutError:
+            raise dist.DistStoreError(f"waited for {', '.join(keys)} for {limit_s:g} s") from None
+
+    # What torch calls
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], values=[packed(value)])
+
+    def get(self, key: str) -> bytes:
+        return unpacked(self._ask("get", [key])[0])
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask("add", [key], by=value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask("get", keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]))
+
+    def num_keys(self) -> int:
+        return int(self._ask("count", []))
+
+    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return unpacked(self._ask("swap", [key], old=packed(expected), new=packed(desired)))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [unpacked(text) for text in self._ask("get", keys)]
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        self._ask("set", keys, values=[packed(value) for value in values])
+
+    def has_extended_api(self) -> bool:
+        return False
