@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from exogym.async_driver import AsyncDriver
 from exogym.balance import Balance
+from exogym.callbacks import Callback
 from exogym.checkpoint_files import Snapshot
 from exogym.communicator import Wire
 from exogym.data.stream import Stream, is_factory
@@ -140,6 +141,9 @@ def _assemble(
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
+        for callback in options.callbacks:
+            if snapshot is None and isinstance(callback, Callback):
+                callback.load_state({})
         if snapshot is not None:
             agree(wire, snapshot, lambda: restore(loop, snapshot))
             for complaint in complaints if wire.is_main else []:

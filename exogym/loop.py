@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exogym import pulse
-from exogym.callbacks import Every
+from exogym.callbacks import Callback
 from exogym.checkpoint import save
 from exogym.errors import Stopped
 from exogym.faults import Attendance
@@ -272,6 +272,22 @@ class TrainingLoop:
         values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
         return self._known_to_all(values)
 
+    def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate parameters, (P,) per block, and buffers on the validation set, in this process; {} without one."""
+        return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+
+    def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["average", None])
+        return self.model_of(None)
+
+    def rows(self) -> list[Tensor]:
+        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded."""
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["rows", None])
+        return [self.wire.rows(block.params, range(self.fleet.num_nodes)) for block in self.fleet.blocks]
+
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
         return values if self.wire.forked else self.wire.tell(values)
@@ -304,7 +320,7 @@ class TrainingLoop:
         ]
         if self.evaluator is not None and plan.val_interval is None:
             intervals.append(plan.steps_per_epoch)
-        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Every)]
+        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
         ends += [(step // n + 1) * n for n in intervals if n]
         if plan.max_stretch is not None:
             ends.append(step + plan.max_stretch)
@@ -320,7 +336,7 @@ class TrainingLoop:
         """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
         if step == self.plan.total_steps or self._evaluation_due(step):
             return True
-        return any(isinstance(callback, Every) and self._due(callback.steps, step) for callback in self.callbacks)
+        return any(isinstance(callback, Callback) and self._due(callback.steps, step) for callback in self.callbacks)
 
     def _measure_apart(self) -> None:
         """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
@@ -374,9 +390,10 @@ class TrainingLoop:
         self.wire.tell(["go on", self.stopped])
 
     def _is_due(self, callback: Callable[[Any], Any], every: bool) -> bool:
-        if isinstance(callback, Every):
-            return every and self._due(callback.steps)
-        return self.evaluated_at == self.step
+        is_evaluated = self.evaluated_at == self.step
+        if not isinstance(callback, Callback):
+            return is_evaluated
+        return (every and self._due(callback.steps)) or (callback.at_evaluations and is_evaluated)
 
     def beat(self) -> None:
         """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
@@ -390,6 +407,10 @@ class TrainingLoop:
                 self.evaluate(value)
             elif wish == "save":
                 self.save()
+            elif wish == "average":
+                self.average()
+            elif wish == "rows":
+                self.rows()
             else:
                 self.stopped = value
                 return

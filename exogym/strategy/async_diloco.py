@@ -152,9 +152,10 @@ class AsyncDiLoCoStrategy(Strategy):
     One step of the fleet is N local steps, whoever takes them. The evaluation model is theta. Every node draws from its
     own share of the data, and a fast one more of it. Memory: a node costs one row more, the theta it pulled.
 
-    Steps taken since a node's last push are pushed at the end of training (`final_sync`). Changing buffers travel
-    along: the server's are moved towards the mean of n nodes that pull together by n/N. Planned faults and
-    compute="vmap" are refused.
+    Steps taken since a node's last push are pushed at the end of training (`final_sync`). These rounds are half done,
+    but a period that they complete takes the whole step along the momentum, so the loss may jump there. Changing
+    buffers travel along: the server's are moved towards the mean of n nodes that pull together by n/N. Planned faults
+    and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)
