@@ -47,6 +47,7 @@ FLOORS: list[set[str]] = [
         "placement",
         "speeds",
         "finite",
+        "attributes",
     },
     {
         "trainer",

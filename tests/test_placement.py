@@ -394,6 +394,8 @@ def test_loggers_and_what_is_printed(tmp_path, capfd):
 class Trouble(nn.Module):
     """The plain model, but from the third training step on `act()` is called in the process chosen."""
 
+    shared_attributes = ("calls",)
+
     def __init__(self, act, elsewhere=True):
         super().__init__()
         self.inner, self.act = plain_model(), act

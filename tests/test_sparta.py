@@ -298,6 +298,16 @@ def test_32_bits_are_no_quantisation() -> None:
     same(fine.rows, run.rows, 1e-2)
 
 
+def test_buffers_stay_local_and_are_averaged_once_at_the_end() -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    run = train(SPARTAStrategy("sgd", 0.5, lr=0.01), model=model)
+    means = run.buffers["1.running_mean"]
+    assert not torch.equal(means[0], means[1]) and not [event for event in run.events if event.tag == "buffers"]
+    ended = train(SPARTAStrategy("sgd", 0.5, lr=0.01), model=model, final_sync=True)
+    assert torch.equal(ended.buffers["1.running_mean"], means.mean(0).expand(4, -1))
+    assert len([event for event in ended.events if event.tag == "buffers"]) == len(ended.buffers) == 3
+
+
 # Bytes
 
 

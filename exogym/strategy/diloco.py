@@ -8,7 +8,8 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
     theta_i <- theta                                # for all i
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
-tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1) and no momentum this is FedAvg.
+tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1), no momentum and the same
+weighting this is FedAvg.
 
 With absent nodes: Delta is the mean over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
 none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
