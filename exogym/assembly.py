@@ -173,7 +173,7 @@ def workplace(
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
-    worker.probe(first_batch)
+    worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
     undo.callback(worker.go_home)
     return stream, worker, first_batch

@@ -446,6 +446,8 @@ def test_no_worker_of_the_data_loader_outlives_the_run(given):
 class Interrupting(nn.Module):
     """Ctrl-C in the middle of a stretch of node 1."""
 
+    shared_attributes = ("calls",)
+
     def __init__(self):
         super().__init__()
         self.out, self.calls = nn.Linear(6, 2), 0

@@ -129,7 +129,7 @@ class Communicator:
         """
         share = self.share(range(self.num_nodes))
         if share is not None:
-            x[0, start:stop].mul_(share[self.ranks[0]].to(x))
+            x[0, start:stop].mul_(float(share[self.ranks[0]]))  # a number is not rounded to half precision
         self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
 
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
