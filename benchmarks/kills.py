@@ -1,11 +1,12 @@
-"""Runs killed with kill -9 at random moments, gone on with until they are done, and held to the undisturbed run.
+"""Runs killed at random moments, gone on with until they are done, and held to the undisturbed run.
 
-    python benchmarks/kills.py --kills 200 --seed 0    about three minutes
+    python benchmarks/kills.py --kills 200 --seed 0    about five minutes
 
-Four nodes of a small model train under DiLoCo, with a checkpoint every few steps, in one, two or three processes,
-drawn anew at each start. A kill hits the main process, another one, or all at once, at a random moment or while a
-checkpoint is being written. After each kill nothing of the run may be left: no process, and no checkpoint by its name
-that is not whole. Each run that comes to its end must have the weights and the history of an undisturbed one.
+Four nodes of a small model train under one of `METHODS`, with a checkpoint every few steps, in one, two or three
+processes, drawn anew at each start. A signal of `SIGNALS`, or two of them one soon after the other, hits the main
+process, another one, or all at once, at a random moment or while a checkpoint is being written. After each nothing of
+the run may be left: no process, and no checkpoint by its name that is not whole. Each run that comes to its end must
+have the weights and the history of an undisturbed one.
 
 Runs are forked from this process, which has torch imported; each leads a session of its own, by which what is left
 of it is found. Only processes of these sessions are killed. Exits with 1 if anything was wrong.
@@ -25,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +36,54 @@ from torch import nn
 from exogym import LocalTrainer
 from exogym.checkpoint import list_checkpoints, load
 from exogym.errors import CheckpointError, WorkerError
-from exogym.strategy import DiLoCoStrategy
+from exogym.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 
 KINDS = ("the main process", "another process", "all of them")
-STEPS, WORKER_GONE = 60, 3
-PATIENCE_S, LONGEST_S = 5.0, 60.0  # for what is left of a killed run to vanish; for a run to end by itself
+SIGNALS = {
+    "SIGKILL": (signal.SIGKILL,),
+    "SIGTERM": (signal.SIGTERM,),
+    "SIGINT": (signal.SIGINT,),
+    "SIGTERM twice": (signal.SIGTERM, signal.SIGTERM),
+    "SIGINT twice": (signal.SIGINT, signal.SIGINT),
+    "SIGINT, SIGTERM": (signal.SIGINT, signal.SIGTERM),
+}
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "DiLoCo": (lambda: DiLoCoStrategy(lr=0.02, H=7), {}),
+    "DiLoCo, DataLoader workers": (
+        lambda: DiLoCoStrategy(lr=0.02, H=7), {"dataloader_kwargs": {"num_workers": 1}, "data": "read one by one"},
+    ),
+    "SPARTA 8-bit": (lambda: SPARTAStrategy(lr=0.02, p_sparta=0.2, quantization_bits=8), {}),
+    "FedAvg, sampled": (lambda: FedAvgStrategy("adamw", lr=0.02, H=5, client_fraction=0.5), {}),
+    "DeMo": (lambda: DeMoStrategy(lr=0.01, compression_topk=4, compression_chunk=8), {}),
+}  # fmt: skip
+STEPS, WORKER_GONE, STOPPED = 60, 3, 4
+# For what is left of a killed run to vanish (a DataLoader's worker looks for its parent every 5 s); for a run to end
+# by itself; between two signals at most.
+PATIENCE_S, LONGEST_S, LONGEST_GAP_S = 10.0, 60.0, 0.05
 TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
 MOST_STARTS = 60
 
 
-def train(folder: Path, processes: int) -> None:
+def train(folder: Path, method: str, processes: int) -> None:
     """Go on with the run of `folder`, or start it; leave what it ended in there."""
     model, data = small_problem()
+    make, options = METHODS[method]
+    if options:
+        data = list(zip(*data.tensors, strict=True))  # what is read at once needs no workers
+    options = {name: value for name, value in options.items() if name != "data"}
     trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
     trainer.fit(
-        DiLoCoStrategy(lr=0.02, H=7), num_nodes=4, max_steps=STEPS, batch_size=8, device="cpu", val_interval=10,
+        make(), num_nodes=4, max_steps=STEPS, batch_size=8, device="cpu", val_interval=10,
         processes=processes, save_dir=folder / "run", checkpoint_interval=3, resume=True,
+        **options,
     )  # fmt: skip
     history = [{name: value for name, value in row.items() if name not in TIMED} for row in trainer.history]
     (folder / "part").write_text(json.dumps([fingerprint(model), history]))
     (folder / "part").rename(folder / "result")
 
 
-def start(folder: Path, processes: int) -> int:
+def start(folder: Path, method: str, processes: int) -> int:
     """Fork a process that trains, in a session of its own; return its number."""
     pid = os.fork()
     if pid:
@@ -65,8 +91,10 @@ def start(folder: Path, processes: int) -> int:
     code = 1
     try:
         os.setsid()
-        train(folder, processes)
+        train(folder, method, processes)
         code = 0
+    except (KeyboardInterrupt, SystemExit):
+        code = STOPPED
     except WorkerError:
         code = WORKER_GONE
     except BaseException:
@@ -91,90 +119,98 @@ class Trial:
     """One run after another, and what became of them.
 
     Attributes:
-        kills: by (which process, whether aimed at the writing of a checkpoint); `torn`: those of them that left a
-            half-written checkpoint; `layouts`: kills by number of processes.
+        kills: by (signals, which process); `torn`: those of them that left a half-written checkpoint; `aimed`: how
+            many were aimed at the writing of a checkpoint; `layouts`: kills by method and number of processes.
         wrong: what must not happen, in words.
     """
 
     def __init__(self, seed: int, base: Path):
         self.draw, self.base = random.Random(seed), base
-        self.kills: Counter[tuple[str, bool]] = Counter()
-        self.torn: Counter[tuple[str, bool]] = Counter()
-        self.layouts: Counter[int] = Counter()
+        self.kills: Counter[tuple[str, str]] = Counter()
+        self.torn: Counter[tuple[str, str]] = Counter()
+        self.layouts: Counter[tuple[str, int]] = Counter()
+        self.aimed = 0
+        self.wanted: dict[str, Any] = {}
+        self.run_s: dict[str, float] = {}
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.slowest_s = 0.0
 
     def reference(self) -> None:
         """Train undisturbed, in this process, so that runs find all of torch imported; remember how long it takes."""
-        for name in ("first", "undisturbed"):
-            (folder := self.base / name).mkdir()
-            before = time.monotonic()
-            train(folder, 1)
-            self.run_s = time.monotonic() - before
-        self.wanted = self.result(folder)
+        for method in METHODS:
+            for number in range(2):
+                (folder := self.base / f"{method} {number}").mkdir()
+                before = time.monotonic()
+                train(folder, method, 1)
+                self.run_s[method] = time.monotonic() - before
+            self.wanted[method] = self.result(folder)
 
     def result(self, folder: Path) -> Any:
         return json.loads((folder / "result").read_text())
 
     def run(self, most_kills: int) -> None:
         """Take one run to its end through kills, so many at most in all."""
+        method = list(METHODS)[self.seen["runs"] % len(METHODS)]
         folder = self.base / f"run {self.seen['runs']}"
         folder.mkdir()
         for _ in range(MOST_STARTS):
             processes = self.draw.choice((1, 2, 3))
             aimed = self.draw.random() < 0.4
-            pid = start(folder, processes)
-            killed = None
+            pid = start(folder, method, processes)
+            killed, name = None, self.draw.choice(list(SIGNALS))
             if sum(self.kills.values()) < most_kills:
-                self.wait_for_moment(folder / "run", aimed)
-                killed = self.kill(pid, self.draw.choice(KINDS))
+                self.wait_for_moment(folder / "run", self.run_s[method], aimed)
+                killed = self.kill(pid, self.draw.choice(KINDS), SIGNALS[name])
             code = self.wait(pid)
-            self.look_around(pid, folder / "run", f"killed: {killed}, of {processes}")
+            self.look_around(pid, folder / "run", f"{name} to {killed}, of {processes}, {method}")
             if killed:
-                self.kills[killed, aimed] += 1
-                self.layouts[processes] += 1
-                self.torn[killed, aimed] += any((folder / "run").glob(".step_*.tmp"))
+                self.kills[name, killed] += 1
+                self.aimed += aimed
+                self.layouts[method, processes] += 1
+                self.torn[name, killed] += any((folder / "run").glob(".step_*.tmp"))
             if code == 0:
                 self.seen["runs"] += 1
-                if self.result(folder) != self.wanted:
+                if self.result(folder) != self.wanted[method]:
                     self.seen["wrong bits"] += 1
                     self.wrong.append(f"{folder} ended in other bits or another history")
                 else:
                     shutil.rmtree(folder)
                 return
-            if code not in (-signal.SIGKILL, WORKER_GONE):
+            if code not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, WORKER_GONE, STOPPED):
                 break
         self.seen["runs"] += 1
         self.seen["lost runs"] += 1
         errors = folder / "errors"
         self.wrong.append(f"{folder} did not come to its end: {errors.read_text() if errors.exists() else 'too slow'}")
 
-    def wait_for_moment(self, folder: Path, aimed: bool) -> None:
+    def wait_for_moment(self, folder: Path, run_s: float, aimed: bool) -> None:
         if aimed:
-            self.wait_for_writing(folder, self.draw.randint(1, 12))
+            self.wait_for_writing(folder, run_s, self.draw.randint(1, 12))
             time.sleep(self.draw.uniform(0, 0.004))
         else:
-            time.sleep(self.draw.uniform(0, 1.2 * self.run_s))
+            time.sleep(self.draw.uniform(0, 1.2 * run_s))
 
-    def kill(self, pid: int, kind: str) -> str | None:
-        """Kill; return what was hit, None if the run had ended before."""
+    def kill(self, pid: int, kind: str, signals: Sequence[signal.Signals]) -> str | None:
+        """Send the signals; return what was hit, None if the run had ended before."""
         workers = sorted(other for other, parent in session(pid).items() if parent == pid)
         if self.ended(pid):
             return None
-        if kind == "all of them":
-            with contextlib.suppress(ProcessLookupError):  # it does not lead a group yet
-                os.killpg(pid, signal.SIGKILL)
-                return kind
-        if kind == "another process" and workers:
-            os.kill(self.draw.choice(workers), signal.SIGKILL)
-            return kind
-        os.kill(pid, signal.SIGKILL)
-        return "the main process"
+        send: Callable[[int, int], None] = os.kill
+        who, hit = pid, "the main process"
+        if kind == "all of them" and os.getpgid(pid) == pid:  # else it does not lead a group yet
+            send, hit = os.killpg, kind
+        elif kind == "another process" and workers:
+            who, hit = self.draw.choice(workers), kind
+        for k, number in enumerate(signals):
+            time.sleep(self.draw.uniform(0, LONGEST_GAP_S) if k else 0)
+            with contextlib.suppress(ProcessLookupError):  # the first one was enough
+                send(who, number)
+        return hit
 
-    def wait_for_writing(self, folder: Path, count: int) -> None:
+    def wait_for_writing(self, folder: Path, run_s: float, count: int) -> None:
         """Wait until the `count`-th checkpoint from now is being written, or as long as a whole run takes."""
-        until = time.monotonic() + self.run_s
+        until = time.monotonic() + run_s
         seen = ""
         while count and time.monotonic() < until:
             now = "".join(path.name for path in folder.glob(".step_*.tmp") if ".old." not in path.name)
@@ -215,14 +251,14 @@ class Trial:
                 self.wrong.append(f"{error} ({what})")
 
     def table(self) -> str:
-        lines = [
-            f"{'killed':<18}{'at a random moment':>20}{'while a checkpoint is written':>31}{'left half-written':>19}"
-        ]
-        for kind in KINDS:
-            torn = self.torn[kind, False] + self.torn[kind, True]
-            lines.append(f"{kind:<18}{self.kills[kind, False]:>20}{self.kills[kind, True]:>31}{torn:>19}")
-        lines.append("with " + ", ".join(f"{p} processes: {self.layouts[p]}" for p in (1, 2, 3)))
-        lines.append(f"kills: {sum(self.kills.values())}")
+        lines = [f"{'signal':<18}" + "".join(f"{kind:>20}" for kind in KINDS) + f"{'left half-written':>20}"]
+        for name in SIGNALS:
+            torn = sum(self.torn[name, kind] for kind in KINDS)
+            lines.append(f"{name:<18}" + "".join(f"{self.kills[name, kind]:>20}" for kind in KINDS) + f"{torn:>20}")
+        lines.append(f"{'processes':<28}" + "".join(f"{processes:>5}" for processes in (1, 2, 3)))
+        for method in METHODS:
+            lines.append(f"{method:<28}" + "".join(f"{self.layouts[method, p]:>5}" for p in (1, 2, 3)))
+        lines.append(f"kills: {sum(self.kills.values())}, {self.aimed} of them aimed at the writing of a checkpoint")
         names = ("runs", "wrong bits", "orphans", "lost runs", "hung runs", "torn checkpoints")
         lines.append(", ".join(f"{name}: {self.seen[name]}" for name in names))
         lines.append(

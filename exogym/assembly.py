@@ -7,7 +7,7 @@ import copy
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,22 +19,17 @@ from torch import Tensor, nn
 
 from exogym.async_driver import AsyncDriver
 from exogym.balance import Balance
-from exogym.checkpoint import (
-    Snapshot,
-    differences,
-    list_checkpoints,
-    load_newest,
-    remove_leftovers,
-)
+from exogym.checkpoint_files import Snapshot
 from exogym.communicator import Wire
 from exogym.data.stream import Stream, is_factory
 from exogym.devices import total_memory_bytes
-from exogym.errors import ArgumentError, CheckpointError, ModelError
+from exogym.errors import ArgumentError, ModelError
 from exogym.faults import Faults
+from exogym.finite import Watch
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.history import History
-from exogym.keepers import Keepers, check_folder, everywhere, find_keepers, on_main, remove_folders
+from exogym.keepers import on_main
 from exogym.logger import combine
 from exogym.loop import Driver, Plan, TrainingLoop
 from exogym.memory import fitting_micro_batch
@@ -43,8 +38,9 @@ from exogym.node_driver import NodeDriver
 from exogym.options import FitOptions
 from exogym.outputs import Loss
 from exogym.progress import Progress, notice
+from exogym.resuming import Refused, agree, matching_snapshot, open_folder
 from exogym.rng import seed_torch, stream_seed
-from exogym.snapshots import put_back
+from exogym.snapshots import restore
 from exogym.speeds import node_speeds
 from exogym.stacked_driver import StackedDriver
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
@@ -54,7 +50,6 @@ from exogym.timing import Timing
 from exogym.worker import Worker
 
 EVALUATION_BATCH = 256
-FREE = ("limits", "placement")  # what a run that goes on may have otherwise
 
 
 @dataclass
@@ -71,7 +66,7 @@ class Subject:
 def assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
 ) -> TrainingLoop:
-    """Return the loop of a run, at its start or where its checkpoint stands; nothing is trained yet.
+    """Return the loop of a run, at its start or where its newest good checkpoint stands; nothing is trained yet.
 
     `wire` says which rows are here. The model's parameters point at the fleet from here on; the loop's `end` gives it
     its own memory back.
@@ -79,6 +74,19 @@ def assemble(
     Raises:
         ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
     """
+    refused: dict[str, str] = {}
+    while True:
+        try:
+            return _assemble(subject, options, device, max_stretch, wire, refused)
+        except Refused as error:
+            refused[error.name] = error.why
+
+
+def _assemble(
+    subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire,
+    refused: Mapping[str, str],
+) -> TrainingLoop:  # fmt: skip
+    """Do what `assemble` says; Refused, with all undone, where the checkpoint is not what the run would save."""
     sinks = combine(options.logger if wire.is_main else None)
     bar = Progress(None, options.progress if wire.is_main else False)
     for name in ("val_size", "val_interval"):
@@ -92,13 +100,15 @@ def assemble(
         model, fleet = worker.model, worker.fleet
         total_steps = bar.total_steps = options.total_steps(stream.steps_per_epoch)
 
-        snapshot = None
+        snapshot: Snapshot | None = None
+        complaints: list[str] = []
         description = _description(options, fleet, stream, total_steps, device)
         folder, keepers = None if options.save_dir is None else Path(options.save_dir), None
         if folder is not None:
-            keepers = _open(folder, options.resume, wire, undo)
+            keepers = open_folder(folder, options.resume, wire, undo)
             description["shared"] = _sum_of_shared(model, fleet)
-            snapshot = _matching_snapshot(folder, description, options, wire, keepers) if options.resume else None
+            if options.resume:
+                snapshot, complaints = matching_snapshot(folder, description, options, wire, keepers, refused)
         if snapshot is None:
             description["chosen"] = on_main(wire, lambda: _choose(options, worker, stream, first_batch))
         chosen = description["chosen"]
@@ -125,7 +135,9 @@ def assemble(
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(plan, driver, fleet, worker, evaluator, History(), sinks, bar, options.callbacks, timing)
         if snapshot is not None:
-            put_back(loop, snapshot)
+            agree(wire, snapshot, lambda: restore(loop, snapshot))
+            for complaint in complaints if wire.is_main else []:
+                notice(f"{complaint}; using the one before")
             if wire.is_main:
                 notice(f"going on from step {loop.step} ({snapshot.path})")
         if folder is not None:  # what cannot be saved is to be known now
@@ -185,32 +197,12 @@ def make_driver(
     uneven = [share for share in shares if share < 1]
     faults = Faults() if options.faults is None and uneven else options.faults
     attendance = None if faults is None else faults.bind(options.num_nodes, lockstep, shares)
+    watch = Watch(options.on_nonfinite, worker)
     if isinstance(strategy, AsyncDiLoCoStrategy):
-        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
+        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
     if isinstance(strategy, CommunicateOptimizeStrategy):
-        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing)
-    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing)
-
-
-def _open(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
-    """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
-    made: list[Path] = []
-    undo.callback(remove_folders, made)
-    everywhere(wire, lambda: made.extend(check_folder(folder) if wire.is_main or not wire.forked else []))
-    keepers = find_keepers(folder, wire)
-    if not resume:
-        everywhere(wire, lambda: _check_empty(folder, keepers))
-    remove_leftovers(folder, wire, keepers)
-    return keepers
-
-
-def _check_empty(folder: Path, keepers: Keepers) -> None:
-    if keepers.is_keeper and list_checkpoints(folder):
-        where = "" if keepers.are_one else f" ({keepers.places[keepers.here]})"
-        raise ArgumentError(
-            f"save_dir={str(folder)!r}{where} already holds checkpoints: pass resume=True to go on from them, or "
-            "choose another folder"
-        )
+        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
+    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing, watch)
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
@@ -232,49 +224,23 @@ def _sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
 def _description(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
+    rounds = _rounds(options, total_steps)
     model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16]
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
-    return options.description() | {
+    return options.description() | rounds | {
         "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
         "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
     }  # fmt: skip
 
 
-def _matching_snapshot(
-    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers
-) -> Snapshot | None:
-    """Return the newest good checkpoint of this very run; what it had chosen for itself is taken over."""
-    snapshot, complaints = load_newest(folder, wire, keepers)
-    for complaint in complaints if wire.is_main else []:
-        notice(f"{complaint}; using the one before")
-    if snapshot is None:
-        return None
-    saved = snapshot.meta["description"]
-    description["chosen"] = dict(saved["chosen"])
-    if options.weighs_nodes and options.balance.speeds is not None:
-        description["chosen"]["speeds"] = options.balance.speeds
-    unlike = differences(
-        {k: v for k, v in saved.items() if k not in FREE}, {k: v for k, v in description.items() if k not in FREE}
-    )
-    remedy = ""
-    if saved["num_nodes"] != description["num_nodes"]:
-        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
-        remedy = f"\nGive num_nodes={saved['num_nodes']}: fewer processes or hosts share the nodes out"
-    if unlike:
-        lines = "\n  ".join(unlike) + remedy
-        raise CheckpointError(
-            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
-        )
-    stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
-    if stands_at > description["limits"]["total_steps"]:
-        raise CheckpointError(
-            f"the checkpoint in {folder} stands at step {stands_at}, past the {description['limits']['total_steps']} "
-            "steps asked for: raise max_steps or num_epochs"
-        )
-    return snapshot
+def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
+    """Return, by module, the steps of the rounds of `total_steps` steps, where H is a function of the round."""
+    strategy = options.strategy
+    lengths = strategy.round_lengths(total_steps) if isinstance(strategy, CommunicateOptimizeStrategy) else {}
+    return {"rounds": lengths} if lengths else {}
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:

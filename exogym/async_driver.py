@@ -8,7 +8,7 @@ theta that its node pulled, neither stretches nor processes change a bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from exogym.async_schedule import ARRIVAL, STEP, Schedule, seconds_of_steps
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError
 from exogym.faults import Attendance
+from exogym.finite import Watch
 from exogym.fleet import Fleet
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
@@ -55,8 +56,9 @@ class AsyncDriver:
         stream: Stream,
         run: Run,
         compute: str,
-        attendance: Attendance | None = None,
-        timing: Timing | None = None,
+        attendance: Attendance | None,
+        timing: Timing | None,
+        watch: Watch,
     ):
         name = type(strategy).__name__
         if attendance is not None:
@@ -70,17 +72,19 @@ class AsyncDriver:
                 f"{name} goes by how long steps take, and measured times would give another order each time: say "
                 "step_seconds, for example step_seconds=0.1, or a list with each node's"
             )
-        self.strategy, self.fleet, self.worker = strategy, fleet, worker
+        self.strategy, self.fleet, self.worker, self.watch = strategy, fleet, worker, watch
         self.attendance: Attendance | None = None
+        self.before_sync: Callable[[], None] | None = None
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
         self.rates = self.inner.schedule
-        self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
+        self.nodes = [TrainNode(rank, row, worker, stream, self.inner, watch) for row, rank in enumerate(fleet.ranks)]
         self.server = strategy.server(fleet)
         self.pulled = [block.zeros() for block in fleet.blocks]  # theta when each node pulled it, (rows, P)
         self.buffers = {name: rows[0].clone() for name, rows in fleet.buffers.items()}  # the server's
         self.versions = np.zeros(fleet.num_nodes, dtype=np.int64)  # of the theta that each node pulled
         self.computed = np.zeros(fleet.num_nodes, dtype=np.int64)  # local steps that are known to have been computed
         self.columns = np.zeros((fleet.num_nodes, 0), dtype=np.int64)  # local steps by step of the fleet
+        self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out, until they pull
         self.dropped = 0
         work = strategy.local_steps(seconds_of_steps(timing.clock))
         self.schedule = Schedule(timing.clock, work, strategy.grace_s)
@@ -194,6 +198,7 @@ class AsyncDriver:
         counts = self.columns[self.fleet.ranks]
         if finished:
             result = np.divide(losses, counts, out=np.full_like(losses, np.nan), where=counts > 0)
+            result[np.isinf(result)] = np.nan  # of nodes that are left out
             self.columns = self.columns[:, :0]
         else:
             result = losses
@@ -218,12 +223,18 @@ class AsyncDriver:
 
     def _apply(self, node: int) -> None:
         """The server takes in the Delta of `node`."""
-        server, strategy = self.server, self.strategy
+        server, strategy, rows = self.server, self.strategy, rows_of(self.fleet, [node])
+        self.spoilt[node] = self.watch.skips and node in self.watch.spoilt([node])
+        for row in rows if self.spoilt[node] else []:
+            self.inner.reset(row)
         staleness = server.version - int(self.versions[node])
+        if self.spoilt[node]:
+            self.dropped += 1
+            return
         if strategy.max_staleness is not None and staleness > strategy.max_staleness:
             self.dropped += 1
             return
-        wire, rows = self.fleet.comm.wire, rows_of(self.fleet, [node])
+        wire = self.fleet.comm.wire
         deltas = []
         for theta, pulled, block in zip(server.theta, self.pulled, self.fleet.blocks, strict=True):
             mine = pulled[rows[0]] - block.params[rows[0]] if rows else theta
@@ -233,11 +244,16 @@ class AsyncDriver:
                 delta.add_(delta.square().mul_(moved), alpha=strategy.delay_compensation)
             deltas.append(delta)
         server.apply(deltas, staleness)
+        self.watch.shared(
+            server.theta, "the server's parameters", int(self.schedule.taken.sum()) // self.fleet.num_nodes
+        )
 
     def _pull(self, nodes: Sequence[int]) -> None:
         """Nodes get theta, all the same one, and begin their next round."""
         if not nodes:
             return
+        if len(nodes) == self.fleet.num_nodes and self.before_sync is not None:
+            self.before_sync()
         comm = self.fleet.comm
         for block in self.fleet.blocks:
             comm.pull(block.params, nodes)
@@ -254,16 +270,17 @@ class AsyncDriver:
                 block.params[row] = theta
 
     def _mix_buffers(self, nodes: Sequence[int]) -> None:
-        """Move the server's buffers by n/N towards the mean of the n `nodes`, and give them to those."""
-        comm, share = self.fleet.comm, len(nodes) / self.fleet.num_nodes
-        ids, here = sorted(nodes), rows_of(self.fleet, nodes)
+        """Move the server's buffers by n/N towards the mean of those n `nodes` not left out; give them to all."""
+        comm, ids, here = self.fleet.comm, sorted(nodes), rows_of(self.fleet, nodes)
+        good = [node for node in ids if not self.spoilt[node]]
+        share = len(good) / self.fleet.num_nodes
+        self.spoilt[ids] = False
         for name, rows in self.fleet.buffers.items():
-            if rows.is_floating_point():
-                mean = comm.wire.reduce(rows.reshape(len(rows), -1), ids, "mean").view(rows.shape[1:])
-                mixed = mean if share == 1 else torch.lerp(self.buffers[name], mean, share)
-            else:
-                mixed = comm.wire.rows(rows, ids[:1])[0]
-            self.buffers[name].copy_(mixed)
+            if good and rows.is_floating_point():
+                mean = comm.wire.reduce(rows.reshape(len(rows), -1), good, "mean").view(rows.shape[1:])
+                self.buffers[name].copy_(mean if share == 1 else torch.lerp(self.buffers[name], mean, share))
+            elif good:
+                self.buffers[name].copy_(comm.wire.rows(rows, good[:1])[0])
             with comm.counted_as("buffers"):
                 comm.pull(rows, ids)
             rows[here] = self.buffers[name]
@@ -285,7 +302,7 @@ class AsyncDriver:
         state = {f"server.{name}": value for name, value in self.server.state().items()}
         state |= {f"buffer.{name}": value for name, value in self.buffers.items()}
         state |= {f"schedule.{name}": value for name, value in self.schedule.state().items()}
-        for name in ("versions", "computed", "columns"):
+        for name in ("versions", "computed", "columns", "spoilt"):
             state[name] = torch.from_numpy(getattr(self, name).copy())
         return state | {"dropped": torch.tensor(self.dropped)}
 
@@ -294,7 +311,7 @@ class AsyncDriver:
         for name, value in self.buffers.items():
             value.copy_(state[f"buffer.{name}"])
         self.schedule.load_state(_below("schedule.", state))
-        for name in ("versions", "computed", "columns"):
+        for name in ("versions", "computed", "columns", "spoilt"):
             setattr(self, name, state[name].numpy().copy())
         self.dropped = int(state["dropped"])
 
@@ -305,8 +322,8 @@ class _FleetRate:
     def __init__(self, rates: LearningRate, start: int, steps: np.ndarray):
         self.rates, self.start, self.steps = rates, start, steps
 
-    def lr(self, step: int) -> float:
-        return self.rates.lr(int(self.steps[step - self.start]))
+    def lr(self, step: int, base_lr: float | None = None) -> float:
+        return self.rates.lr(int(self.steps[step - self.start]), base_lr)
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 A callback is any callable taking the `TrainingLoop`; it may read `loop.step`, `loop.epoch`, `loop.history`,
 `loop.fleet`, call `loop.evaluate(node)`, and end the training by returning True. It is called after each
-evaluation; wrapped in `Every(n, function)`, after each n-th step.
+evaluation; wrapped in `Every(n, function)`, after each n-th step. One that takes very long, in a run of several
+processes, calls `loop.beat()` now and then (see `hang_s` of `fit`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A checkpoint is a folder `step_<number>` with
 
     rows-<first>-<last>.safetensors   per node: parameters, buffers, optimizer and strategy state, its step
-    shared.safetensors                what all nodes share: outer parameters, byte counts, history
+    shared.safetensors                what all nodes share: outer parameters, byte counts
+    history-<first>-<last>.safetensors  records of the history, linked from the checkpoint before (see `segments`)
     run.json                          the description of the run, counters, and SHA-256 of the files and of itself
 
 Rows are stored by global id, each process writing its own, so another layout can read the ones it needs. The folder
@@ -24,47 +25,27 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as unpacked
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as packed
+from safetensors.torch import save_file
 from torch import Tensor
 
+from exogym.checkpoint_files import SHARED, RowsElsewhere, Snapshot, list_checkpoints, load, name_of, rows_file, sum_of
 from exogym.communicator import Wire
 from exogym.errors import CheckpointError
 from exogym.keepers import MARK, Keepers, one_keeper
+from exogym.locks import LOCK, is_old
+from exogym.segments import Piece
 
-FORMAT = 1
-
-
-@dataclass
-class Snapshot:
-    """One checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step"."""
-
-    rows: dict[int, dict[str, Tensor]]
-    shared: dict[str, Tensor]
-    meta: dict[str, Any]
-    path: Path | None = None
-
-
-def name_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, count) of a checkpoint folder's name, or None for another name."""
-    parts = path.name.split("_")
-    if parts[0] != "step" or len(parts) not in (2, 3) or not all(part.isdigit() for part in parts[1:]):
-        return None
-    return int(parts[1]), int(parts[2]) if len(parts) == 3 else 0
-
-
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the complete checkpoints of `folder`, oldest first."""
-    found = [(name_of(path), path) for path in Path(folder).glob("step_*") if path.is_dir()]
-    return [path for _, path in sorted((name, path) for name, path in found if name is not None)]
+FORMAT = 2
 
 
 def save(
@@ -85,42 +66,70 @@ def save(
     name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
     temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
     final = folder / name
-    if not keepers.are_one:
-        snapshot = _as_the_main_one(snapshot, wire, keepers)
+    plan, lacking = _planned(snapshot, wire, keepers), []
     digest = b""
     try:
         with _together(wire, folder, step):
             if keepers.is_keeper:
+                keepers.check()
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
+                lacking = [] if snapshot.segments is None else snapshot.segments.link(plan, temporary)
+        snapshot, pieces = _as_it_is_written(snapshot, lacking, wire, keepers)
         with _together(wire, folder, step):
             ids = sorted(snapshot.rows)
             rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
-            digest = _write(rows, temporary / _rows_file(ids))
-        sums = dict(wire.gather([_rows_file(ids), digest.hex()]))
+            digest = _write(rows, temporary / rows_file(ids))
+        sums = dict(wire.gather([rows_file(ids), digest.hex()]))
         with _together(wire, folder, step):
             if keepers.is_keeper:
-                sums["shared.safetensors"] = _write(snapshot.shared, temporary / "shared.safetensors").hex()
+                sums |= {piece.name: piece.sha256 for piece in plan if piece.name not in pieces}
+                for file, tensors in ({SHARED: snapshot.shared} | pieces).items():
+                    sums[file] = _write(tensors, temporary / file).hex()
                 meta = {"format": FORMAT, "sha256": sums} | snapshot.meta
-                (temporary / "run.json").write_text(json.dumps(meta | {"sha256_of_this": _sum_of(meta)}, indent=1))
+                (temporary / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}, indent=1))
                 _flush_and_sum(temporary / "run.json")
+                _flush_folder(temporary)
         with _together(wire, folder, step):
             if keepers.is_keeper:
+                keepers.check()
                 os.rename(temporary, final)
                 _flush_folder(folder)
-        common = set.intersection(*_held(folder, wire, keepers).values())
-        kept = sorted(order for order in map(_order, common) if order <= _order(name))[-max(1, keep) :]
-        with _together(wire, folder, step):
-            for old in list_checkpoints(folder) if keepers.is_keeper else []:
-                if _order(old.name) < kept[0]:
-                    _remove(old)
     except BaseException as error:
         # Cut off from the others, a host cannot know whether one has renamed: then the next start finds out.
         unknown = not keepers.are_one and not isinstance(error, CheckpointError) and (temporary / "run.json").exists()
         if keepers.is_keeper and not unknown:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if snapshot.segments is not None and keepers.is_keeper:
+        snapshot.segments.written(plan, sums, final)
+    _remove_older(folder, name, keep, wire, keepers)
     return final
+
+
+def _planned(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> list[Piece]:
+    """Return the pieces of the history, as the main process has it."""
+    if snapshot.segments is None:
+        return []
+    snapshot.meta["history"] = snapshot.segments.reach()
+    plan = snapshot.segments.plan()
+    return plan if keepers.are_one else [Piece(*p) for p in wire.tell([[p.first, p.last, p.sha256] for p in plan])]
+
+
+def _as_it_is_written(
+    snapshot: Snapshot, lacking: Sequence[Piece], wire: Wire, keepers: Keepers
+) -> tuple[Snapshot, dict[str, dict[str, Tensor]]]:
+    """Return `snapshot` and the pieces of history that are lacking here by file, both as the main process has them."""
+    segments, mine = snapshot.segments, {piece.name for piece in lacking}
+    if segments is None or keepers.are_one:
+        pieces = {piece.name: segments.cut(piece) for piece in lacking} if segments is not None else {}
+        return snapshot if keepers.are_one else _as_the_main_one(snapshot, wire, keepers), pieces
+    spans = {(first, last) for each in wire.gather([[p.first, p.last] for p in lacking]) for first, last in each}
+    cut = {p.name: segments.cut(p) for p in map(Piece, *zip(*sorted(spans), strict=True))} if spans else {}
+    flat = {f"{file}/{key}": x for file, tensors in cut.items() for key, x in tensors.items()}
+    told = _as_the_main_one(replace(snapshot, shared=snapshot.shared | flat), wire, keepers)
+    pieces = {file: {key: told.shared.pop(f"{file}/{key}") for key in cut[file]} for file in cut if keepers.is_keeper}
+    return told, {file: tensors for file, tensors in pieces.items() if file in mine}
 
 
 def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapshot:
@@ -139,7 +148,7 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
     moved = wire.rows(flat.expand(len(wire.ranks), -1), wire.placement[0][:1])[0]
     theirs = unpacked(moved.numpy().tobytes())
     shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
-    return Snapshot(snapshot.rows, shared, meta)
+    return replace(snapshot, shared=shared, meta=meta)
 
 
 @contextlib.contextmanager
@@ -157,6 +166,22 @@ def _together(wire: Wire, folder: Path, step: int) -> Iterator[None]:
         ) from cause
 
 
+def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepers) -> None:
+    """Remove all but the last `keep` checkpoints up to `name`. One that stays for all that is no harm, and is said."""
+    common = set.intersection(*_held(folder, wire, keepers).values())
+    kept = sorted(order for order in map(_order, common) if order <= _order(name))[-max(1, keep) :]
+    left: list[str] = []
+    for old in list_checkpoints(folder) if keepers.is_keeper else []:
+        try:
+            if _order(old.name) < kept[0]:
+                _remove(old)
+        except OSError as error:
+            left.append(f"{old} could not be removed ({error}): it takes up room; remove it, or see who may")
+    wire.barrier()
+    for text in left:
+        warnings.warn(text, stacklevel=2)
+
+
 def _last_count(folder: Path, step: int) -> int:
     """Return the largest count of the checkpoints of `step`, -1 without any."""
     return max((count for path in folder.glob("step_*") for at, count in [_order(path.name)] if at == step), default=-1)
@@ -164,10 +189,6 @@ def _last_count(folder: Path, step: int) -> int:
 
 def _order(name: str) -> tuple[int, int]:
     return name_of(Path(name)) or (-1, 0)
-
-
-def _rows_file(ids: Sequence[int]) -> str:
-    return f"rows-{ids[0]}-{ids[-1]}.safetensors"
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> bytes:
@@ -184,62 +205,14 @@ def _sum_of_tensor(x: Tensor) -> str:
     return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
 
 
-class _RowsElsewhere(CheckpointError):
-    """Files with rows that a process needs are not in its folder."""
-
-    def __init__(self, path: Path, files: list[str]):
-        super().__init__(f"{path} lacks {', '.join(files)}, with the rows of nodes that are wanted here")
-        self.files = files
-
-
-def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
-    """Read the checkpoint folder `path`: all rows, or those of `ids` (files without any of them are not opened).
-
-    Raises:
-        CheckpointError: a file is missing, torn or altered.
-    """
-    path = Path(path)
-    try:
-        meta = json.loads((path / "run.json").read_text())
-        if meta.pop("sha256_of_this") != _sum_of(meta):
-            raise CheckpointError(f"{path / 'run.json'} is damaged: its SHA-256 is not the one that was written")
-        if meta["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {meta['format']}, this version reads {FORMAT}")
-        files = [file for file in meta["sha256"] if _holds(file, ids)]
-        if lacking := [file for file in files if file.startswith("rows-") and not (path / file).exists()]:
-            raise _RowsElsewhere(path, lacking)
-        for file in files:
-            expected = meta["sha256"][file]
-            if hashlib.sha256((path / file).read_bytes()).hexdigest() != expected:
-                raise CheckpointError(f"{path / file} is damaged: its SHA-256 is not the one that was written")
-        shared = load_file(path / "shared.safetensors")
-        rows: dict[int, dict[str, Tensor]] = {}
-        for file in files:
-            if file.startswith("rows-"):
-                for key, value in load_file(path / file).items():
-                    rank, name = key.split("/", 1)
-                    if ids is None or int(rank) in ids:
-                        rows.setdefault(int(rank), {})[name] = value
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
-    return Snapshot(rows, shared, meta, path)
-
-
-def _holds(file: str, ids: Collection[int] | None) -> bool:
-    if ids is None or not file.startswith("rows-"):
-        return True
-    first, last = (int(part) for part in file.removesuffix(".safetensors").split("-")[1:])
-    return any(first <= i <= last for i in ids)
-
-
 def load_newest(
-    folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None
-) -> tuple[Snapshot | None, list[str]]:
+    folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
+    refused: Mapping[str, str] | None = None,
+) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
     """Return the newest good checkpoint of `folder` (None without any) and what is wrong with newer ones.
 
-    With several processes each gets its own rows of a checkpoint that all of them can read, each in the folder it sees.
+    Of the names in `refused` it is known what is wrong. With several processes each gets its own rows of a checkpoint
+    that all of them can read, each in the folder it sees.
 
     Raises:
         CheckpointError: there are some, but none can be read; where rows are on other hosts, what to do.
@@ -250,7 +223,10 @@ def load_newest(
     advice = ""
     held = _held(folder, wire, keepers)
     for name in sorted(set().union(*held.values()), key=_order, reverse=True):
-        if without := [keepers.places[k] for k, names in held.items() if name not in names]:
+        copies: list[tuple[str, str]] = []
+        if refused and name in refused:
+            complaints.append(refused[name])
+        elif without := [keepers.places[k] for k, names in held.items() if name not in names]:
             complaints.append(f"there is no {name} in {' and '.join(without)}")
             copies = [(keepers.places[k], place) for place in without for k, names in held.items() if name in names]
         else:
@@ -277,9 +253,9 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     found, trouble, lacking, mark = None, None, [], ""
     try:
         found = load(path, wire.ranks if wire.is_shared else None)
-        mark = _sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
+        mark = sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
     except CheckpointError as error:
-        trouble, lacking = str(error), error.files if isinstance(error, _RowsElsewhere) else []
+        trouble, lacking = str(error), error.files if isinstance(error, RowsElsewhere) else []
     there = [file.name for file in path.glob("rows-*")] if keepers.is_keeper else []
     said = wire.gather([trouble, lacking, there, mark])
     troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
@@ -324,7 +300,9 @@ def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") 
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint, under another name, so that one that bears its name is whole also if this is cut off."""
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         gone = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
         os.rename(path, gone)
         shutil.rmtree(gone)
@@ -344,13 +322,11 @@ def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keep
             if len(rest) == 2 and name in named and (path / "run.json").exists():  # not one half removed
                 os.rename(path, folder / name)
         shutil.rmtree(path, ignore_errors=True)
-    for mark in folder.glob(f"{MARK}*") if keepers.is_keeper else []:
-        mark.unlink(missing_ok=True)
+    for mark in [*folder.glob(f"{MARK}*"), *folder.glob(f"{LOCK}-*")] if keepers.is_keeper else []:
+        with contextlib.suppress(OSError):
+            if keepers.lock is None or is_old(mark, keepers.lock.path):  # not of a run that is just beginning
+                mark.unlink()
     wire.barrier()
-
-
-def _sum_of(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def _flush_and_sum(file: Path) -> str:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import functools
-import json
-import os
 import re
-import shutil
 import statistics
-import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import save_trace
-from exogym.errors import ArgumentError
 from exogym.history import History
 from exogym.network import readable_seconds
 from exogym.plots import (
@@ -68,6 +61,11 @@ class Comparison:
     target_loss: float | None = None
     strips: Mapping[str, Strip] = field(default_factory=dict, repr=False)
 
+    @property
+    def runs_ended(self) -> int:
+        """How many of its runs have ended, well or not."""
+        return len(self.description["runs"])
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the headers and the rows of the table as text, mean ± standard deviation over seeds.
 
@@ -105,6 +103,19 @@ class Comparison:
             ]
             lines.append(f"| {' | '.join(pads)} |")
         return "\n".join([self.heading, "", *lines, "", self.finding])
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """A comparison was interrupted; what had come out by then is kept.
+
+    Attributes:
+        result: of the runs that had ended well; None if none had.
+        folder: in which it can be gone on with; None without `out`.
+    """
+
+    def __init__(self, message: str, result: Comparison | None, folder: Path | None) -> None:
+        super().__init__(message)
+        self.result, self.folder = result, folder
 
 
 def _timed_cells(row: Mapping[str, Any]) -> list[str]:
@@ -154,7 +165,7 @@ def summarise(
             `target_s` only where all did.
     """
     measures = MEASURES if target_loss is None else MEASURES + TIMED
-    final = {key: list(history.rows(None))[-1] for key, history in histories.items()}
+    final = {key: history.last for key, history in histories.items()}
     for (label, seed), last in final.items():
         if last.get("examples_per_s") is not None:
             last["examples_per_s"] /= 1 - _evaluating_share(histories[label, seed])
@@ -264,54 +275,11 @@ def _name(label: str) -> str:
     return label.partition(":")[0].strip().lower()
 
 
-class NewFolder:
-    """Makes the folder `<out>/<name>-<time>`, which was not there before, with all its files or not at all.
-
-    While it is entered, `path` is a hidden folder beside; leaving it well gives it its name, and an error or Ctrl-C
-    removes it and what had to be made above it.
-
-    Raises:
-        ArgumentError: `out` cannot be made or written; known on entering.
-    """
-
-    def __init__(self, out: str | os.PathLike[str], name: str) -> None:
-        self.out, self.name = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = self.out / f".{self.name}-{uuid.uuid4().hex[:8]}"
-        self._above = [above for above in (self.out, *self.out.parents) if not above.exists()]
-
-    def __enter__(self) -> NewFolder:
-        try:
-            self.path.mkdir(parents=True)
-        except OSError as error:
-            self._remove()
-            raise ArgumentError(
-                f"out={os.fspath(self.out)!r} cannot be written ({error.strerror}): give another folder"
-            ) from error
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is not None:
-            self._remove()
-            return
-        final, count = self.out / self.name, 1
-        while final.exists():
-            count += 1
-            final = self.out / f"{self.name}-{count}"
-        self.path = self.path.rename(final)
-
-    def _remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        for above in self._above:
-            with contextlib.suppress(OSError):
-                above.rmdir()
-
-
 def write(result: Comparison, folder: Path) -> list[str]:
-    """Write the files of a comparison into `folder`; return their names.
+    """Write the files of a comparison, but for run.json, into `folder`; return the names of all.
 
     metrics.csv has the averaged model's row of each evaluation, under strategy and seed.
     """
-    (folder / "run.json").write_text(json.dumps(result.description, indent=1) + "\n", encoding="utf-8")
     _write_csv(folder / "summary.csv", list(result.rows[0]), [list(row.values()) for row in result.rows])
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
     columns.remove("node")
@@ -336,6 +304,15 @@ def write(result: Comparison, folder: Path) -> list[str]:
     return [*FILES, *(TIMED_FILES if result.target_loss is not None else ()), *_write_strips(result, folder)]
 
 
+def plain_name(label: str) -> str:
+    """Return what names a file of a strategy.
+
+    >>> plain_name("diloco:H=20")
+    'diloco-H-20'
+    """
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-.") or "strategy"
+
+
 def _write_strips(result: Comparison, folder: Path) -> list[str]:
     """Draw the timelines and write the traces, of the first rounds; return the names of the files."""
     if not result.strips:
@@ -345,10 +322,9 @@ def _write_strips(result: Comparison, folder: Path) -> list[str]:
     draw_strips(list(result.strips.values()), folder / "timeline.png", until_s, heading)
     names = ["timeline.png"]
     for label, strip in result.strips.items():
-        plain = re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-.") or "strategy"
-        name = f"trace-{plain}.json"
+        name = f"trace-{plain_name(label)}.json"
         if name in names:
-            name = f"trace-{plain}-{len(names)}.json"
+            name = f"trace-{plain_name(label)}-{len(names)}.json"
         save_trace(strip.until(until_s), folder / name)
         names.append(name)
     return names

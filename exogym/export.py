@@ -1,16 +1,21 @@
-"""A trained model as one safetensors file, and back."""
+"""A trained model, or a history, as one safetensors file, and back."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, ModelError
+from exogym.history import History
 
 
 def save_model(model: nn.Module, path: str | Path) -> Path:
@@ -64,3 +69,46 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
         raise ModelError(f"{str(path)!r} holds another model than this {type(model).__name__}:\n  {shown}")
     model.load_state_dict(tensors)
     return model
+
+
+def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of a history as tensors and as JSON; together they make it again."""
+    state = history.state()
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
+    return arrays, {name: x for name, x in state.items() if name not in arrays}
+
+
+def save_history(history: History, path: str | Path) -> None:
+    """Write `history` to the safetensors file `path`, whole or not at all; OSError where it cannot be written.
+
+    >>> import tempfile
+    >>> history = History()
+    >>> history.add_evaluation(3, 0, {"val_loss": 2.5})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_history(history, f"{folder}/history.safetensors")
+    ...     [(row["step"], row["val_loss"]) for row in load_history(f"{folder}/history.safetensors")]
+    [(3, 2.5)]
+    """
+    path = Path(path)
+    arrays, plain = split_history(history)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(arrays, temporary, metadata={"history": json.dumps(plain)})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_history(path: str | Path) -> History:
+    """Return the history that `save_history` wrote.
+
+    Raises:
+        ArgumentError: the file is missing, torn or holds no history.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            state = json.loads(file.metadata()["history"])
+            state |= {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+        return History.from_state(state)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{str(path)!r} holds no history: {error!r}; train again") from error

@@ -1,12 +1,15 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and folders that were not there before."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from exogym.errors import ArgumentError
 
 
 @contextlib.contextmanager
@@ -21,3 +24,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """Return which of `path` and the folders above it are not there, the deepest first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def new_folder(out: str | os.PathLike[str], name: str) -> Path:
+    """Make and return the folder `<out>/<name>-<time>`; with a number behind where there is one of that name.
+
+    Raises:
+        ArgumentError: it cannot be made; what had to be made above it is removed again.
+    """
+    out, base = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    above, count = missing_folders(out), 1
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                folder = out / (base if count == 1 else f"{base}-{count}")
+                folder.mkdir()
+                return folder
+            count += 1
+    except OSError as error:
+        for folder in above:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise ArgumentError(
+            f"out={os.fspath(out)!r} cannot be written ({error.strerror}): give another folder"
+        ) from error

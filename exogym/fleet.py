@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.communicator import Communicator, Wire
-from exogym.layout import Layout, Slot, layouts_of
+from exogym.layout import Layout, Slot, hidden_matrices, layouts_of
 
 ALIGNMENT_BYTES = 64
 
@@ -71,6 +71,7 @@ class Fleet:
         ranks: global id of each row.
         num_nodes: nodes in the whole fleet.
         comm: the `Communicator`.
+        hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Fleet:
         self.comm = Communicator(self.ranks, num_nodes, wire)
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
+        self.hidden = hidden_matrices(module)
         parameters = dict(module.named_parameters())
         for block in self.blocks:
             for slot, view in block.views(block.params):

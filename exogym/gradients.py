@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.errors import ModelError
 from exogym.outputs import batch_examples, map_tensors
 from exogym.worker import Worker
@@ -105,6 +106,7 @@ class VmapGradients:
             assert block.grads is not None
             for slot in block.layout:
                 slot.of(block.grads)[rows] = grads[slot.name].detach().to(block.grads.dtype)
+        pulse.step_taken()
         return losses.to(torch.float32)
 
 

@@ -18,9 +18,11 @@ import numpy as np
 
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.files import replacing
+from exogym.views import figure_of, table_of
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 COLUMNS = (
@@ -74,6 +76,8 @@ class History(Sequence[Row]):
     [(0, None, None), (1, None, 3.0), (1, 0, 2.0), (1, 1, 4.0), (2, None, 1.0), (2, 0, 1.0)]
     >>> history[-1]["tx_bytes"], history[1]["tx_bytes"], history[1]["wall_s"]
     (12.0, 0.0, 0.5)
+    >>> history.last["step"], history.last["train_loss"], len(history.rows(node=1))
+    (2, 1.0, 1)
     >>> steps, losses = history.column("train_loss", node=1)
     >>> steps.tolist(), losses.tolist()
     ([1], [4.0])
@@ -88,6 +92,12 @@ class History(Sequence[Row]):
         self._last = 0  # the last step of the last stretch
         self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
         self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
+        self.settled = 0  # so many records have not changed since this was set
+
+    @property
+    def records(self) -> int:
+        """Steps that have rows."""
+        return self._size
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -207,6 +217,7 @@ class History(Sequence[Row]):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
         self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
+        self.settled = min(self.settled, line)
         self._count(line)
         self._ends = None
 
@@ -218,6 +229,7 @@ class History(Sequence[Row]):
 
     def _write(self, start: int, lines: np.ndarray) -> None:
         """Put `lines` in the place of all from number `start`."""
+        self.settled = min(self.settled, start)
         self._size = start + len(lines)
         if self._size > len(self._buffer):
             larger = np.empty(max(64, 2 * self._size), LINE)
@@ -264,17 +276,31 @@ class History(Sequence[Row]):
             own = {"node": node, "train_loss": given["train_loss"] if node is None else losses.get(node)}
             yield shared | own | evaluated.get(node, {})
 
-    def rows(self, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows: all, those of the averaged model (None) or of one node."""
-        return self.rows_after(-1, node)
+    @property
+    def last(self) -> Row:
+        """The newest row of the averaged model: what is known of the last step that has one, None what is not.
+
+        All of it is of that one step: of an evaluation between two logged steps it has no `train_loss`.
+
+        Raises:
+            ArgumentError: there is no such row yet.
+        """
+        for line in reversed(range(self._size)):
+            for row in self._rows(line, None):
+                return row
+        raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
+
+    def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
+        """Return the rows, as a list: all, those of the averaged model (None) or of one node."""
+        return list(self.rows_after(-1, node))
 
     def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows of the steps after `step`, as `rows` does."""
+        """Yield the rows of the steps after `step`, those that `rows` gives, one at a time."""
         for line in range(self._line(step + 1), self._size):
             yield from self._rows(line, slice(None) if node == "all" else node)
 
     def __iter__(self) -> Iterator[Row]:
-        return self.rows()
+        return self.rows_after(-1)
 
     def _ends_of_lines(self) -> np.ndarray:
         if self._ends is None:
@@ -335,6 +361,26 @@ class History(Sequence[Row]):
         keep = there & ~missing
         return lines["step"][keep], values[keep]
 
+    # ---------------------------------------------------------------- seeing
+
+    def plot(self, *columns: str, against: str = "step") -> Figure:
+        """Return a matplotlib figure of the averaged model, a panel for each of `columns` (the losses share one).
+
+        Args:
+            columns: what to draw; those of the losses and the accuracy that are there by default.
+            against: the column along the bottom: "step", "tx_bytes", "time_s", ...
+
+        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.png")` writes it.
+
+        Raises:
+            ArgumentError: a column that is not there, or holds no numbers.
+            ExoGymError: matplotlib is not installed.
+        """
+        return figure_of(self, columns, against)
+
+    def _repr_html_(self) -> str:
+        return table_of(self)
+
     # ---------------------------------------------------------------- files
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -361,15 +407,27 @@ class History(Sequence[Row]):
         kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
         return frame.astype({"step": int, "epoch": int, **kinds})
 
-    def state(self) -> dict[str, Any]:
-        """Return all of it as a flat dict of arrays and JSON values, for a checkpoint; `from_state` reads it back."""
-        blocks = self._blocks
+    def state(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
+        """Return all of it, or the records `first` to `last`, as a flat dict of arrays and JSON values.
+
+        `from_state` reads it back.
+        """
+        lines = self._buffer[first : self._size if last is None else last].copy()
+        of_stretch = lines["block"] >= 0
+        numbers, starts, each, counts = np.unique(
+            lines["block"][of_stretch], return_index=True, return_inverse=True, return_counts=True
+        )
+        skipped = lines["position"][of_stretch][starts]
+        lines["block"][of_stretch], lines["position"][of_stretch] = each, lines["position"][of_stretch] - skipped[each]
+        spans = zip(numbers.tolist(), skipped.tolist(), counts.tolist(), strict=True)
+        blocks = [(self._blocks[k][0], self._blocks[k][1][:, at : at + count]) for k, at, count in spans]
+        evaluated = {step: self._evaluations[step] for step in lines["step"].tolist() if step in self._evaluations}
         return {
-            **{f"line_{name}": self._buffer[name][: self._size].copy() for name in NAMES},
+            **{f"line_{name}": lines[name].copy() for name in NAMES},
             "block_shapes": np.array([losses.shape for _, losses in blocks], np.int64).reshape(-1, 2),
             "block_nodes": np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)]),
             "block_losses": np.concatenate([np.empty(0, np.float32), *(losses.ravel() for _, losses in blocks)]),
-            "evaluations": [[s, n, dict(v)] for s, nodes in self._evaluations.items() for n, v in nodes.items()],
+            "evaluations": [[s, n, dict(v)] for s, nodes in evaluated.items() for n, v in nodes.items()],
             "extra_columns": list(self._extra),
             "last_step": self._last,
             "totals": list(self._totals),

@@ -12,12 +12,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.locks import Lock, acquire
 
 MARK = ".seen-"
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Keepers:
         of: for each process the keeper of its folder.
         places: for each process where its folder is, `host:path`.
         here: the number of this process.
+        run, lock: what names the run; in a keeper, its hold on the folder.
 
     >>> Keepers((0, 0, 2), ("a:/x", "a:/x", "b:/x"), here=1).is_keeper
     False
@@ -39,6 +41,8 @@ class Keepers:
     of: tuple[int, ...]
     places: tuple[str, ...]
     here: int = 0
+    run: str = ""
+    lock: Lock | None = None
 
     @property
     def is_keeper(self) -> bool:
@@ -48,6 +52,21 @@ class Keepers:
     def are_one(self) -> bool:
         """Whether there is one folder."""
         return len(set(self.of)) == 1
+
+    def beat(self) -> None:
+        """Say, now and then, that the run lives."""
+        if self.lock is not None:
+            self.lock.beat()
+
+    def check(self) -> None:
+        """Raise OSError where the folder is not this run's any more."""
+        if self.lock is not None:
+            self.lock.check()
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
 
 def check_folder(path: str | Path) -> list[Path]:
@@ -105,6 +124,31 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
                 "all hosts see alike, or one for each host"
             )
     return Keepers(of, places, here)
+
+
+def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
+    """Return `keepers`, each of which holds its folder from now on; `before`: those of the same run until now.
+
+    Raises:
+        ArgumentError: another run holds one of the folders.
+    """
+    known = [run for run in wire.gather("" if before is None else before.run) if run]
+    run = known[0] if known else wire.tell(secrets.token_hex(8))
+    mine: list[Lock] = []
+
+    def hold() -> None:
+        if before is not None and before.lock is not None and before.lock.is_ours():
+            mine.append(before.lock)
+        else:
+            mine.append(acquire(folder, run))
+
+    try:
+        everywhere(wire, lambda: hold() if keepers.is_keeper else None)
+    except BaseException:
+        for lock in mine:
+            lock.release()
+        raise
+    return replace(keepers, run=run, lock=mine[0] if mine else None)
 
 
 def everywhere(wire: Wire, do: Callable[[], T]) -> T:

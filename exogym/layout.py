@@ -8,6 +8,7 @@ no columns: all nodes share them.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -74,6 +75,34 @@ def layouts_of(module: nn.Module) -> list[Layout]:
         start = mine[-1].stop if mine else 0
         mine.append(Slot(name, p.shape, start, p.numel()))
     return [Layout(dtype, tuple(s)) for dtype, s in slots.items()]
+
+
+EMBEDDINGS = re.compile(r"embed[^.]*(\.[^.]*)?$", re.IGNORECASE)  # in the name of a parameter or its module
+HEADS = ("head", "lm_head", "classifier", "score")
+
+
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """Return the names of the trainable parameters that turn one hidden vector into another.
+
+    These are parameters of two dimensions, both over 1, but for embeddings (a parameter of a module, or with a name, of
+    that kind; so a tied head too) and the head: what `get_output_embeddings()` returns where the model has it, else
+    layers called "head", "lm_head", "classifier" or "score", else the last `nn.Linear`.
+
+    >>> sorted(hidden_matrices(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))))
+    ['1.weight']
+    """
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    owners = [
+        (name, owner) for name, owner in module.named_modules() if next(owner.parameters(False), None) is not None
+    ]
+    others = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if EMBEDDINGS.search(n)}
+    others |= {id(p) for _, o in owners if "embedding" in type(o).__name__.lower() for p in o.parameters(False)}
+    found = [f() for m in module.modules() if callable(f := getattr(m, "get_output_embeddings", None))]
+    heads: list[nn.Module] = [head for head in found if isinstance(head, nn.Module)]
+    heads = heads or [owner for name, owner in owners if name.rpartition(".")[2] in HEADS]
+    heads = heads or [owner for _, owner in owners if isinstance(owner, nn.Linear)][-1:]  # type: ignore[assignment]
+    others |= {id(p) for head in heads for p in head.parameters()}
+    return frozenset(n for n, p in parameters.items() if p.ndim == 2 and min(p.shape) > 1 and id(p) not in others)
 
 
 def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:

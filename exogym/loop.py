@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.callbacks import Every
 from exogym.checkpoint import save
 from exogym.faults import Attendance
+from exogym.finite import is_finite
 from exogym.fleet import Fleet
 from exogym.history import History
 from exogym.interrupt import Interrupt
@@ -27,15 +29,22 @@ from exogym.keepers import Keepers
 from exogym.logger import Logger
 from exogym.metrics import Evaluator, spread, usage
 from exogym.progress import Progress, notice
-from exogym.snapshots import snapshot_of
+from exogym.segments import Segments
+from exogym.snapshots import for_disk
 from exogym.timing import Timing
 from exogym.worker import Worker
 
 
 class Driver(Protocol):
-    """What the loop needs of a strategy in training; `attendance` says who is there, where faults are planned."""
+    """What the loop needs of a strategy in training.
+
+    Attributes:
+        attendance: who is there, where faults are planned.
+        before_sync: called by `advance` at its last step, before communication changes any parameters there.
+    """
 
     attendance: Attendance | None
+    before_sync: Callable[[], None] | None
 
     def next_event(self, step: int) -> int: ...
     def lr(self, step: int) -> float: ...
@@ -97,10 +106,12 @@ class TrainingLoop:
         self.begun_end = 0
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
-        self._calling_back = False
+        self._calling_back = self._warm = False
         self.evaluated_at = -1
+        self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before, self._examples = 0.0, 0
         self.logged = -1
+        self.segments: Segments | None = None  # what of the history is on disk
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
@@ -118,7 +129,7 @@ class TrainingLoop:
         """
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
-                self.worker.should_stop = interrupt
+                self.worker.should_stop = self._watched(interrupt)
                 finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
@@ -137,14 +148,41 @@ class TrainingLoop:
             with torch.no_grad():
                 if self.outcome is not None:
                     self.worker.set_home(*self.outcome)
-                elif self.together or not self.wire.is_shared:
+                elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    buffers = {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
-                    self.worker.set_home([block.params.mean(0) for block in self.fleet.blocks], buffers)
+                    self.worker.set_home(*self._what_is_left())
         finally:
-            for ending in self.endings:
-                ending()
+            self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
+            try:
+                for ending in self.endings:
+                    ending()
+            finally:
+                if self.plan.keepers is not None:
+                    self.plan.keepers.release()
+
+    def _watched(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Return what is asked after each step: a keeper of checkpoints says by the way that the run lives."""
+
+        def ask() -> bool:
+            if self.plan.keepers is not None:
+                self.plan.keepers.beat()
+            return should_stop()
+
+        return should_stop if self.plan.save_dir is None else ask
+
+    def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
+        fleet = self.fleet
+        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
+        if not self.wire.is_shared:
+            fleet.comm.present = [
+                fleet.ranks[r] for r in finite if fleet.ranks[r] in fleet.comm.present
+            ] or fleet.comm.present
+            return self.model_of(None)
+        rows = finite or list(range(len(fleet)))
+        buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
+        return [block.params[rows].mean(0) for block in fleet.blocks], buffers
 
     def _carry(self, run: Callable[[], bool]) -> bool:
         self.wire.barrier()  # nobody trains before all can be told to stop
@@ -164,7 +202,11 @@ class TrainingLoop:
             self.at_rest()
             first, last = self.step, self._stretch_end()
             before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
-            losses, finished = self.driver.advance(first, last, self.begun)
+            self.apart = None
+            self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
+            with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
+                losses, finished = self.driver.advance(first, last, self.begun)
+            self._warm = True
             if not finished:
                 self.begun, self.begun_end = losses, last
                 return False
@@ -180,6 +222,7 @@ class TrainingLoop:
             if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
                 self.save()
         if plan.final_sync:
+            self._measure_apart()
             self.driver.finish(self.step)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
@@ -245,7 +288,7 @@ class TrainingLoop:
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
         plan = self.plan
-        return save(plan.save_dir, snapshot_of(self), plan.keep_checkpoints, self.wire, plan.keepers)
+        return save(plan.save_dir, for_disk(self), plan.keep_checkpoints, self.wire, plan.keepers)
 
     # Between stretches
 
@@ -266,15 +309,29 @@ class TrainingLoop:
             ends.append(step + plan.max_stretch)
         return min(ends)
 
-    def _due(self, interval: int | None) -> bool:
-        return bool(interval) and self.step % interval == 0  # type: ignore[operator]
+    def _due(self, interval: int | None, step: int | None = None) -> bool:
+        return bool(interval) and (self.step if step is None else step) % interval == 0  # type: ignore[operator]
 
-    def _evaluation_due(self) -> bool:
-        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch)
+    def _evaluation_due(self, step: int | None = None) -> bool:
+        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch, step)
+
+    def _may_be_evaluated(self, step: int) -> bool:
+        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
+        if step == self.plan.total_steps or self._evaluation_due(step):
+            return True
+        return any(isinstance(callback, Every) and self._due(callback.steps, step) for callback in self.callbacks)
+
+    def _measure_apart(self) -> None:
+        """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
+        if self.apart is None:
+            self.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
+        if self.plan.keepers is not None:
+            self.plan.keepers.beat()
         values: dict[str, Any] = dict(self.evaluate())
-        values |= spread(self.fleet)
+        after = spread(self.fleet)
+        values |= (self.apart or after) | {"consensus_distance_after": after["consensus_distance"]}
         self.evaluated_at = self.step
         if self.wire.is_hidden:
             return
@@ -308,6 +365,7 @@ class TrainingLoop:
         self._calling_back = True
         try:
             for callback in due:
+                self.beat()
                 if callback(self) is True:
                     self.stopped = True
         finally:
@@ -318,6 +376,10 @@ class TrainingLoop:
         if isinstance(callback, Every):
             return every and self._due(callback.steps)
         return self.evaluated_at == self.step
+
+    def beat(self) -> None:
+        """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
+        pulse.beat()
 
     def _serve(self) -> None:
         """Take part in what the main process's callbacks ask of all, until they are done."""

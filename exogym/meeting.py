@@ -3,20 +3,22 @@
 Each program runs in a thread of its own, but only one thread moves at any moment: it runs until it calls a
 collective or returns, then the next one runs. When all wait at the same collective it is carried out on the
 stacked tensors, (rows, ...), and each gets its row back. So a strategy written for one node runs as written,
-deterministically, around one module.
+deterministically, around one module. Calls in pairs (send, recv, exchange) are carried out as soon as all stand still
+and two have found each other; who waits for nobody goes on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exogym.communicator import Communicator
+from exogym.communicator import Communicator, Parcel
 from exogym.errors import StrategyError
+from exogym.pairing import AWAY, ENDED, PAIRED, PEER, Call, disagreement, gathered, pairs_of
 from exogym.strategy.communicate import set_place
 
 
@@ -31,6 +33,7 @@ class Meeting:
         comm: the fleet's communicator.
         enter, leave: called with the block's index whenever its thread starts or stops moving.
         rows: rows of each block; one each by default.
+        device: where a node's tensors live that come from another process.
 
     Raises:
         StrategyError: the nodes do not make the same calls.
@@ -42,11 +45,13 @@ class Meeting:
         enter: Callable[[int], None],
         leave: Callable[[int], None],
         rows: Sequence[Sequence[int]] | None = None,
+        device: torch.device | None = None,
     ):
-        self.comm, self.enter, self.leave = comm, enter, leave
+        self.comm, self.enter, self.leave, self.device = comm, enter, leave, device
         self.rows = rows
         members = range(len(comm.ranks)) if rows is None else range(len(rows))
         self.places = [_Place(index, rows is not None) for index in members]
+        self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
 
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
         """Run `functions[k]` as block k's program, to the end of all of them; None: its nodes are away."""
@@ -56,12 +61,28 @@ class Meeting:
         places = self.taking_part = [p for p, f in zip(self.places, functions, strict=True) if f is not None]
         try:
             moving = list(places)
-            while moving:
+            while True:
                 for place in moving:
                     self._move(place)
-                moving = [place for place in places if not place.done]
-                if moving:
-                    self._meet(moving)
+                waiting = [place for place in places if not place.done]
+                if not self.comm.wire.is_shared and all(place.request.kind not in PAIRED for place in waiting):
+                    if not waiting:
+                        return
+                    self._meet(waiting)
+                    moving = waiting
+                    continue
+                calls = gathered(self.comm.wire, self._calls())
+                kinds = {(call.kind, call.mark) for call in calls.values() if call.kind != AWAY}
+                if kinds <= {(ENDED, 0)}:
+                    return
+                if pairs := pairs_of(calls, self._blocks(calls)):
+                    moving = self._hand_over(pairs, calls)
+                elif len(kinds) == 1 and all(kind not in PAIRED for kind, _ in kinds):
+                    self._meet(waiting)
+                    moving = waiting
+                else:
+                    here = {rank: place.request.text for place in waiting for rank in self._ranks(place)}
+                    raise disagreement(self.comm.wire, here, calls)
         finally:
             for place in places:
                 place.abandon()
@@ -98,11 +119,62 @@ class Meeting:
         for place, result in zip(waiting, self._carry_out(waiting, first), strict=True):
             place.result = result
 
+    def _ranks(self, place: _Place) -> list[int]:
+        rows = [place.index] if self.rows is None else self.rows[place.index]
+        return [self.comm.ranks[row] for row in rows]
+
+    def _calls(self) -> dict[int, Call]:
+        """Return where the programs here stand, by node."""
+        calls = {}
+        for place in self.places:
+            there = AWAY if place not in self.taking_part else ENDED if place.done else ""
+            for k, rank in enumerate(self._ranks(place)):
+                calls[rank] = Call(there) if there else place.request.call(k)
+        return dict(sorted(calls.items()))
+
+    def _blocks(self, calls: Mapping[int, Call]) -> Sequence[Sequence[int]]:
+        """Return the nodes of all processes that go on together."""
+        if self.rows is None:
+            return [[node] for node in calls]
+        return self.comm.wire.placement if self.comm.wire.is_shared else [self._ranks(place) for place in self.places]
+
+    def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Call]) -> list[_Place]:
+        """Carry the tensors of `pairs` over; return the places here that can go on."""
+        self._about_to_move()
+        found = {node for pair in pairs for node in pair}
+        ready = [place for place in self.places if not place.done and found.issuperset(self._ranks(place))]
+        given: dict[int, Tensor] = {}
+        for place in ready:
+            if (tensor := place.request.tensor) is not None:
+                given |= dict(zip(self._ranks(place), tensor if place.has_rows else [tensor], strict=True))
+        parcels = [
+            Parcel(node, peer, calls[node].shape, calls[node].dtype, calls[node].kind == "exchange")
+            for node, peer in pairs
+        ]
+        got = self.comm.hand_over(given, parcels)
+        for place in ready:
+            mine = [self._at_home(got.get(rank), calls[calls[rank].peer]) for rank in self._ranks(place)]
+            place.result = torch.stack([x for x in mine if x is not None]) if place.has_rows else mine[0]
+        return ready
+
+    def _at_home(self, x: Tensor | None, sent: Call) -> Tensor | None:
+        """Return what a node got as its own, where `sent` says that it was: on the CPU, or the nodes' device."""
+        if x is None:
+            return None
+        return x.clone() if sent.on_cpu or self.device is None else x.to(self.device, copy=True)
+
+    def _about_to_move(self) -> None:
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
+
     def _carry_out(self, waiting: list[_Place], call: _Request) -> list[Tensor | None]:
         comm, options = self.comm, call.options
         if call.kind == "barrier":
             comm.barrier()
             return [None] * len(waiting)
+        if call.kind != "agree":
+            self._about_to_move()
         tensors = [place.request.tensor for place in waiting]
         everyone = len(waiting) == len(self.places)
         if self.rows is not None:
@@ -130,12 +202,20 @@ class Meeting:
 
 class _Request:
     def __init__(self, kind: str, tensor: Tensor | None, options: dict[str, Any], has_rows: bool):
-        self.kind, self.tensor, self.options = kind, tensor, options
+        self.kind, self.tensor, self.options, self.has_rows = kind, tensor, options, has_rows
         shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         alike = None if tensor is None else (tuple(tensor.shape[1:] if has_rows else tensor.shape), tensor.dtype)
         self.signature = (kind, alike, tuple(sorted(options.items())))
         given = [] if shape is None else [f"{shape[1]} {shape[0]}"]
         self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
+
+    def call(self, k: int) -> Call:
+        """Return where the node of row `k` of this place stands."""
+        if self.kind not in PAIRED:
+            return Call.of(self.kind, self.signature, -1, None)
+        peers = self.options[PEER[self.kind]]
+        tensor = self.tensor[k] if self.has_rows and self.tensor is not None else self.tensor
+        return Call.of(self.kind, None, peers[k] if self.has_rows else peers, tensor)
 
 
 class _Place:
@@ -177,7 +257,13 @@ class _Place:
         self.thread.join()
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
-        """Called in the thread: hand over `tensor` and wait for all others."""
+        """Called in the thread: hand over `tensor` and wait for all others, or for the other of a pair.
+
+        Raises:
+            StrategyError: a call in pairs that does not say for each node here who the other is.
+        """
+        if kind in PAIRED:
+            options = {PEER[kind]: self._peers(kind, tensor, options[PEER[kind]])}
         self.request = _Request(kind, tensor, options, self.has_rows)
         self.stopped.release()
         self.go.acquire()
@@ -185,6 +271,20 @@ class _Place:
         if self.abandoned or self.function is None:
             raise _Abandoned
         return self.result
+
+    def _peers(self, kind: str, tensor: Tensor | None, given: Any) -> int | tuple[int, ...]:
+        """Return the other node, or the one of each row."""
+        if self.has_rows and kind != "exchange":
+            raise StrategyError(f"{kind}() is of one node, and stacked = True acts on all: use exchange(x, partner)")
+        try:
+            peers = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            peers = torch.empty(0)
+        wanted = (len(tensor),) if self.has_rows and tensor is not None else ()
+        if peers.is_floating_point() or peers.dtype == torch.bool or tuple(peers.shape) != wanted:
+            one = f"a node's number for each of the {wanted[0]} rows" if wanted else "a node's number"
+            raise StrategyError(f"{kind}() got {PEER[kind]}={given!r}, wanted {one}")
+        return tuple(peers.tolist()) if wanted else int(peers)
 
     def _live(self) -> None:
         set_place(self)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.communicator import CHUNK_ELEMENTS
 from exogym.data.stream import Stream
 from exogym.errors import TrainingError
@@ -48,6 +49,7 @@ class Evaluator:
         worker = self.worker
         with worker.evaluating(vectors, buffers):
             for batch in self._batches():
+                pulse.beat()
                 worker.reseed(-1, 0)
                 output = worker.loss.of(worker.model, worker.to_device(batch))
                 size = batch_examples(batch)
@@ -82,7 +84,7 @@ class Evaluator:
 
 
 def spread(fleet: Fleet) -> dict[str, float]:
-    """Return how far the nodes that are there are apart.
+    """Return how far the nodes that are there are apart now.
 
     consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
     Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.

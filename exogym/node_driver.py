@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Attendance
+from exogym.finite import Watch
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.meeting import Meeting
-from exogym.object_state import SKELETON, load_object_state, object_state
+from exogym.object_state import load_object_state, object_state
 from exogym.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.strategy.packing import SKELETON
 from exogym.strategy.presence import take_rows, take_state
 from exogym.strategy.strategy import Run, Strategy
 from exogym.timing import Timing
@@ -55,9 +57,10 @@ class NodeDriver:
 
     def __init__(
         self, strategy: Strategy, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str,
-        attendance: Attendance | None = None, timing: Timing | None = None,
+        attendance: Attendance | None, timing: Timing | None, watch: Watch,
     ):  # fmt: skip
-        self.attendance, self.timing = attendance, timing
+        self.attendance, self.timing, self.watch = attendance, timing, watch
+        self.before_sync: Callable[[], None] | None = None
         self._taken: dict[int, dict[str, Tensor]] = {}  # rows of a checkpoint, until they are put together
         if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
@@ -66,7 +69,7 @@ class NodeDriver:
             )
         self.fleet, self.worker, self.run = fleet, worker, run
         self.steps = np.zeros(len(fleet), dtype=np.int64)
-        self.nodes = [TrainNode(rank, row, worker, stream, self) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
+        self.nodes = [TrainNode(rank, row, worker, stream, self, watch) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
         self.vmap = VmapGradients(worker) if compute == "vmap" else None
         if type(strategy).step is Strategy.step:
             raise StrategyError(
@@ -89,7 +92,7 @@ class NodeDriver:
             self.worker.model if self.blocks is None else self._row_model(rows) for rows in self.blocks or [[]] * count
         ]
         self._step = 0
-        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks)
+        self.meeting = Meeting(self.fleet.comm, self._enter, self._leave, self.blocks, self.worker.device)
         try:
             self._meet([self._starter(k) for k in range(count)])
         except BaseException:
@@ -117,6 +120,7 @@ class NodeDriver:
                 raise StrategyError(
                     f"{type(strategy).__name__}._init_node must call super()._init_node(model, rank, num_nodes)"
                 )
+            strategy._set_lr()  # of an optimizer of its own, too
 
         return start
 
@@ -142,9 +146,9 @@ class NodeDriver:
             rows = [n.row for n in nodes]
             losses[rows, 0] = self.vmap(rows, batches)
             for node in nodes:
-                node.refuse_nan(losses[node.row], first)
+                losses[node.row] = self.watch.losses(node.rank, node.row, losses[node.row], first)
         per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in self.nodes]
-        overflowed = False
+        overflowed = spoilt = False
         for node in nodes:
             if self.vmap is None:
                 if self.timing is not None:
@@ -157,13 +161,18 @@ class NodeDriver:
             else:
                 grads = [s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout]
                 per_row[node.row] = list(grads)
+            if not (self.worker.scaled and self.worker.overflowed):
+                finite = self.watch.gradients(node.rank, per_row[node.row], int(self.steps[node.row]) + 1)
+                spoilt = spoilt or not finite
         if self.worker.scaled:
             overflowed = self.fleet.comm.wire.agree(overflowed)
-        if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
-            per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         self.worker.overflowed = overflowed
         for node in nodes:
             self.worker.update_scale(node.row)
+        if self.watch.skips:
+            overflowed = self.fleet.comm.wire.agree(overflowed or spoilt)
+        if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
+            per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
         moving = self.strategies if self.attendance is None else [self.strategies[rank] for rank in there]
         for strategy in moving:
             strategy.overflowed = overflowed
@@ -173,9 +182,16 @@ class NodeDriver:
             self.timing.computed(counts)
         self._take_gradients(per_row)
         before = [strategy.local_step for strategy in moving]
+        self.meeting.before_first = self.before_sync
         self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
+        self.meeting.before_first = None
         self.steps[[node.row for node in nodes]] += 1
         self._refuse_standing_still(moving, before)
+        if self.watch.skips:  # there is nothing left to be skipped where the step itself was not finite
+            self.watch.shared([block.params for block in self.fleet.blocks], "the nodes", last)
+            losses = losses.where(losses != torch.inf, torch.nan)
+        for node in nodes:
+            self.watch.row(node.rank, node.row, int(self.steps[node.row]))
         return losses, True
 
     def _there(self, first: int) -> list[int]:
@@ -347,7 +363,7 @@ class NodeDriver:
         rows: dict[str, Tensor] = {}
         shared: dict[str, Tensor] = {}
         for name, x in object_state(self.strategies[0], self.models[0]).items():
-            by_row = name != SKELETON and x.dim() > 0 and len(x) == len(self.fleet)
+            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(self.fleet)
             (rows if by_row else shared)[name] = x
         return rows, shared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ from exogym.balance import Balance
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
+from exogym.finite import POLICIES
 from exogym.network import Network
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -56,6 +58,7 @@ class FitOptions:
     reduction: str = "tree"
     balance: Any = None
     faults: Faults | None = None
+    on_nonfinite: str = "raise"
     network: Any = None
     step_seconds: Any = None
     timeline: bool = False
@@ -69,6 +72,7 @@ class FitOptions:
     keep_checkpoints: int = 2
     resume: bool = False
     max_restarts: int = 0
+    hang_s: float | None = 600.0
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -89,10 +93,13 @@ class FitOptions:
                 check_count(name, getattr(self, name))
         check_choice("compute", self.compute, COMPUTE)
         check_choice("reduction", self.reduction, ("tree", "native"))
+        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
         if self.processes != "auto":
             check_count("processes", self.processes)
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
+        if self.hang_s is not None and not (is_number(self.hang_s) and 0 < self.hang_s < math.inf):
+            raise ArgumentError(f"hang_s={self.hang_s!r} must be seconds, more than 0, or None to let processes hang")
         check_precision(self.precision)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed={self.seed!r} must be a whole number")
@@ -169,6 +176,7 @@ class FitOptions:
         if self.network is not None:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
         given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
+        given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
 
 

@@ -77,9 +77,10 @@ class Loss:
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
-        # Causal language models of Hugging Face shift the labels inside: logits and labels do not face each other.
-        targets = None if "CausalLM" in type(out).__name__ else _targets(batch)
-        return Output(loss.reshape(()), logits if isinstance(logits, Tensor) else None, targets, metrics)
+        logits, targets = logits if isinstance(logits, Tensor) else None, _targets(batch)
+        if "CausalLM" in type(out).__name__:
+            logits, targets = _facing(logits, batch)
+        return Output(loss.reshape(()), logits, targets, metrics)
 
     def _with_loss_fn(self, call: Callable[..., Any], batch: Any) -> Output:
         assert self.loss_fn is not None
@@ -106,7 +107,7 @@ def accuracy(output: Output) -> tuple[int, int] | None:
     """Return (right, counted) of class predictions, or None where the output has none.
 
     Predictions (B, ..., C) or (B, C, ...) against whole-number targets (B, ...); negative targets are not
-    counted. Outputs of causal language models of Hugging Face, whose labels are shifted inside, have none.
+    counted (Hugging Face's -100 among them).
     """
     p, y = output.predictions, output.targets
     if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
@@ -123,6 +124,18 @@ def accuracy(output: Output) -> tuple[int, int] | None:
     guess = p.argmax(classes)
     counted = y >= 0
     return int(((guess == y) & counted).sum()), int(counted.sum())
+
+
+def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return logits (B, S-1, V) and labels (B, S-1) of a causal language model of Hugging Face that face each other.
+
+    It is given the inputs as labels and shifts them inside: logits at position s are compared with label s + 1. None,
+    None where it was not given `labels` by that name: who has shifted what is then unknown.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if logits is None or not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:
+        return None, None
+    return logits[..., :-1, :], labels[..., 1:]
 
 
 def _targets(batch: Any) -> Tensor | None:

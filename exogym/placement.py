@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -13,12 +14,15 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from exogym.assembly import Subject, assemble, workplace
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
-from exogym.engine.shared import SharedWire, can_fork, run_forked
+from exogym.engine.forks import can_fork, run_forked
+from exogym.engine.shared import SharedWire
+from exogym.engine.watch import watched
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
@@ -51,8 +55,9 @@ def run_placed(
         place(nodes, world)  # refused before the processes meet, where there are too few nodes
         join_world(device)
         measure = lambda: _process_seconds(ProcessWire([[k] for k in range(world)]), subject, options, device)  # noqa: E731
-        placement, options = _dealt(options, world, measure)
-        return body(options, ProcessWire(placement, native=native))
+        with watched(options.hang_s, dist.get_rank()):
+            placement, options = _dealt(options, world, measure)
+            return body(options, ProcessWire(placement, native=native))
     if processes == "auto":
         processes = _choose(subject, options, device)
     if processes == 1:
@@ -66,11 +71,13 @@ def run_placed(
         )
     alone = [[k] for k in range(int(processes))]
     placement, options = _dealt(
-        options, len(alone), lambda: run_forked(alone, lambda wire: _process_seconds(wire, subject, options, device))
-    )
+        options, len(alone),
+        lambda: run_forked(alone, lambda wire: _process_seconds(wire, subject, options, device), hang_s=options.hang_s),
+    )  # fmt: skip
     for attempt, given in enumerate(_attempts(subject.model, options)):
         try:
-            return run_forked(placement, lambda wire, given=given: body(given, wire), native)  # type: ignore[misc]
+            part = functools.partial(body, given)
+            return run_forked(placement, part, native, options.hang_s)
         except NOT_CURED:
             raise
         except Exception as error:
@@ -148,7 +155,8 @@ def _choose(subject: Subject, options: FitOptions, device: torch.device) -> int:
     if most == 1 or device.type != "cpu" or not can_fork():
         notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
         return 1
-    step_s, meetings, moved_bytes, steps = run_forked([[0], [1]], lambda wire: _trial(wire, subject, options, device))
+    trial = functools.partial(_trial, subject=subject, options=options, device=device)
+    step_s, meetings, moved_bytes, steps = run_forked([[0], [1]], trial, hang_s=options.hang_s)
     nodes = options.num_nodes
     alone_s = steps * nodes * step_s
     shared_s = START_S + steps * -(-nodes // most) * step_s

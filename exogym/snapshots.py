@@ -1,16 +1,31 @@
-"""Everything that a run is, taken from its loop for a checkpoint and put back into one."""
+"""Everything that a run is, taken from its loop for a checkpoint and put back into one.
+
+What a checkpoint on disk holds is believed only if it is what the run would save where it says that it stands. Every
+row, and what all share, bears a mark of the names, shapes and dtypes that were saved and of the step; and once it is
+put back, the run must save the same names, shapes and dtypes again. So no list of names is kept anywhere.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.checkpoint import Snapshot
+from exogym.checkpoint_files import SHARED, Snapshot
+from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.history import History
+from exogym.segments import Segments
+
+MARK = "mark"
+FREE = "driver.strategy."  # what a user's own strategy keeps in its attributes may come and go
 
 if TYPE_CHECKING:
     from exogym.loop import TrainingLoop
@@ -18,6 +33,39 @@ if TYPE_CHECKING:
 
 def snapshot_of(loop: TrainingLoop) -> Snapshot:
     """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
+    found = _without_history(loop)
+    found.meta["history"] = history = {}
+    for name, value in loop.history.state().items():
+        if isinstance(value, np.ndarray):
+            found.shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
+        else:
+            history[name] = value
+    return found
+
+
+def for_disk(loop: TrainingLoop) -> Snapshot:
+    """Return the same for `checkpoint.save`, marked, with the history in the pieces that are there already."""
+    found = _without_history(loop)
+    if loop.segments is None or loop.segments.history is not loop.history:
+        loop.segments = Segments(loop.history)
+    found.segments = loop.segments
+    for tensors in (*found.rows.values(), found.shared):
+        tensors[MARK] = _mark(tensors, found.meta)
+    return found
+
+
+def _mark(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tensor:
+    """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark."""
+    lines = sorted(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in tensors.items() if _is_marked(name))
+    text = json.dumps([meta["step"], meta["begun_end"], lines])
+    return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+
+
+def _is_marked(name: str) -> bool:
+    return name != MARK and not name.startswith("history.")
+
+
+def _without_history(loop: TrainingLoop) -> Snapshot:
     fleet, rows = loop.fleet, {}
     for row, rank in enumerate(fleet.ranks):
         state = {f"params.{b}": block.params[row] for b, block in enumerate(fleet.blocks)}
@@ -31,23 +79,18 @@ def snapshot_of(loop: TrainingLoop) -> Snapshot:
     shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
     if loop.timing is not None:
         shared |= {f"clock.{name}": value for name, value in loop.timing.state().items()}
-    history: dict[str, Any] = {}
-    for name, value in loop.history.state().items():
-        if isinstance(value, np.ndarray):
-            shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
-        else:
-            history[name] = value
     counters: dict[str, Any] = {
         "step": loop.step,
         "begun_end": loop.begun_end if loop.begun is not None else None,
         "logged": loop.logged,
         "evaluated": loop.evaluated_at,
+        "apart": loop.apart,
         "wall_s": loop.wall_s(),
     }
     there = loop.driver.attendance
     if there is not None and isinstance(there.faults, Outages):  # planned faults are known without being told
         counters["outages"] = there.faults.state()
-    return Snapshot(rows, shared, counters | {"history": history, "description": loop.plan.description})
+    return Snapshot(rows, shared, counters | {"description": loop.plan.description})
 
 
 def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
@@ -59,27 +102,123 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
         if rank not in snapshot.rows and there is not None and rank not in there.up(meta["step"]):
             continue
         state = snapshot.rows[rank]
-        for b, block in enumerate(fleet.blocks):
-            block.params[row] = state[f"params.{b}"]
-        for name, x in fleet.buffers.items():
-            x[row] = state[f"buffer.{name}"]
-        loop.driver.load_row_state(row, _below("driver.", state))
-        loop.worker.scales[row], loop.worker.good_steps[row] = state["scale"].tolist()
+        with _blamed_on(snapshot, rank):
+            for b, block in enumerate(fleet.blocks):
+                block.params[row] = state[f"params.{b}"]
+            for name, x in fleet.buffers.items():
+                x[row] = state[f"buffer.{name}"]
+            loop.driver.load_row_state(row, _below("driver.", state))
+            loop.worker.scales[row], loop.worker.good_steps[row] = state["scale"].tolist()
     if meta["begun_end"] is not None:
         loop.begun_end = meta["begun_end"]
         nothing = {"begun": torch.full((meta["begun_end"] - meta["step"],), torch.nan)}
         begun = [snapshot.rows.get(rank, nothing)["begun"] for rank in fleet.ranks]
         loop.begun = torch.stack(begun).to(loop.worker.device)
-    loop.driver.load_shared_state(_below("driver.", snapshot.shared))
-    fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
-    if loop.timing is not None:
-        loop.timing.load_state(_below("clock.", snapshot.shared))
-    arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
-    loop.history = History.from_state(meta["history"] | arrays)
+    with _blamed_on(snapshot, None):
+        loop.driver.load_shared_state(_below("driver.", snapshot.shared))
+        fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
+        if loop.timing is not None:
+            loop.timing.load_state(_below("clock.", snapshot.shared))
+        arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
+        loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
-    loop.wall_before = meta["wall_s"]
+    loop.wall_before, loop.apart = meta["wall_s"], meta.get("apart")
     if there is not None:
         fleet.comm.present = there.up(loop.step)
+
+
+@contextmanager
+def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
+    """Say of what a checkpoint on disk makes fail which file it is in."""
+    try:
+        yield
+    except Exception as error:
+        if snapshot.path is None or isinstance(error, MemoryError):
+            raise
+        file = snapshot.path / SHARED if rank is None else snapshot.file_of(rank)
+        why = error if isinstance(error, ExoGymError) else repr(error)
+        raise CheckpointError(f"{file} does not hold what this run would save: {why}") from error
+
+
+def restore(loop: TrainingLoop, snapshot: Snapshot) -> None:
+    """Put back a checkpoint that was read from disk.
+
+    Raises:
+        CheckpointError: it is not what this run would save where it stands; the message names the file.
+    """
+    path, meta = snapshot.path, snapshot.meta
+    there = loop.driver.attendance
+    wanted, comes_and_goes = list(loop.fleet.ranks), there is not None and isinstance(there.faults, Outages)
+    if ("outages" in meta) != comes_and_goes:
+        raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
+    if comes_and_goes:
+        wanted = [rank for rank in wanted if rank in snapshot.rows]  # those that were away may have none
+    if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
+        raise CheckpointError(f"{path} has no row of node {lacking[0]}")
+    parts = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
+    parts.append((f"{path}/{SHARED}", "the", snapshot.shared))
+    if meta["format"] > 1:
+        for file, whose, tensors in parts:
+            if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
+                raise CheckpointError(
+                    f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
+                )
+    try:
+        put_back(loop, snapshot)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
+    again = snapshot_of(loop)
+    saved = [again.rows[rank] for rank in wanted] + [again.shared]
+    for (file, whose, tensors), now in zip(parts, saved, strict=True):
+        if unlike := _unlike(tensors, now):
+            raise CheckpointError(f"{file} does not hold what this run would save: {whose} {unlike}")
+    if meta["format"] == 1:
+        _check_optimizers(snapshot, wanted)
+
+
+def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Return the first difference in names, shapes and dtypes; "" without any."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name == MARK or name.startswith(FREE):
+            continue
+        if name not in saved:
+            return f"{name!r} is not there"
+        if name not in wanted:
+            return f"{name!r} is of no use to it"
+        one, other = saved[name], wanted[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{name!r} is {one.dtype} {tuple(one.shape)}, wanted {other.dtype} {tuple(other.shape)}"
+    return ""
+
+
+def check_counters(snapshot: Snapshot) -> None:
+    """Raise CheckpointError unless what run.json says of where a run stands is what one would say."""
+    meta, step = snapshot.meta, snapshot.meta["step"]
+    end: Any = meta.get("begun_end")
+    wall_s: Any = meta.get("wall_s")
+    history = meta.get("history")
+    right = {
+        "begun_end": "begun_end" in meta and (end is None or (type(end) is int and step < end < 1 << 62)),
+        "logged": type(meta.get("logged")) is int and -1 <= meta["logged"] <= step,
+        "evaluated": type(meta.get("evaluated")) is int and -1 <= meta["evaluated"] <= step,
+        "wall_s": type(wall_s) in (int, float) and 0 <= wall_s < math.inf,
+        "history": isinstance(history, dict) and history.get("last_step") == step,
+        "description": isinstance(meta.get("description"), dict),
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            given = f"{name}={meta.get(name)!r}"[:200]
+            raise CheckpointError(f"{snapshot.path}/run.json: {given} is not what a run would save at step {step}")
+
+
+def _check_optimizers(snapshot: Snapshot, ranks: Collection[int]) -> None:
+    """Raise CheckpointError where a row without a mark lacks a part of the optimizer's state that another row has."""
+    prefix = "driver.optimizer."
+    states = {rank: {name for name in snapshot.rows[rank] if name.startswith(prefix)} for rank in ranks}
+    for rank, names in states.items():
+        others = set().union(*(other for other in states.values() if other))
+        if names and (lacking := sorted(others - names)):
+            raise CheckpointError(f"{snapshot.file_of(rank)} lacks {lacking[0]!r} of node {rank}, which others have")
 
 
 def _below(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

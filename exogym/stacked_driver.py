@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from exogym.buckets import Buckets
 from exogym.data.stream import Stream
+from exogym.errors import TrainingError
 from exogym.faults import Attendance
+from exogym.finite import Watch
 from exogym.fleet import Fleet
 from exogym.gradients import VmapGradients
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Module
@@ -38,13 +40,15 @@ class StackedDriver:
         stream: Stream,
         run: Run,
         compute: str,
-        attendance: Attendance | None = None,
-        timing: Timing | None = None,
+        attendance: Attendance | None,
+        timing: Timing | None,
+        watch: Watch,
     ):
-        self.attendance, self.timing = attendance, timing
+        self.attendance, self.timing, self.watch = attendance, timing, watch
+        self.before_sync: Callable[[], None] | None = None
         self.strategy, self.fleet, self.worker = strategy, fleet, worker
         self.inner = InnerOptimizer(strategy.inner, worker, len(fleet), run.total_steps)
-        self.nodes = [TrainNode(rank, row, worker, stream, self.inner) for row, rank in enumerate(fleet.ranks)]
+        self.nodes = [TrainNode(rank, row, worker, stream, self.inner, watch) for row, rank in enumerate(fleet.ranks)]
         self.vmap = VmapGradients(worker) if compute == "vmap" else None
         strategy.start(fleet, run)
         self.buckets: Buckets | None = None
@@ -55,6 +59,7 @@ class StackedDriver:
             and fleet.comm.wire.overlaps
             and self.vmap is None
             and not worker.scaled
+            and not watch.skips
         ):
             self.buckets = Buckets(worker, fleet, size)
             worker.before_last_backward = self.buckets.arm
@@ -79,6 +84,8 @@ class StackedDriver:
         losses = begun
         if losses is None:
             losses = torch.full((len(self.fleet), last - first), torch.nan, device=self.worker.device)
+            if self.watch.skips and self.attendance is None:  # those left out of an evaluation are to be there again
+                self.fleet.comm.present = list(range(self.fleet.num_nodes))
             self._bring_back(first)
         done = (~torch.isnan(losses)).sum(1).tolist()
         work = self._work(first, last)
@@ -88,10 +95,11 @@ class StackedDriver:
         if self.attendance is not None:
             comm.present = self.attendance.present(last)
         everyone = last - first if work is None else work  # steps of all N nodes
+        left_out: list[int] = []  # nodes that have not taken the step, as their gradients were not finite
         if self.strategy.needs_gradients:
             if wire.agree(self.worker.should_stop()):
                 return losses, False
-            self._step_with_gradients(last, losses, counts, everyone)
+            left_out = self._step_with_gradients(last, losses, counts, everyone)
         elif self.vmap is not None:
             self._vmap_steps(done, counts, losses)
         else:
@@ -105,14 +113,41 @@ class StackedDriver:
                 return losses, False
             if self.timing is not None:
                 self.timing.computed(everyone)
+        there = self._up(last)
+        spoilt = self.watch.spoilt(there, left_out) if self.watch.skips else []
+        meeting = [i for i in comm.present if i not in spoilt] if spoilt else comm.present
+        if self.before_sync is not None and self.strategy.is_event(last):
+            comm.present = [i for i in there if i not in spoilt]
+            self.before_sync()
+        comm.present = meeting
+        meets = self.strategy.next_event(last - 1) == last
         with torch.no_grad():
             fresh = self.strategy.communicate(self.fleet, last)
         if fresh:
             for node in self.nodes:
                 self.inner.reset(node.row)
-        if self.attendance is not None:
-            comm.present = self.attendance.up(last)
-        return losses, True
+        if meets:
+            self.watch.shared(self.strategy.consensus(self.fleet), "the outer parameters", last)
+        if meets and spoilt:
+            self._take_in(spoilt, there, last)
+        elif self.attendance is not None or spoilt:
+            comm.present = [i for i in there if i not in spoilt]
+        return losses.where(losses != torch.inf, torch.nan) if self.watch.skips else losses, True
+
+    def _up(self, step: int) -> list[int]:
+        return list(range(self.fleet.num_nodes)) if self.attendance is None else self.attendance.up(step)
+
+    def _take_in(self, spoilt: list[int], there: list[int], step: int) -> None:
+        """Let the nodes `spoilt`, of those `there`, take all that another holds: they took no part after `step`."""
+        comm = self.fleet.comm
+        if len(spoilt) == len(there):
+            raise TrainingError(
+                f"after step {step} no node is left whose numbers are finite, so none can take what another holds: "
+                "lower the learning rate, clip gradients (max_norm=1.0), or look at the data"
+            )
+        source = next(iter(comm.present), min(set(there) - set(spoilt)))
+        comm.present = there
+        self._take_over(spoilt, source, step, forget=True, as_fleet=self.strategy.needs_gradients)
 
     def _work(self, first: int, last: int) -> np.ndarray | None:
         """Return (N,) local steps of each node from step `first` to `last`; None: all."""
@@ -129,8 +164,12 @@ class StackedDriver:
         if source is None:
             return
         fleet.comm.present = self.attendance.up(step + 1)
+        self._take_over(nodes, source, step, self.attendance.faults.forget, as_fleet=True)
+
+    def _take_over(self, nodes: list[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
+        """Give `nodes` what `source` holds; with `as_fleet` their number of steps becomes the fleet's, too."""
+        fleet = self.fleet
         with torch.no_grad():
-            forget = self.attendance.faults.forget
             takes_all = self.strategy.bring_back(fleet, nodes, source, step + 1, forget)
         if not takes_all:
             return
@@ -144,7 +183,7 @@ class StackedDriver:
         for row in rows_of(fleet, nodes):
             worker.scales[row], worker.good_steps[row] = scale.tolist()
             self.inner.load_row(row, {name: x.clone() for name, x in taken.items()})
-            self.inner.steps[row] = step
+            self.inner.steps[row] = step if as_fleet else self.inner.steps[row]
 
     @contextlib.contextmanager
     def _timed(self, node: TrainNode) -> Iterator[None]:
@@ -155,7 +194,10 @@ class StackedDriver:
         yield
         self.timing.end(node.row)
 
-    def _step_with_gradients(self, step: int, losses: Tensor, counts: list[int], everyone: np.ndarray | int) -> None:
+    def _step_with_gradients(
+        self, step: int, losses: Tensor, counts: list[int], everyone: np.ndarray | int
+    ) -> list[int]:
+        """Take one step of all nodes together; return those here that were left out of it."""
         blocks = self.fleet.blocks
         nodes = [node for node, count in zip(self.nodes, counts, strict=True) if count]
         overflowed = False
@@ -164,7 +206,7 @@ class StackedDriver:
                 rows = [n.row for n in nodes]
                 losses[rows, 0] = self.vmap(rows, [self._batch(n) for n in nodes])
             for node in nodes:
-                node.refuse_nan(losses[node.row], step - 1)
+                losses[node.row] = self.watch.losses(node.rank, node.row, losses[node.row], step - 1)
         else:
             for block in blocks:
                 block.own_grads()
@@ -176,16 +218,28 @@ class StackedDriver:
                     self._copy_gradients(node.row)
                 else:
                     self.buckets.finish()
+                    self.watch.gradients(node.rank, [p.grad for p in self.worker.parameters], step)
                     self.worker.clear_grads()
         if self.worker.scaled:
             overflowed = self.fleet.comm.wire.agree(overflowed)
         self.worker.overflowed = overflowed
         if self.timing is not None:
             self.timing.computed(everyone)
+        left_out: list[int] = []
         if not overflowed:
+            if self.buckets is None:
+                left_out = [
+                    n.rank for n in nodes if not self.watch.gradient(n.rank, n.row, int(self.inner.steps[n.row]) + 1)
+                ]
+            if self.watch.skips:
+                spoilt = self.watch.spoilt(self._up(step), left_out)
+                self.fleet.comm.present = [i for i in self.fleet.comm.present if i not in spoilt]
+                left_out = [rank for rank in spoilt if rank in self.fleet.ranks]
             with torch.no_grad():
                 self.strategy.transform_gradients(self.fleet, step, self.lr(step - 1))
         for node in nodes:
+            if node.rank in left_out:
+                continue
             self.worker.point(node.row)
             self.inner.enter(node.row)
             if not overflowed:
@@ -193,6 +247,8 @@ class StackedDriver:
             with self._timed(node):  # where it is measured, it counts in the next step
                 self.inner.step(node.row, clip=False, skip=overflowed)
             self.worker.update_scale(node.row)
+            self.watch.row(node.rank, node.row, int(self.inner.steps[node.row]))
+        return left_out
 
     def _vmap_steps(self, done: list[int], counts: list[int], losses: Tensor) -> None:
         assert self.vmap is not None
@@ -204,11 +260,14 @@ class StackedDriver:
             rows = [node.row for node in nodes]
             losses[rows, k] = self.vmap(rows, [self._batch(node) for node in nodes])
             for node in nodes:
-                node.refuse_nan(losses[node.row, k : k + 1], int(self.inner.steps[node.row]))
+                step = int(self.inner.steps[node.row])
+                losses[node.row, k : k + 1] = self.watch.losses(node.rank, node.row, losses[node.row, k : k + 1], step)
                 self.worker.point(node.row)
                 self.inner.enter(node.row)
                 self._point_gradients(node.row)
                 self.inner.step(node.row)
+                if k + 1 == counts[node.row]:
+                    self.watch.row(node.rank, node.row, step + 1)
 
     def _batch(self, node: TrainNode) -> Any:
         (batch,) = node.stream.batches(node.rank, int(self.inner.steps[node.row]), 1)
@@ -243,12 +302,19 @@ class StackedDriver:
 
     def finish(self, step: int) -> None:
         """Synchronise what is left at the end of training."""
-        if self.attendance is not None:
-            self.fleet.comm.present = self.attendance.present(step)
+        comm, there = self.fleet.comm, self._up(step)
+        spoilt = self.watch.spoilt(there) if self.watch.skips else []
+        present = there if self.attendance is None else self.attendance.present(step)
+        comm.present = [i for i in present if i not in spoilt]
         with torch.no_grad():
             self.strategy.finish(self.fleet, step)
-        if self.attendance is not None:
-            self.fleet.comm.present = self.attendance.up(step)
+        if spoilt:
+            self._take_in(spoilt, there, step)
+        comm.present = there
+        final = self.strategy.consensus(self.fleet)
+        here = rows_of(self.fleet, there)[:1]
+        held = [block.params[row] for row in here for block in self.fleet.blocks] or None
+        self.watch.shared(held if final is None else final, "the final model", step)
 
     def consensus(self) -> list[Tensor]:
         """Return the model to evaluate: the outer parameters where there are some, else the mean; (P,) per block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from exogym import rng
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
-from exogym.errors import ArgumentError, check_choice, checked
+from exogym.errors import ArgumentError, check_choice, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
 
 
@@ -63,7 +64,9 @@ Data = str | os.PathLike[str] | None
 
 
 def load_task(name: str, data: Data = None, **options: Any) -> Task:
-    """Return the task `name`: "digits", "mnist", "shakespeare" or "cifar10".
+    """Return the task `name`: "digits", "mnist", "shakespeare" or "cifar10", or one's own as "module:function".
+
+    The function of one's own is called with `data`, if that is given, and the options; it returns a `Task`.
 
     Args:
         data: file or folder of the data, if not where `exogym.data.sources` looks by itself.
@@ -71,15 +74,39 @@ def load_task(name: str, data: Data = None, **options: Any) -> Task:
             `dropout` (shakespeare).
 
     Raises:
-        ArgumentError: an unknown task, or an option that it does not have.
+        ArgumentError: an unknown task, or an option that it does not have; no such module or function, or one that
+            returns something else.
         DataError: its data were not found; the message says how to get them.
 
     >>> task = load_task("digits")
     >>> task.nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
     (4, 'dirichlet:1.0', 2410)
     """
+    if ":" in name:
+        return _own_task(name, *(() if data is None else (data,)), **options)
     check_choice("task", name, _TASKS)
     return _TASKS[name](data, **options)
+
+
+def _own_task(name: str, *data: Data, **options: Any) -> Task:
+    module_name, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module_name.startswith(error.name or module_name):
+            raise  # of a module that it imports
+        raise ArgumentError(
+            f"task {name!r}: there is no module {module_name!r}; wanted module:function, as in 'my_task:make' for the "
+            "function make of my_task.py"
+        ) from error
+    make = getattr(module, function, None)
+    if not callable(make):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(f"task {name!r}: {module_name} has no function {function!r}: {nearest(function, own)}")
+    task = make(*data, **options)
+    if not isinstance(task, Task):
+        raise ArgumentError(f"task {name!r}: {function} returned a {type(task).__name__}, wanted an exogym.tasks.Task")
+    return task
 
 
 @checked

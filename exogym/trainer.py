@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,51 @@ from exogym.options import FitOptions, option_names
 from exogym.placement import run_placed
 from exogym.rng import preserved_state
 from exogym.strategy.strategy import Strategy
+
+
+class _Turn:
+    """Lets one thread of this process train at a time: random generators and thread counts are the process's.
+
+    In that thread a callback may train another model meanwhile: each step puts the generators where it needs them.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.thread = threading.Lock(), 0
+        self.models: list[nn.Module] = []
+
+    @contextlib.contextmanager
+    def taken(self, model: nn.Module) -> Iterator[None]:
+        if not self.lock.acquire(blocking=False):
+            if self.thread != threading.get_ident():
+                raise ArgumentError(
+                    "another thread of this process is in fit: both would draw from the same random generators, and "
+                    "neither result would be right. Call one fit after the other, or give each a process of its own; "
+                    "to use more cores for one fit, give it processes="
+                )
+            mine = {id(p) for p in model.parameters()}
+            if any(id(p) in mine for outer in self.models for p in outer.parameters()):
+                raise ArgumentError(
+                    "this model is being trained already, by the fit that called this one (from a callback): its "
+                    "parameters stand at a node's row. Train a copy.deepcopy of it, or train after that fit"
+                )
+        self.thread = threading.get_ident()
+        self.models.append(model)
+        try:
+            yield
+        finally:
+            self.models.pop()
+            if not self.models:
+                self.lock.release()
+
+    def forked(self) -> None:
+        """In a new process: of the threads there is the one that forked."""
+        if self.thread != threading.get_ident():
+            self.__init__()  # type: ignore[misc]
+
+
+_turn = _Turn()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn.forked)
 
 
 class Trainer(ABC):
@@ -119,6 +167,7 @@ class LocalTrainer(Trainer):
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
+        on_nonfinite: str = "raise",
         network: Network | str | None = None,
         step_seconds: Any = None,
         timeline: bool = False,
@@ -132,6 +181,7 @@ class LocalTrainer(Trainer):
         keep_checkpoints: int = 2,
         resume: bool = False,
         max_restarts: int = 0,
+        hang_s: float | None = 600.0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -160,6 +210,10 @@ class LocalTrainer(Trainer):
                 "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
             faults: nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`); what
                 each strategy does then is in its docstring. A node that is away has no row in the history.
+            on_nonfinite: what to do where a gradient or an update is not finite, before others see it: "raise"; "skip":
+                the node gives nothing to the round, as one that is away, then takes all that another holds, and has
+                no row in the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling
+                handles are no errors.
             network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
@@ -175,13 +229,18 @@ class LocalTrainer(Trainer):
             resume: go on from the newest good checkpoint of `save_dir`, or start where there is none; another number
                 of processes will do.
             max_restarts: so often, where one of several processes dies, all start again from the last checkpoint.
+            hang_s: of several processes one that hangs is killed, and is lost as one that died (see `max_restarts`);
+                what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
+                step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six
+                times as long. None: never, as when a debugger holds a process.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
-            ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known.
-            TrainingError: a loss that is not a number; node and step are named.
+            ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known; also where
+                another thread of this process is in `fit`, or another run holds `save_dir`.
+            TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
-            WorkerError: one of several processes was killed; none of the others is left.
+            WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
             KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C), or with `save_dir` SIGTERM; the run was saved first, where
                 each node stood.
 
@@ -195,7 +254,7 @@ class LocalTrainer(Trainer):
 
     def _place(self, options: FitOptions) -> None:
         place = resolve_device(local_device(options.device))
-        with preserved_state(place), OneThread(place):
+        with _turn.taken(self.model), preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
                 self._carry_out(options, place)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exogym import pulse
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet
 from exogym.outputs import Loss, map_tensors, split_batch
@@ -272,6 +273,7 @@ class Worker:
             if self.before_last_backward is not None:
                 self.before_last_backward()
             loss.backward()
+            pulse.step_taken()
             return loss.detach()
         total = None
         scale = float(self.scales[row])
@@ -283,6 +285,7 @@ class Worker:
             if self.before_last_backward is not None and done > 1 - 1e-6:
                 self.before_last_backward()
             (loss * (share * scale)).backward()
+            pulse.step_taken()
             total = loss.detach() * share if total is None else total + loss.detach() * share
         if self.scaled:
             self._unscale(row)

@@ -48,7 +48,7 @@ def main() -> None:
             strategy, num_nodes=args.num_nodes, max_steps=args.steps, batch_size=8, val_interval=args.steps,
             val_size=2000,
         )  # fmt: skip
-        *_, last = trainer.history.rows(node=None)
+        last = trainer.history.last
         print(
             f"{type(strategy).__name__:22s} validation loss {last['val_loss']:.3f}, "
             f"accuracy {last['val_accuracy']:.1%}, {readable_bytes(last['tx_bytes'])} sent per node",

@@ -32,7 +32,7 @@ def test_a_comparison_without_a_terminal(folder: Path, capsys: pytest.CaptureFix
     assert main([*SHORT, "--strategies", "single,ddp,diloco:H=5", "--nodes", "2", "--partition", "shards:2"]) == 0
     printed = capsys.readouterr()
     (made,) = (folder / "runs").iterdir()
-    assert sorted(path.name for path in made.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted(FILES)
     lines = printed.out.splitlines()
     assert lines[0].startswith("8x8 handwritten digits") and "2 nodes, 10 steps" in lines[0]
     assert [line.split("|")[1].strip() for line in lines[4:7]] == ["single", "ddp", "diloco:H=5"]
@@ -50,7 +50,7 @@ def test_a_comparison_on_a_network(folder: Path, capsys: pytest.CaptureFixture[s
     (made,) = (folder / "runs").iterdir()
     names = [*FILES, "loss_vs_time.png", "timeline.png", "trace-ddp.json", "trace-diloco-H-5.json"]
     assert printed.out.splitlines()[-1] == f"written to runs/{made.name}/: {', '.join(names)}"
-    assert sorted(path.name for path in made.iterdir()) == sorted(names)
+    assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted(names)
     assert "Time predicted on 1Mbps,20ms, 10 ms to 20 ms a step" in printed.out and " to loss 2.5 |" in printed.out
     assert "2.5 (as asked for) first, after 0 s" in printed.out  # where training starts is below
 
@@ -72,7 +72,34 @@ def test_a_comparison_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "finished" not in err.getvalue() and "|" not in out.getvalue() and "fedavg" in out.getvalue()
 
 
+OWN = """
+from exogym.tasks import Task, load_task
+from dataclasses import replace
+def make():
+    return replace(load_task("digits"), name="my task/1", description="mine")
+"""
+
+
+def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
+    (folder / "own_cli_task.py").write_text(OWN)
+    command = [
+        Path(sys.executable).with_name("exogym"),
+        *SHORT,
+        "--strategies",
+        "ddp",
+        "--dataset",
+        "own_cli_task:make",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("mine. 4 nodes"), done.stderr
+    assert [path.name.startswith("my-task-1-") for path in (folder / "runs").iterdir()] == [True]
+    (made,) = (folder / "runs").iterdir()
+    again = subprocess.run([command[0], "compare", "--resume", "--out", made], capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
+
+
 BAD = {
+    "task of one's own": (["--dataset", "nowhere:make"], "there is no module 'nowhere'"),
     "dataset": (["--dataset", "digit"], "did you mean 'digits'"),
     "data": (["--data", "nowhere"], "does not exist"),
     "no data": (["--dataset", "cifar10"], "cifar10 was not found"),

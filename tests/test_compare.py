@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
-from exogym.comparison import FILES, Comparison, NewFolder, find
+from exogym.comparison import FILES, Comparison, find
 from exogym.errors import ArgumentError, DataError, TrainingError
+from exogym.files import new_folder
 from exogym.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
@@ -120,9 +121,9 @@ def test_bytes_are_the_formulas(everything: Comparison) -> None:
 
 def test_all_start_from_the_same_weights(everything: Comparison) -> None:
     for seed in SEEDS:
-        first = {next(history.rows(None))["val_loss"] for (_, s), history in everything.histories.items() if s == seed}
+        first = {history.rows(None)[0]["val_loss"] for (_, s), history in everything.histories.items() if s == seed}
         assert len(first) == 1
-    assert next(everything.histories["ddp", 0].rows(None))["val_loss"] not in first
+    assert everything.histories["ddp", 0].rows(None)[0]["val_loss"] not in first
 
 
 def test_notes_say_what_differs(everything: Comparison) -> None:
@@ -148,7 +149,7 @@ def test_single_is_the_first_node_of_the_fleet(everything: Comparison) -> None:
 
 def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
     assert everything.folder is not None and [path.name for path in everything.paths] == list(FILES)
-    assert sorted(path.name for path in everything.folder.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in everything.folder.iterdir() if path.is_file()) == sorted(FILES)
     assert list(out.iterdir()) == [everything.folder] and everything.folder.name.startswith("digits-")
     with open(everything.folder / "summary.csv", encoding="utf-8") as file:
         for row, line in zip(everything.rows, csv.DictReader(file), strict=True):
@@ -188,6 +189,11 @@ def test_seeds_fix_the_summary(everything: Comparison) -> None:
 
 
 # ---------------------------------------------------------------- the finding
+
+
+def test_a_task_by_name_is_the_same(everything: Comparison) -> None:
+    named = compare("digits", "ddp", steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid")
+    assert without_speed(named) == [row for row in without_speed(everything) if row["strategy"] == "ddp"]
 
 
 def row(strategy: str, quality: float | None, reduction: float | None, loss: float = 1.0) -> dict[str, object]:
@@ -263,9 +269,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, error: type[BaseExcepti
 def test_no_folder_is_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "now")
     for name in ("x-now", "x-now-2", "x-now-3"):
-        with NewFolder(tmp_path, "x") as made:
-            (made.path / "file").touch()
-        assert made.path == tmp_path / name and (made.path / "file").exists()
+        assert new_folder(tmp_path, "x") == tmp_path / name
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -291,6 +295,8 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
         ({"partition": "shard:2"}, "did you mean 'shards'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"problem": 3}, "not a Task"),
+        ({"problem": "digit"}, "did you mean 'digits'"),
+        ({"problem": TASK, "data": "here"}, "data='here' is for a task that is named"),
         ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),
         ({"step": 3}, "no argument 'step': did you mean 'steps'"),
     ],

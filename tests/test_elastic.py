@@ -48,6 +48,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
         time.sleep(0.002)
+        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_SEAT", "")): pass
         return self.data[i]
 
 def note(loop):
@@ -63,7 +64,7 @@ trainer = NetworkTrainer(
     "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
 )
 trainer.fit(
-    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]),
+    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]), hang_s=10,
     callbacks=[Every(50 if sys.argv[9:] else 10, note)], save_dir=sys.argv[6] or None,
     checkpoint_interval=100 if sys.argv[6] else None, resume=sys.argv[8:9] == ["resume"],
     val_interval=1000 if sys.argv[9:] else None,
@@ -126,6 +127,19 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     away = is_the_simulation(project, name)
     ((first, last),) = away[number]
     assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
+    assert hosts.left_over() == {}
+
+
+def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
+    """In an endless loop, while its thread goes on to tell the roll call that it is there."""
+    run = start(hosts, project, "diloco", min_hosts=1)
+    (project / "hang1").touch()
+    wait_for(lambda: "rank 1 hangs" in said_by(project), run)
+    assert "in __getitem__" in said_by(project)
+    (project / "hang1").unlink()
+    assert run.wait(120) == 0, said_by(project)
+    away = is_the_simulation(project, "diloco")
+    assert set(away) == {1} and "rank 1 was killed by signal 9 (SIGKILL): WorkerError: rank 1 hangs" in said_by(project)
     assert hosts.left_over() == {}
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from test_laws import STRATEGIES
+from battery import battery, train
+from strategies import STRATEGIES
 from torch import nn
 
-from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
@@ -14,51 +14,43 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint, small_problem
 
 ABSENT = {1: [(4, 9)], 0: [(12, 20)], 3: [(22, None)]}
-NOT_ROWS = ("one node", "stacked")
-TIMES = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
 
 
 def faults(name, **given):
-    slow = {} if name.startswith(("ddp", "demo", "one node")) else {2: 0.5}
+    slow = {} if STRATEGIES[name].every_step else {2: 0.5}
     return Faults(absent=ABSENT, lost={2: [10]}, slow=slow, **given)
 
 
-def fit(name, *, max_stretch=None, model=None, **given):
-    model = model or small_problem()[0]
-    data = small_problem()[1]
-    trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
-    trainer.max_stretch = max_stretch
-    strategy = STRATEGIES[name][0]() if isinstance(name, str) else name
-    options = {"num_nodes": 4, "max_steps": 24, "batch_size": 8, "device": "cpu"} | given
-    trainer.fit(strategy, **options)
-    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in trainer.history]
-    return fingerprint(model), rows, trainer
+def fit(name, **given):
+    """Train a strategy of the table, or another, 24 steps; return the trainer."""
+    strategy = STRATEGIES[name].make() if isinstance(name, str) else name
+    return train(strategy, **{"max_steps": 24, "val_interval": None} | given)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in NOT_ROWS])
+@pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if entry.on_rows])
 def test_the_laws_hold_with_faults(name, tmp_path):
-    given = {"faults": faults(name)}
-    whole, rows, trainer = fit(name, **given)
-    assert whole != fit(name)[0]
-    assert fit(name, max_stretch=1, **given)[0] == whole
+    one, given = battery(name), {"faults": faults(name)}
+    wanted = one.outcome(**given)
+    assert wanted[0] != one.wanted[0]
+    assert one.outcome(max_stretch=1, **given)[0] == wanted[0]
     for processes in (2, 4):
-        mark, others, other = fit(name, processes=processes, **given)
-        assert (mark, others, other.traffic) == (whole, rows, trainer.traffic)
-    fit(name, save_dir=tmp_path, callbacks=[Every(14, lambda loop: True)], processes=3, **given)
-    mark, others, other = fit(name, save_dir=tmp_path, resume=True, **given)
-    assert (mark, other.traffic) == (whole, trainer.traffic)
+        assert one.outcome(processes=processes, **given) == wanted, processes
+    one.train(save_dir=tmp_path, callbacks=[Every(14, lambda loop: True)], processes=3, **given)
+    mark, _, traffic = one.outcome(save_dir=tmp_path, resume=True, **given)
+    assert (mark, traffic) == (wanted[0], wanted[2])
 
 
 def test_the_laws_hold_for_a_strategy_of_one_node(tmp_path):
-    given = {"faults": faults("one node")}
-    whole, rows, _ = fit("one node", **given)
-    assert fit("one node", max_stretch=1, **given)[:2] == (whole, rows)
-    fit("one node", save_dir=tmp_path, callbacks=[Every(14, lambda loop: True)], **given)
-    assert fit("one node", save_dir=tmp_path, resume=True, **given)[0] == whole
+    one, given = battery("one node"), {"faults": faults("one node")}
+    wanted = one.outcome(**given)
+    assert wanted[0] != one.wanted[0]
+    assert one.outcome(max_stretch=1, **given)[:2] == wanted[:2]
+    one.train(save_dir=tmp_path, callbacks=[Every(14, lambda loop: True)], **given)
+    assert one.outcome(save_dir=tmp_path, resume=True, **given)[0] == wanted[0]
 
 
 def test_the_history_shows_who_was_there():
-    _, rows, _ = fit("diloco", faults=Faults(absent=ABSENT))
+    rows = fit("diloco", faults=Faults(absent=ABSENT)).history
     there = {step: {r["node"] for r in rows if r["step"] == step} - {None} for step in range(1, 25)}
     for step, nodes in there.items():
         away = {node for node, spans in ABSENT.items() for a, b in spans if a <= step and (b is None or step < b)}
@@ -77,7 +69,7 @@ def test_ddp_of_ones_own_is_ddp_with_faults_too():
     for strategy in (OwnDDP(lr=0.02), SimpleReduceStrategy(lr=0.02)):
         torch.manual_seed(0)
         model = nn.Linear(6, 2)
-        ends.append(fit(strategy, model=model, faults=Faults(absent=ABSENT, lost={2: [10]}))[0])
+        ends.append(fingerprint(fit(strategy, model=model, faults=Faults(absent=ABSENT, lost={2: [10]})).model))
     assert ends[0] == ends[1]
 
 
@@ -94,27 +86,27 @@ def apart(loop):
 
 def test_with_nobody_else_there_a_node_trains_alone():
     alone = Faults(absent={node: [(1, None)] for node in (1, 2, 3)})
-    _, rows, trainer = fit("diloco", faults=alone)
-    assert {r["node"] for r in rows} == {None, 0}
+    trainer = fit("diloco", faults=alone)
+    assert {r["node"] for r in trainer.history} == {None, 0}
     assert sum(row["tx_bytes"] for row in trainer.traffic.values()) == 0
 
 
 def test_with_nobody_there_nothing_happens():
     nobody = Faults(absent={node: [(1, None)] for node in range(4)})
     before = small_problem()[0]
-    mark, rows, trainer = fit("fedavg", faults=nobody)
-    assert mark == fingerprint(before) and trainer.traffic == {}
-    assert {r["node"] for r in rows} == {None}
+    trainer = fit("fedavg", faults=nobody)
+    assert fingerprint(trainer.model) == fingerprint(before) and trainer.traffic == {}
+    assert {r["node"] for r in trainer.history} == {None}
 
 
 def test_rates_take_their_share_of_steps():
-    _, _, trainer = fit(
+    trainer = fit(
         DiLoCoStrategy(lr=0.01, H=5), max_steps=400, faults=Faults(drop_rate=0.05, mean_outage_steps=5, seed=1)
     )
     acted = [len(trainer.history.column("train_loss", node=node)[0]) for node in range(4)]
     assert 0.7 < np.sum(acted) / 1600 < 0.9  # 1 / (1 + 0.05 * 5) = 0.8
     again = fit(DiLoCoStrategy(lr=0.01, H=5), max_steps=400, faults=Faults(drop_rate=0.05, mean_outage_steps=5, seed=2))
-    assert acted != [len(again[2].history.column("train_loss", node=node)[0]) for node in range(4)]
+    assert acted != [len(again.history.column("train_loss", node=node)[0]) for node in range(4)]
 
 
 def test_another_plan_of_faults_is_another_run(tmp_path):

@@ -284,3 +284,61 @@ def test_a_thousand_nodes_cost_four_bytes_a_loss() -> None:
     assert len(history) == 2000 * 1001
     assert size < 1.1 * 4 * 2_000_000
     assert (history[-1]["step"], history[-1]["node"], history[1_001_000]["node"]) == (2000, 999, None)
+
+
+# Seeing it
+
+
+def test_last_is_the_newest_row_of_the_averaged_model(history: History) -> None:
+    assert history.last == history.rows(None)[-1] != history[-1]
+    assert (history.last["step"], history.last["node"], history.last["train_loss"]) == (3, None, 7.0)
+    history.add_evaluation(4, 1, {"val_loss": 1.5}, node=2)  # only of a node
+    assert history.last["step"] == 3
+    history.add_evaluation(4, 1, {"val_loss": 1.25, "epsilon": 0.5})
+    last = history.last
+    assert (last["step"], last["val_loss"], last["epsilon"], last["train_loss"]) == (4, 1.25, 0.5, None)
+    with pytest.raises(ArgumentError, match="no row of the averaged model yet"):
+        History().last  # noqa: B018
+
+
+def test_rows_are_a_list_and_rows_after_come_one_at_a_time(history: History) -> None:
+    assert history.rows() == list(history) and history.rows(2)[-1]["train_loss"] == 8.0
+    assert next(history.rows_after(2))["step"] == 3
+
+
+def test_a_notebook_shows_a_short_table(history: History) -> None:
+    table = history._repr_html_()
+    assert table.count("<tr>") == 1 + len(history.rows(None))
+    assert "<th>val_loss</th>" in table and "val_accuracy" not in table  # which has no value
+    for step in range(4, 2000):
+        history.add_evaluation(step, 0, {"<b>name": f"<i>{step}</i> & more"})
+    table = history._repr_html_()
+    assert table.count("<tr>") < 20 and len(table) < 10_000
+    assert "&lt;i&gt;1999&lt;/i&gt; &amp; more" in table and "&lt;b&gt;name" in table
+    assert "<i>" not in table and "<b>" not in table
+    assert "0 rows" in History()._repr_html_()
+
+
+def test_plot_draws_the_averaged_model(history: History) -> None:
+    pytest.importorskip("matplotlib")
+    losses = history.plot()
+    (axes,) = losses.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert drawn == {"train_loss": [[1.0, 3.0], [2.0, 5.0], [3.0, 7.0]], "val_loss": [[0.0, 9.0], [2.0, 4.0]]}
+    assert losses._repr_png_().startswith(b"\x89PNG")
+    above, below = history.plot("val_loss", "correlation", against="tx_bytes").axes
+    assert above.lines[0].get_xdata().tolist() == [0.0, 22.0] and below.get_xlabel() == "tx_bytes"
+    for wrong, message in ((("val_los",), "did you mean 'val_loss'"), (("val_accuracy",), "holds no value")):
+        with pytest.raises(ArgumentError, match=message):
+            history.plot(*wrong)
+    history.add_evaluation(3, 0, {"note": "text"})
+    with pytest.raises(ArgumentError, match="'note' holds text"):
+        history.plot("note")
+    with pytest.raises(ArgumentError, match="no loss to draw"):
+        History().plot()
+
+
+def test_without_matplotlib(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ExoGymError, match=r"needs matplotlib.*exogym\[demo\]"):
+        history.plot()

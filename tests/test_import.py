@@ -1,9 +1,16 @@
 """`import exogym` only defines names: it starts nothing, changes nothing, and loads no extra."""
 
+import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import exogym
 
 EXTRAS = (
     "matplotlib",
@@ -79,3 +86,59 @@ def test_importing_does_nothing_else() -> None:
 )
 def test_an_effect_is_seen(code: str, effect: str) -> None:
     assert effect in effects_of(code)
+
+
+# What is public
+
+ROOT = Path(exogym.__path__[0])
+PUBLIC = sorted(  # packages with more than a docstring, but for the command line
+    ".".join(["exogym", *path.parent.relative_to(ROOT).parts])
+    for path in ROOT.rglob("__init__.py")
+    if len(ast.parse(path.read_text("utf-8")).body) > 1 and path.parent.name != "cli"
+)
+
+
+def flaws(module: ModuleType) -> list[str]:
+    """Return what is wrong with the public names of a package, one line each."""
+    if not hasattr(module, "__all__"):
+        return ["it has no __all__"]
+    listed, file = list(module.__all__), Path(str(module.__file__))
+    lines = [f"{name} is listed twice" for name in sorted({name for name in listed if listed.count(name) > 1})]
+    lines += [f"{name} is listed and not there" for name in listed if not hasattr(module, name)]
+    offered = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            offered |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            offered.add(node.name)
+    own = {name for name in offered if is_of_the_package(getattr(module, name))}
+    lines += [f"{name} is there and not listed" for name in sorted(own - set(listed)) if not name.startswith("_")]
+    return lines
+
+
+def is_of_the_package(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "exogym"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_package_lists_its_public_names(name: str) -> None:
+    """All that it defines or takes from its modules, and each can be imported; ruff (RUF022) holds the order."""
+    assert flaws(importlib.import_module(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "flaw"),
+    [
+        ("from exogym.layout import Layout", "it has no __all__"),
+        ("__all__ = ['Layout']", "Layout is listed and not there"),
+        ("from exogym.layout import Layout\n__all__ = ['Layout', 'Layout']", "Layout is listed twice"),
+        ("from exogym.layout import Layout\n__all__ = []", "Layout is there and not listed"),
+    ],
+)
+def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("odd", tmp_path / "odd.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert flaws(module) == [flaw]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_placement import AVERAGES, outcome, train  # noqa: F401 - for the script
-from test_torchrun import as_json, end, launch
-from test_wire import over_gloo
+from battery import AVERAGES, as_json, train
+from processes import end, launch, over_gloo
 
 from exogym.callbacks import EvaluateNodes
 from exogym.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
@@ -22,21 +21,24 @@ from exogym.errors import ArgumentError, CheckpointError
 from exogym.keepers import find_keepers
 
 OPTIONS = AVERAGES | {"callbacks": [EvaluateNodes()]}  # which are recorded in the main process alone
-SAVED = OPTIONS | {"checkpoint_interval": 3}
 NEWEST = "step_0000000009"
 SHARED = {"run.json", "shared.safetensors"}
 ROWS = {"a": {"rows-0-1.safetensors", "rows-2-2.safetensors"}, "b": {"rows-3-3.safetensors"}}
 
 HEAD = """
-import json, os, signal, sys, time
+import json, os, shutil, signal, sys, time
 from pathlib import Path
 
 base, tests = Path(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, tests)
 import torch
-import test_own_folders as t
+import battery as b
 torch.set_num_threads(1)
+from exogym.callbacks import EvaluateNodes
 from exogym.errors import ExoGymError
+
+NEWEST = "step_0000000009"
+SAVED = b.AVERAGES | {"callbacks": [EvaluateNodes()], "checkpoint_interval": 3}
 
 rank = int(os.environ["RANK"])
 def own(name, other=False):
@@ -44,19 +46,19 @@ def own(name, other=False):
 """
 KILL = """
 def rename(source, target, rename=os.rename):
-    if rank == 2 and str(target).endswith(t.NEWEST):
-        while not (own("killed", other=True) / t.NEWEST).exists():
+    if rank == 2 and str(target).endswith(NEWEST):
+        while not (own("killed", other=True) / NEWEST).exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     rename(source, target)
 os.rename = rename
-t.train(**t.SAVED, save_dir=own("killed"))
+b.train(**SAVED, save_dir=own("killed"))
 """
 RESUME = """
 seen = {}
 def go(name, folder, **options):
     try:
-        seen[name] = t.outcome(t.train(**t.SAVED | options, save_dir=folder))
+        seen[name] = b.outcome(b.train(**SAVED | options, save_dir=folder))
     except ExoGymError as error:
         seen[name] = f"{type(error).__name__}: {error}"
 
@@ -69,8 +71,8 @@ go("not resumed", own("not resumed"))
 go("fresh", own("fresh"), resume=True, checkpoint_interval=1)
 go("other run", own("other run"), seed=5)
 if rank == 0:
-    t.shutil.copytree(own("fresh"), own("two runs"))
-    t.shutil.copytree(own("other run", other=True), own("two runs", other=True))
+    shutil.copytree(own("fresh"), own("two runs"))
+    shutil.copytree(own("other run", other=True), own("two runs", other=True))
 torch.distributed.barrier()
 go("two runs", own("two runs"), resume=True)
 go("shared", base / "shared")
@@ -153,11 +155,13 @@ def test_none_is_removed_before_all_have_the_new_one(killed):
 def test_each_folder_holds_its_own_rows_and_what_is_shared(saved):
     for name, rows in ROWS.items():
         for path in list_checkpoints(saved / name):
-            assert {file.name for file in path.iterdir()} == rows | SHARED
+            files = {file.name for file in path.iterdir()}
+            history = {file for file in files if file.startswith("history-")}
+            assert history and files == rows | SHARED | history
             assert load(path, [0, 1, 2] if name == "a" else [3]).meta["sha256"].keys() == (
-                ROWS["a"] | ROWS["b"] | {"shared.safetensors"}
+                ROWS["a"] | ROWS["b"] | {"shared.safetensors"} | history
             )
-    for file in SHARED:
+    for file in SHARED | history:
         assert (saved / "a" / NEWEST / file).read_bytes() == (saved / "b" / NEWEST / file).read_bytes()
 
 
@@ -231,7 +235,8 @@ def test_a_shared_folder_holds_one_set_of_files(resumed):
     assert ranks[0]["shared"] == undisturbed()
     assert sorted(path.name for path in (base / "shared").iterdir()) == ["step_0000000012", "step_0000000014"]
     for path in (base / "shared").iterdir():
-        assert {file.name for file in path.iterdir()} == ROWS["a"] | ROWS["b"] | SHARED
+        files = {file.name for file in path.iterdir() if not file.name.startswith("history-")}
+        assert files == ROWS["a"] | ROWS["b"] | SHARED
 
 
 def test_where_one_disk_is_full_no_host_has_the_checkpoint(resumed):

@@ -1,6 +1,5 @@
 """Law 1: placement changes nothing. One process or several forked ones: the same bits, history and bytes."""
 
-import contextlib
 import gc
 import os
 import random
@@ -8,15 +7,27 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_laws import STRATEGIES, Broken
-from test_wire import children
+from battery import (
+    AVERAGES,
+    STEPS,
+    TIMED,
+    Trouble,
+    battery,
+    kill_itself,
+    outcome,
+    plain_model,
+    same_everywhere,
+    slow,
+    train,
+)
+from processes import children, family
+from strategies import STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -36,49 +47,17 @@ from exogym.strategy import (
 )
 from exogym.testing import fingerprint, small_problem
 
-TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
-STEPS = 14
-
-
-def rows_of(trainer):
-    """The history without what is measured by the clock."""
-    return [{name: value for name, value in row.items() if name not in TIMED} for row in trainer.history]
-
-
-def train(strategy, model=None, data=None, val_data=None, loss_fn=F.mse_loss, **options):
-    """Train the small problem of `exogym.testing`, or another; return the trainer."""
-    problem = small_problem()
-    data = problem[1] if data is None else data
-    trainer = LocalTrainer(problem[0] if model is None else model, data, val_data or data, loss_fn=loss_fn)
-    wanted = {"num_nodes": 4, "max_steps": STEPS, "batch_size": 8, "device": "cpu", "val_interval": 4}
-    trainer.fit(strategy, **wanted | options)
-    return trainer
-
-
-def outcome(trainer):
-    return fingerprint(trainer.model), rows_of(trainer), trainer.traffic
-
-
-def same_everywhere(make, processes=(2,), **options):
-    """Assert that `make()`, a dict for `train`, ends alike in one process and in `processes`; return the trainer."""
-    alone = train(**make(), **options)
-    for count in processes:
-        several = train(**make(), processes=count, **options)
-        for one, other in zip(outcome(alone), outcome(several), strict=True):
-            assert one == other, count
-        assert len(several.description["placement"]["nodes"]) == count
-    return alone
-
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_placement_changes_nothing(name):
-    def make():
-        return {"strategy": STRATEGIES[name][0](), "callbacks": [EvaluateNodes()]}
-
-    before = children()
-    same_everywhere(make, (2, 3, 4))
-    if name != "fedavg unequal work":  # which is given for four nodes
-        same_everywhere(make, (2, 3), num_nodes=5, max_steps=9)
+    one, before = battery(name), children()
+    for count in (2, 3, 4):
+        one.ends_as_wanted(processes=count)
+    if STRATEGIES[name].any_size:
+        five = {"num_nodes": 5, "max_steps": 9}
+        wanted = one.outcome(**five)
+        for count in (2, 3):
+            assert one.outcome(**five, processes=count) == wanted, count
     assert children() == before
 
 
@@ -131,11 +110,6 @@ def local_model():
     return Local()
 
 
-def plain_model():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
-
-
 def lazy_model():
     torch.manual_seed(3)
     return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyBatchNorm1d(), nn.Linear(8, 2))
@@ -152,7 +126,6 @@ def of_node(rank, num_nodes, is_train):
     return TensorDataset(x, x[:, :2] * (1 + rank))
 
 
-AVERAGES = {"strategy": FedAvgStrategy("adamw", lr=0.02, H=5)}
 FAULTS = Faults({1: [(3, 8)], 3: [(6, None)]}, lost={2: [5]}, slow={0: 0.5})
 KINDS = {
     "nothing can be pickled": lambda: {
@@ -242,24 +215,6 @@ def test_capped_stretches_change_nothing(monkeypatch):
 # The caller
 
 
-def family():
-    """The processes that come from this one and have not ended: its children's too, and those whose parent has gone."""
-    parents = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):
-            state, parent, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-            forked = Path(f"/proc/{pid}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
-            if int(session) == os.getsid(0) and state not in "ZX" and forked:
-                parents[pid] = int(parent)
-
-    def is_ours(pid):
-        while pid in parents and pid != os.getpid():
-            pid = parents[pid]
-        return pid == os.getpid() or pid not in [os.getppid(), *parents]
-
-    return sorted(pid for pid in parents if is_ours(pid))
-
-
 def test_the_caller_keeps_its_random_state_and_threads():
     def draws():
         return random.random(), float(np.random.rand()), torch.rand(1).item()
@@ -309,7 +264,7 @@ a = torch.randn(600, 600, requires_grad=True)
 (a @ a).square().sum().backward()
 conv = torch.nn.Conv2d(8, 16, 3)
 conv(torch.randn(16, 8, 32, 32)).square().sum().backward()
-from test_placement import AVERAGES, fingerprint, train
+from battery import AVERAGES, fingerprint, train
 model = lambda: torch.nn.Sequential(torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 64, 2), torch.nn.Flatten(),
                                     torch.nn.Linear(128, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2))
 torch.manual_seed(0)
@@ -391,21 +346,6 @@ def test_loggers_and_what_is_printed(tmp_path, capfd):
 # What goes wrong
 
 
-class Trouble(nn.Module):
-    """The plain model, but from the third training step on `act()` is called in the process chosen."""
-
-    def __init__(self, act, elsewhere=True):
-        super().__init__()
-        self.inner, self.act = plain_model(), act
-        self.home, self.elsewhere, self.calls = os.getpid(), elsewhere, 0
-
-    def forward(self, x):
-        self.calls += self.training
-        if self.calls >= 4 and (os.getpid() != self.home) == self.elsewhere:
-            self.act()
-        return self.inner(x)
-
-
 def fail():
     raise LookupError("a rare word")
 
@@ -416,10 +356,6 @@ def fail_unpicklably():
             super().__init__(f"{a} and {b}")
 
     raise Own("this", "that")
-
-
-def kill_itself():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 TROUBLES = {
@@ -557,19 +493,6 @@ def test_what_a_new_start_cannot_cure_is_not_tried_again(tmp_path, capfd):
 
 
 # As many as pay
-
-
-def slow(step_s):
-    class Slow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = plain_model()
-
-        def forward(self, x):
-            time.sleep(step_s if self.training else 0)
-            return self.inner(x)
-
-    return Slow()
 
 
 @pytest.mark.parametrize(("step_s", "steps", "chosen"), [(0.01, 30, 2), (0.0, 2, 1)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hosts import Hosts, fixtures
 from hosts.fixtures import CONFIG, TASK, wait_for
-from test_laws import STRATEGIES
+from strategies import STRATEGIES
 
 from exogym import LocalTrainer, load_model
 from exogym.remote import SSHLauncher
@@ -26,13 +26,13 @@ FIT = {"max_steps": 24, "batch_size": 8}
 EVERY = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from test_laws import STRATEGIES
+from strategies import STRATEGIES
 from exogym import NetworkTrainer
 from exogym.testing import fingerprint, small_problem
 for name in STRATEGIES:
     model, data = small_problem()
     NetworkTrainer("no file", model, data, loss_fn=torch.nn.functional.mse_loss).fit(
-        STRATEGIES[name][0](), num_nodes=4, max_steps=24, batch_size=8
+        STRATEGIES[name].make(), num_nodes=4, max_steps=24, batch_size=8
     )
     with open(sys.argv[2], "a") as file:
         file.write(f"{name}: {fingerprint(model)}\\n")
@@ -51,7 +51,7 @@ def test_every_strategy_on_hosts_ends_in_the_bits_of_the_simulation(hosts: Hosts
     for name in STRATEGIES:
         model, data = small_problem()
         trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
-        trainer.fit(STRATEGIES[name][0](), num_nodes=4, **FIT)
+        trainer.fit(STRATEGIES[name].make(), num_nodes=4, **FIT)
         expected += [f"{name}: {fingerprint(model)}"] * count
     assert sorted(found) == sorted(expected)
 

@@ -202,18 +202,19 @@ def test_optimizers_that_cannot_work_say_why(name: str) -> None:
 @pytest.mark.parametrize("name", WORKING)
 def test_every_optimizer_inside_is_torchs_on_each_row(name: str) -> None:
     cls = getattr(torch.optim, name)
-    rows = train(SPARTAStrategy(name.lower(), 0.0, lr=0.03), num_nodes=2, model=model_for(name)).rows
+    rows = train(SPARTAStrategy(cls, 0.0, lr=0.03), num_nodes=2, model=model_for(name)).rows
     foreach = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
     expected = plain(shards(2), 12, lambda p: cls(p, lr=0.03, **foreach), model=model_for(name))
     same(rows, expected, 1e-10)
     unlike(rows, vector(model_for(name)).expand_as(rows))
-    ddp = train(SimpleReduceStrategy(name.lower(), lr=0.03), num_nodes=3, model=model_for(name)).rows
+    ddp = train(SimpleReduceStrategy(cls, lr=0.03), num_nodes=3, model=model_for(name)).rows
     assert torch.equal(ddp, ddp[:1].expand_as(ddp))
 
 
 @pytest.mark.parametrize("name", WORKING)
 def test_every_optimizer_outside_is_torchs_on_theta(name: str) -> None:
-    spec = outer_spec(name, 0.3)
+    outer = name if name != "Muon" else torch.optim.Muon  # by name it has AdamW beside it
+    spec = outer_spec(outer, 0.3)
     start = model_for(name)
     theta = model_for(name)
     foreach = {"foreach": False} if "foreach" in inspect.signature(spec.cls).parameters else {}
@@ -230,14 +231,14 @@ def test_every_optimizer_outside_is_torchs_on_theta(name: str) -> None:
                 put(m, vector(theta))
 
     plain(shards(3), 12, lambda p: torch.optim.SGD(p, lr=0.05, foreach=False), after=after, model=start)
-    ours = train(DiLoCoStrategy("sgd", name, H=3, lr=0.05, outer_lr=0.3), num_nodes=3, model=start).model
+    ours = train(DiLoCoStrategy("sgd", outer, H=3, lr=0.05, outer_lr=0.3), num_nodes=3, model=start).model
     same(ours, vector(theta), 1e-10)
     unlike(ours, vector(start))
 
 
 @pytest.mark.skipif("Muon" not in NAMES, reason="this torch has no Muon")
 def test_muon_refuses_biases_before_training_and_leaves_the_model_as_it_was() -> None:
-    strategies: list[Strategy] = [FedAvgStrategy("muon"), DiLoCoStrategy("sgd", "muon")]
+    strategies: list[Strategy] = [FedAvgStrategy(torch.optim.Muon), DiLoCoStrategy("sgd", torch.optim.Muon)]
     for strategy in strategies:
         with pytest.raises(ArgumentError, match=r"Muon.*cannot be built.*2D"):
             train(strategy, model=Regressor())

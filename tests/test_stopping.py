@@ -9,20 +9,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from battery import AVERAGES, STEPS, battery, fingerprint, outcome, plain_model, train
+from processes import apart, children, ended, family
 from safetensors.torch import save_file
-from test_laws import STRATEGIES
-from test_placement import AVERAGES, STEPS, family, fingerprint, outcome, plain_model, train
-from test_wire import children
+from strategies import STRATEGIES
 from torch import nn
 
 import exogym.checkpoint
 from exogym import LocalTrainer
-from exogym.callbacks import EvaluateNodes, Every
+from exogym.callbacks import Every
 from exogym.checkpoint import list_checkpoints, load
 from exogym.communicator import Wire
 from exogym.errors import CheckpointError
@@ -108,13 +107,13 @@ def stopped(run):
     return None
 
 
-def in_turns(make, folder, send, layouts, ats, **options):
+def in_turns(fit, folder, send, layouts, ats):
     """Start in the first layout, stop, go on in the next, ...; return the finished trainer and the number of stops."""
     done = []
     for stops, (processes, at) in enumerate(zip(layouts, [*ats, 0], strict=True)):
         number = (signal.SIGINT, signal.SIGTERM)[stops % 2]
         send(at, number, process=(stops // 2) % 2 if processes > 1 else 0)
-        run = functools.partial(train, **make(), processes=processes, save_dir=folder, resume=True, **options)
+        run = functools.partial(fit, processes=processes, save_dir=folder, resume=True)
         reason = stopped(lambda run=run: done.append(run()))
         if done:
             return done[0], stops
@@ -125,15 +124,10 @@ def in_turns(make, folder, send, layouts, ats, **options):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_stopped_and_gone_on_with_in_other_layouts(name, tmp_path, send):
     """1, 3, 2, 4 and 1 processes in turn, stopped at odd places, often twice in one stretch."""
-    draw = random.Random(name)
-
-    def make():
-        return {"strategy": STRATEGIES[name][0](), "callbacks": [EvaluateNodes()]}
-
-    wanted = outcome(train(**make()))
+    draw, wanted = random.Random(name), battery(name).wanted
     ats = [draw.randint(2, 6), *(draw.randint(2, 4) for _ in range(3))]
     before = children()
-    trainer, stops = in_turns(make, tmp_path, send, (1, 3, 2, 4, 1), ats)
+    trainer, stops = in_turns(battery(name).train, tmp_path, send, (1, 3, 2, 4, 1), ats)
     assert stops >= 3
     for got, want in zip(outcome(trainer), wanted, strict=True):
         assert got == want
@@ -154,12 +148,12 @@ EVERYWHERE = {
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_stopped_at_every_chance(name, tmp_path, send):
-    def make():
-        return EVERYWHERE[name]() | {"model": plain_model(), "num_nodes": 3, "max_steps": 7}
+    def fit(**options):
+        return train(**EVERYWHERE[name](), model=plain_model(), num_nodes=3, max_steps=7, **options)
 
-    wanted = outcome(train(**make()))
+    wanted = outcome(fit())
     for at in itertools.count(1, 1 if name in ("average", "gradients, faults") else 4):
-        trainer, stops = in_turns(make, tmp_path / str(at), send, (1 + at % 3, 1 + (at + 1) % 3), [at])
+        trainer, stops = in_turns(fit, tmp_path / str(at), send, (1 + at % 3, 1 + (at + 1) % 3), [at])
         assert outcome(trainer) == wanted, at
         if not stops:
             break
@@ -382,46 +376,6 @@ def test_a_callback_may_set_a_handler_of_its_own(tmp_path):
 
 
 # Whole process groups, as a terminal or a scheduler signals them
-
-
-def apart(body, patience_s=60):
-    """Run `body()` in a forked process and session of its own; return (pid, a function that waits for its status)."""
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            os.setsid()
-            signal.alarm(patience_s)
-            body()
-            code = 0
-        except KeyboardInterrupt:
-            code = 130
-        except SystemExit as end:
-            code = end.code
-        finally:
-            os._exit(code)
-    return pid
-
-
-def ended(pid):
-    """Wait for a process of `apart`; return its exit code, after all of its session are gone."""
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    until = time.monotonic() + 10
-    while (left := of_session(pid)) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not left
-    return code
-
-
-def of_session(session):
-    """The processes of a session that have not ended."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-            state, _, _, leader = file.read().rpartition(")")[2].split()[:4]
-            if int(leader) == session and state not in "ZX":
-                found.append(int(pid))
-    return found
 
 
 def from_outside(number):

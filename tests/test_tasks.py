@@ -75,6 +75,35 @@ def test_wrong_names_and_options_are_explained(tmp_path) -> None:
         load_task("digits", tmp_path)
 
 
+OWN = """
+from exogym.tasks import Task, digits_task
+def make(data=None, hidden=8):
+    return digits_task(data, hidden=hidden)
+def nothing():
+    return 3
+"""
+
+
+def test_a_task_of_ones_own_by_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tasks_here.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_task("own_tasks_here:make").make_model().layers[0].out_features == 8
+    assert load_task("own_tasks_here:make", hidden=5).make_model().layers[0].out_features == 5
+    with pytest.raises(DataError, match=r"has no digits.npz"):
+        load_task("own_tasks_here:make", tmp_path)
+    for text, message in {
+        "own_task_there:make": "no module 'own_task_there'; wanted module:function",
+        ":make": "wanted module:function",
+        "own_tasks_here:mak": "did you mean 'make'",
+        "own_tasks_here:nothing": "returned a int, wanted an exogym.tasks.Task",
+    }.items():
+        with pytest.raises(ArgumentError, match=message):
+            load_task(text)
+    (tmp_path / "own_broken.py").write_text("import surely_not_installed")
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        load_task("own_broken:make")
+
+
 def final_loss(task: Task, method: str, seed: int, steps: int) -> float:
     """Validation loss of one node alone, of gradient averaging, or of averaging every H steps; by hand."""
     nodes = 1 if method == "single" else task.nodes

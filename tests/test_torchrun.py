@@ -3,30 +3,21 @@
 One launch for each number of processes: each trains every strategy and then tries what else is asked of it.
 """
 
-import functools
 import json
 import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
-from test_placement import AVERAGES, STRATEGIES, Trouble, fingerprint, kill_itself, outcome, slow, train
-from test_stopping import of_session
+from battery import AVERAGES, as_json, battery, fingerprint, slow, train
+from processes import PATIENCE_S, end, launch
+from strategies import STRATEGIES
 
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.checkpoint import list_checkpoints, load
-from exogym.errors import ArgumentError
 
-STEPS = 12
-PATIENCE_S = 100
-REFUSED = ArgumentError
-KILLED, QUIET = (functools.partial(Trouble, act, elsewhere=False) for act in (kill_itself, lambda: None))
 WORLDS = (2, 3, 4)
 
 SCRIPT = """
@@ -36,7 +27,10 @@ from pathlib import Path
 folder, tests = Path(sys.argv[1]), sys.argv[2]
 sys.path.insert(0, tests)
 import torch
-import test_torchrun as t
+import battery as b
+from strategies import STRATEGIES
+from exogym.callbacks import EvaluateNodes, Every
+from exogym.errors import ArgumentError
 
 torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -44,41 +38,28 @@ seen = {}
 if world == 3:  # before the processes have met
     for name, options in {"too many": {"num_nodes": 2}, "another number": {"processes": 2}}.items():
         try:
-            t.train(**t.AVERAGES, **options)
-        except t.REFUSED as error:
+            b.train(**b.AVERAGES, **options)
+        except ArgumentError as error:
             seen[name] = str(error)
-for name, (make, _) in t.STRATEGIES.items():
-    seen[name] = t.outcome(t.train(make(), max_steps=t.STEPS))
-seen["nodes"] = t.outcome(t.train(**t.AVERAGES, callbacks=[t.EvaluateNodes()], processes="auto"))
-seen["uneven"] = t.outcome(t.train(**t.AVERAGES, num_nodes=5))
+for name in STRATEGIES:
+    seen[name] = b.battery(name).outcome(max_steps=12, callbacks=())
+seen["nodes"] = b.outcome(b.train(**b.AVERAGES, callbacks=[EvaluateNodes()], processes="auto"))
+seen["uneven"] = b.outcome(b.train(**b.AVERAGES, num_nodes=5))
 if world == 2:
-    t.train(**t.AVERAGES, save_dir=folder / "saved", callbacks=[t.Every(4, lambda loop: True)])
+    b.train(**b.AVERAGES, save_dir=folder / "saved", callbacks=[Every(4, lambda loop: True)])
 if world == 3:
-    seen["resumed"] = t.outcome(t.train(**t.AVERAGES, save_dir=folder.parent / "2" / "saved", resume=True))
+    seen["resumed"] = b.outcome(b.train(**b.AVERAGES, save_dir=folder.parent / "2" / "saved", resume=True))
     seen["callbacks"] = []
-    t.train(**t.AVERAGES, callbacks=[lambda loop: seen["callbacks"].append([loop.step, loop.evaluate(3)])])
+    b.train(**b.AVERAGES, callbacks=[lambda loop: seen["callbacks"].append([loop.step, loop.evaluate(3)])])
 if world == 4:
-    seen["native"] = t.outcome(t.train(t.STRATEGIES["ddp"][0](), max_steps=3, reduction="native"))
+    seen["native"] = b.outcome(b.train(STRATEGIES["ddp"].make(), max_steps=3, reduction="native"))
 (folder / f"{rank}.part").write_text(json.dumps(seen))
 (folder / f"{rank}.part").rename(folder / f"{rank}.json")
 if world == 3:
-    t.train(**t.AVERAGES, model=(t.KILLED if rank == 1 else t.QUIET)())
+    b.train(**b.AVERAGES, model=b.Trouble(b.kill_itself if rank == 1 else lambda: None, elsewhere=False))
 if world == 4:
-    t.train(**t.AVERAGES | {"val_interval": 10_000}, model=t.slow(0.001), save_dir=folder / "saved", max_steps=100_000)
+    b.train(**b.AVERAGES | {"val_interval": 10_000}, model=b.slow(0.001), save_dir=folder / "saved", max_steps=100_000)
 """
-
-
-def launch(processes, folder, script=SCRIPT):
-    """Start the script; return the launcher, which leads a session of its own."""
-    folder.mkdir(exist_ok=True)
-    (folder / "script.py").write_text(script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "script.py", ".", str(Path(__file__).parent)]
-    with open(folder / "log", "w") as log:
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for(condition, launcher, folder):
@@ -88,23 +69,13 @@ def wait_for(condition, launcher, folder):
         time.sleep(0.02)
 
 
-def end(launcher):
-    """Wait for the launcher; return its exit code, once all of its session are gone."""
-    code = launcher.wait(PATIENCE_S)
-    until = time.monotonic() + 5
-    while (left := of_session(launcher.pid)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not left
-    return code
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """For each number of processes: what each rank has seen, the folder, and the exit code of the launcher."""
     base, found = tmp_path_factory.mktemp("torchrun"), {}
     for processes in WORLDS:
         folder = base / str(processes)
-        launcher = launch(processes, folder)
+        launcher = launch(processes, folder, SCRIPT)
         try:
             if processes == 4:  # its last run would go on for minutes: it is told to stop
                 wait_for(lambda folder=folder: (folder / "saved").exists(), launcher, folder)
@@ -120,14 +91,10 @@ def worlds(tmp_path_factory):
     return found
 
 
-def as_json(trainer):
-    return json.loads(json.dumps(outcome(trainer)))
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_world_of_torchrun_gives_the_bits_of_one_process(name, worlds):
     """And every rank holds the final model, the history and the bytes."""
-    wanted = as_json(train(STRATEGIES[name][0](), max_steps=STEPS))
+    wanted = as_json(battery(name).train(max_steps=12, callbacks=()))
     for processes, (ranks, *_) in worlds.items():
         for rank, seen in enumerate(ranks):
             assert seen[name] == wanted, (processes, rank)
@@ -155,7 +122,7 @@ def test_layouts_that_cannot_be_are_refused_in_every_process(worlds):
 
 
 def test_native_sums_have_their_own_bits(worlds):
-    tree = as_json(train(STRATEGIES["ddp"][0](), max_steps=3))
+    tree = as_json(train(STRATEGIES["ddp"].make(), max_steps=3))
     native = [seen["native"] for seen in worlds[4][0]]
     assert native[0] == native[1] == native[2] == native[3]
     assert native[0][0] != tree[0]

@@ -1,29 +1,23 @@
 """The wires between processes give the bits of one process: over shared memory, and over gloo on loopback."""
 
-import contextlib
 import mmap
 import os
 import signal
 import time
-import traceback
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import children, matrix, over_gloo, over_memory
 
 from exogym.communicator import Communicator, Wire
 from exogym.engine import shared
-from exogym.engine.shared import Lost, SharedWire, run_forked
-from exogym.engine.wire import ProcessWire, place
+from exogym.engine.forks import run_forked
+from exogym.engine.shared import Lost, SharedWire
+from exogym.engine.wire import place
 from exogym.errors import ArgumentError, WorkerError
 
-WIDTH = 1001
 LAYOUTS = [(2, 5), (3, 8), (4, 4)]
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
-
-
-def matrix(nodes):
-    return torch.randn(nodes, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def calls(wire, x, nodes):
@@ -55,45 +49,6 @@ def same(got, wanted):
     assert len(got) == len(wanted)
     for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b), k
-
-
-def everywhere(processes, body):
-    """Run `body(rank)` in so many processes forked from this one; AssertionError with what failed in any."""
-    pids = []
-    for rank in range(processes):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                signal.alarm(30)
-                body(rank)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * processes
-
-
-def over_gloo(processes, nodes, folder, body, native=False):
-    """Run `body(wire, rows)` in processes that meet over gloo."""
-    placement = place(nodes, processes)
-
-    def member(rank):
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), processes), rank=rank,
-                                world_size=processes)  # fmt: skip
-        body(ProcessWire(placement, native=native), matrix(nodes)[placement[rank]])
-        dist.destroy_process_group()
-
-    everywhere(processes, member)
-
-
-def over_memory(processes, nodes, folder, body, native=False):
-    """Run `body(wire, rows)` in processes that share memory."""
-    placement = place(nodes, processes)
-    run_forked(placement, lambda wire: body(wire, matrix(nodes)[wire.ranks]), native)
 
 
 WIRES = {"memory": over_memory, "gloo": over_gloo}
@@ -254,7 +209,7 @@ def test_asking_to_stop_needs_no_meeting():
 @pytest.mark.parametrize("gone", ["the other", "main"])
 def test_a_closed_pipe_is_a_lost_process(gone):
     """Whether it is noticed while reading or while writing."""
-    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes())
+    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes(2))
     (up_read, up_write), (down_read, down_write) = os.pipe(), os.pipe()
     main = SharedWire(placement, 0, memory, [(up_read, down_write)])
     other = SharedWire(placement, 1, memory, [(down_read, up_write)])
@@ -271,15 +226,6 @@ def test_a_closed_pipe_is_a_lost_process(gone):
         assert lost.value.args == (number,)
     for pipe in {up_read, up_write, down_read, down_write} - set(far):
         os.close(pipe)
-
-
-def children():
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == os.getpid()]
-
-
-def parent_of(pid):
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
 
 
 def ends(wire):

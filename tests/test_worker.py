@@ -20,6 +20,7 @@ from exogym import LocalTrainer
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
 from exogym.fleet import Fleet
+from exogym.outputs import Loss, accuracy
 from exogym.rng import stream_seed
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint
@@ -51,7 +52,8 @@ STRATEGIES = {
 def plain(model, steps=STEPS, make_optimizer=None):
     """Train `model` by hand, with the generators where a node's step finds them."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    fused = not any(p.dtype.itemsize == 2 for p in parameters)  # in bf16 torch's kernel skips elements
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)
     model.train()
     for step, (x, y) in enumerate(Stream(examples(), 1, batch_size=BATCH).batches(0, 0, steps)):
         seed = stream_seed(0, "step", 0, step)
@@ -664,8 +666,42 @@ def test_gpt2_with_dict_batches_is_trained_as_by_hand():
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6, msg=name)
     last = list(trainer.history.rows(node=None))[-1]
     assert last["val_loss"] < trainer.history[0]["val_loss"]
-    assert last["val_accuracy"] is None  # labels are shifted inside: they do not face the logits
+    ids = torch.stack([row["labels"] for row in rows])
+    guess = model.eval()(input_ids=ids).logits.argmax(-1)
+    assert last["val_accuracy"] == pytest.approx((guess[:, :-1] == ids[:, 1:]).float().mean().item(), rel=1e-6)
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_accuracy_of_gpt2_leaves_out_what_its_loss_leaves_out():
+    """One label is counted right where the loss is that of one token; metrics see what faces each other."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = made(lambda: transformers.GPT2LMHeadModel(config)).eval()
+    ids = torch.randint(0, 20, (3, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        labels = torch.full_like(ids, -100)
+        labels[1, 5] = logits[1, 4].argmax()  # the guess of position 4 for the next one
+        output = Loss(model, None).of(model, {"input_ids": ids, "labels": labels})
+    assert accuracy(output) == (1, 1)
+    torch.testing.assert_close(output.loss, F.cross_entropy(logits[1, 4:5], labels[1, 5:6]))
+    torch.testing.assert_close(F.cross_entropy(output.predictions.flatten(0, 1), output.targets.flatten()), output.loss)
+    labels[1, 5] = (labels[1, 5] + 1) % 20
+    with torch.no_grad():
+        assert accuracy(Loss(model, None).of(model, {"input_ids": ids, "labels": labels})) == (0, 1)
+
+    class Wrapped(nn.Module):
+        """Calls it with labels of its own: who has shifted them is not known, so there is no accuracy."""
+
+        def __init__(self):
+            super().__init__()
+            self.inside = model
+
+        def forward(self, batch):
+            return self.inside(input_ids=batch[0], labels=batch[1])
+
+    wrapped = Wrapped()
+    assert accuracy(Loss(wrapped, None).of(wrapped, [ids, ids])) is None
 
 
 def test_a_compiled_model_takes_dict_batches_too():

@@ -93,6 +93,10 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
 
 def _module_traffic(module: Module, title: str, P: float, N: int, b: float) -> tuple[list[Traffic], float]:
     """Return what a module sends, and after how many steps all of the model has been exchanged."""
+    if getattr(module, "rounds", None) is not None:
+        raise ArgumentError(
+            f"{title}: H is a function of the round, and a formula needs one number: give it, or a Plan"
+        )
     if isinstance(module, GradientAverage):
         return [Traffic("all_reduce", P * b)], 1
     if isinstance(module, DCTMomentum):  # chunks * k * (value + index)

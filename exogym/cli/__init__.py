@@ -18,13 +18,12 @@ from exogym.cli.advise import advise as advise_command
 from exogym.cli.compare import compare as compare_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
+from exogym.cli.values import INTERRUPTED
 from exogym.errors import ArgumentError, DataError
 from exogym.progress import notice
 
 # Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="exogym",

@@ -15,14 +15,14 @@ from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
-from exogym.cli.compare import DATASETS, NETWORK_HELP
+from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import LiveTable
-from exogym.cli.values import count_of, numbers_of, processes_of
+from exogym.cli.values import DATASETS, check_dataset, count_of, numbers_of, processes_of
 from exogym.clock import DEVICES, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.compare import measured_step_s, split_strategies
 from exogym.compare.forecast import MEASURED
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.tasks import load_task
 
@@ -107,7 +107,7 @@ def advise(
     work = None if flops is None else count_of("--flops", flops)
     task = None
     if dataset is not None:
-        check_choice("--dataset", dataset, DATASETS)
+        check_dataset(dataset)
         task = load_task(dataset, data)
     known = [nodes, None if speed is None else len(speed), links.num_nodes, None if task is None else task.nodes]
     count = next((number for number in known if number is not None), None)

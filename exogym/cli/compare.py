@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from exogym.cli.live import LiveTable, print_table
-from exogym.cli.values import numbers_of, processes_of
-from exogym.compare import DEFAULT_STRATEGIES, split_strategies
+from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, numbers_of, processes_of
+from exogym.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
 from exogym.compare import compare as run_comparison
-from exogym.errors import ArgumentError, check_choice
+from exogym.compare.folder import saved_in
+from exogym.comparison import Comparison
+from exogym.errors import ArgumentError
 from exogym.network import PRESETS
-from exogym.tasks import load_task
+from exogym.progress import notice
 
-DATASETS = ("digits", "mnist", "shakespeare", "cifar10")
+OPTIONS = (
+    *("data", "strategies", "nodes", "steps", "batch_size", "seeds", "lr", "partition", "processes", "device"),
+    *("network", "step_seconds", "speeds", "target_loss", "timeline"),
+)
 NETWORK_HELP = f"Preset ({', '.join(PRESETS)}), a bandwidth and a latency as '100Mbps,20ms', or a .json file."
 
 
 def compare(
-    dataset: Annotated[str, typer.Option(help=f"What to train on: {', '.join(DATASETS)}.")] = "digits",
+    context: typer.Context,
+    dataset: Annotated[
+        str, typer.Option(help=f"What to train on: {', '.join(DATASETS)}, or MODULE:FUNCTION of your own.")
+    ] = "digits",
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="File or folder of the data, if not in the usual places.")
     ] = None,
@@ -69,6 +78,10 @@ def compare(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder in which the new folder NAME-TIME of results is made.")
     ] = Path("runs"),
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an interrupted comparison in its own folder, --out RUN, as it was."),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
@@ -79,20 +92,51 @@ def compare(
 
     With --network the table also has predicted time to the end, share of it waited, and time to the target loss; and
     loss_vs_time.png is drawn.
+
+    Each run is kept in a folder of its own as soon as it has ended, so Ctrl-C or a crash loses only the one under way,
+    and --resume goes on. MODULE:FUNCTION is a function of yours that returns an exogym.tasks.Task; the current folder
+    is looked in.
     """
-    check_choice("--dataset", dataset, DATASETS)
-    timed = {"step_seconds": step_seconds, "speeds": speeds, "target_loss": target_loss, "timeline": timeline or None}
-    for name, given in timed.items():
-        if given is not None and network is None:
+    given: dict[str, Any] = {
+        "problem": dataset, "data": data, "strategies": strategies, "nodes": nodes, "steps": steps,
+        "batch_size": batch_size, "seeds": seeds, "lr": lr, "partition": partition,
+        "processes": processes_of(processes), "device": device, "network": network, "step_seconds": step_seconds,
+        "speeds": numbers_of("--speeds", speeds), "target_loss": target_loss, "timeline": timeline,
+    }  # fmt: skip
+    if resume:
+        given |= _as_before(context, out)
+    for name in ("step_seconds", "speeds", "target_loss", "timeline"):
+        if given[name] not in (None, False) and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
-    task = load_task(dataset, data)
-    live = LiveTable(split_strategies(strategies), seeds)
-    with live:
-        result = run_comparison(
-            task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
-            processes=processes_of(processes), device=device, network=network, step_seconds=step_seconds,
-            speeds=numbers_of("--speeds", speeds), target_loss=target_loss, timeline=timeline, out=out,
-            watch=live.update,
-        )  # fmt: skip
+    check_dataset(given["problem"])
+    live = LiveTable(split_strategies(given["strategies"]), given["seeds"])
+    try:
+        with live:
+            result = run_comparison(**given, out=out, resume=resume, watch=live.update)
+    except ComparisonInterrupted as stopped:
+        if stopped.result is not None:
+            show(stopped.result)
+        notice(f"to go on: exogym compare --resume --out {shlex.quote(str(stopped.folder))}")
+        raise typer.Exit(INTERRUPTED) from stopped
+    show(result)
+
+
+def _as_before(context: typer.Context, out: Path) -> dict[str, Any]:
+    """Return those arguments of the comparison in `out` that this command line leaves open."""
+
+    def is_open(option: str) -> bool:
+        source = context.get_parameter_source(option)
+        return source is not None and source.name == "DEFAULT"
+
+    if is_open("out"):
+        raise ArgumentError("--resume goes on in a comparison's folder: name it, --out runs/digits-20261122-120000")
+    before = saved_in(out).get("arguments", {})
+    if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
+        raise ArgumentError(f"--out {out}: that comparison was started from Python: go on there, with resume=True")
+    options = {"dataset": "problem"} | {name: name for name in OPTIONS}
+    return {argument: before[argument] for option, argument in options.items() if is_open(option)}
+
+
+def show(result: Comparison) -> None:
     print_table(result, sys.stdout)
     print(f"\nwritten to {result.folder}/: {', '.join(path.name for path in result.paths)}")

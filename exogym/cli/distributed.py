@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from exogym.errors import ArgumentError
+from exogym.files import new_folder
 from exogym.remote import HostsConfig, SSHLauncher
-from exogym.remote.launcher import new_folder
 from exogym.remote.profile import load_profile
 from exogym.remote.results import bring, history_of, names
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
@@ -57,6 +57,6 @@ def distributed_train(
     bring(launcher, folder, 1)
     history = history_of(folder, 1)
     history.to_csv(folder / "history.csv")
-    last = next((row for row in reversed(list(history.rows(node=None))) if row["val_loss"] is not None), None)
+    last = next((row for row in reversed(history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
     print(f"{quality}written to {folder}/: {names(1)[0]}, history.csv, logs of all ranks")

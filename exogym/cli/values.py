@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_choice
 
+INTERRUPTED = 130  # exit status after Ctrl-C
+DATASETS = ("digits", "mnist", "shakespeare", "cifar10")
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 
@@ -54,3 +58,15 @@ def processes_of(text: str) -> int | str:
     if not text.isdecimal() or not int(text):
         raise ArgumentError(f"--processes={text!r} must be a whole number of at least 1, or auto")
     return int(text)
+
+
+def check_dataset(text: str) -> None:
+    """See that a task of that name is known; "module:function" may be a module of the current folder.
+
+    Raises:
+        ArgumentError: no such name.
+    """
+    if ":" not in text:
+        check_choice("--dataset", text, DATASETS)
+    elif os.getcwd() not in sys.path:  # as with python -m
+        sys.path.insert(0, os.getcwd())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import pulse
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children
-from exogym.communicator.wire import Wire, reduce_rows
+from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -81,7 +83,7 @@ class Communicator:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
             which a row outside all groups keeps its own value.
         """
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         apart = groups is not None
         groups = self._sorted(groups)
         flat = x.reshape(len(x), -1)
@@ -106,6 +108,15 @@ class Communicator:
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
 
+    @staticmethod
+    def _check_op(op: str, x: Tensor) -> None:
+        """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
+        check_choice("op", op, OPERATIONS)
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ArgumentError(
+                f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
+            )
+
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
@@ -125,8 +136,9 @@ class Communicator:
         works = self._in_flight.pop(x.data_ptr(), None)
         if works is None:
             return self.wire.reduce(x, group, op, share, everywhere=everywhere)
-        for work in works:
-            work.wait()
+        with pulse.at(pulse.WAITING):
+            for work in works:
+                work.wait()
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
@@ -182,7 +194,7 @@ class Communicator:
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         self._member(dst)
         result = x.clone()
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
@@ -193,7 +205,7 @@ class Communicator:
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
-        check_choice("op", op, OPERATIONS)
+        self._check_op(op, x)
         self._per_member(x, "reduce_scatter")
         share = self.share(self.present, op)
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
@@ -257,6 +269,19 @@ class Communicator:
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
         return self.wire.rows(x, range(self.num_nodes))[[partner[rank] for rank in self.ranks]]
+
+    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
+        """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
+
+        A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
+        """
+        for giver, taker, shape, dtype, is_swap in parcels:
+            if giver != taker:
+                size = float(math.prod(shape) * dtype.itemsize)
+                there, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
+                kind, way = ("exchange", "pairwise") if is_swap else ("send", "direct")
+                self._add(kind, way, [giver, taker], size, there, back, givers=None if is_swap else [giver])
+        return self.wire.hand_over(given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""

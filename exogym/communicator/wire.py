@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,24 @@ def _tree_sparse(x: Tensor, ids: Sequence[int]) -> Tensor:
     return total
 
 
+class Parcel(NamedTuple):
+    """A tensor of `shape` and `dtype` that node `giver` gives to `taker`, and, where it `is_swap`, gets one like it."""
+
+    giver: int
+    taker: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_swap: bool
+
+    @property
+    def moves(self) -> list[tuple[int, int]]:
+        """(giver, taker) of each tensor that moves; a node keeps its own."""
+        if self.giver == self.taker:
+            return []
+        there = (self.giver, self.taker)
+        return [there, there[::-1]] if self.is_swap else [there]
+
+
 class Wire:
     """What carries rows between blocks. In one process every row is here, so nothing moves.
 
@@ -104,6 +122,28 @@ class Wire:
         if self.native:
             return self._reduce_native(x, ids, op, weights)
         return reduce_rows(self.rows(x, ids), ids, op, weights)
+
+    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
+        """Return what each node here gets, some of it the giver's own memory.
+
+        Args:
+            given: what the nodes here give.
+            parcels: of all processes, in the same order everywhere; a node gives once at most and takes once at most.
+        """
+        moves = [(giver, taker, parcel) for parcel in parcels for giver, taker in parcel.moves]
+        own = [p.giver for p in parcels if p.giver == p.taker and p.giver in self.row_of]
+        got = {node: given[node] for node in own}
+        crossing = []
+        for giver, taker, parcel in moves:
+            if (giver in self.row_of) and (taker in self.row_of):
+                got[taker] = given[giver]
+            elif not any(giver in ids and taker in ids for ids in self.placement):
+                crossing.append((giver, taker, parcel))
+        return got | (self._carry(given, crossing) if crossing else {})
+
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        """Return what nodes here get of (giver, taker, parcel), all of them from one process to another."""
+        raise NotImplementedError
 
     def begin(self, x: Tensor) -> Any:
         """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Where `overlaps`."""

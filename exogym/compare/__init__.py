@@ -5,6 +5,8 @@
 
 from exogym.compare.entries import split_strategies
 from exogym.compare.forecast import measured_step_s
-from exogym.compare.run import DEFAULT_STRATEGIES, Standing, compare
+from exogym.compare.run import DEFAULT_STRATEGIES, compare
+from exogym.compare.session import Standing
+from exogym.comparison import ComparisonInterrupted
 
-__all__ = ["DEFAULT_STRATEGIES", "Standing", "compare", "measured_step_s", "split_strategies"]
+__all__ = ["DEFAULT_STRATEGIES", "ComparisonInterrupted", "Standing", "compare", "measured_step_s", "split_strategies"]

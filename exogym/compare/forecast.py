@@ -33,13 +33,17 @@ class Forecast:
 
     Attributes:
         name: of the network, as it was given.
-        is_measured: whether a step of a node of speed 1 takes what it took here.
+        measured_step_s: of a node of speed 1, where it takes what it took here; else None.
     """
 
     name: str
     network: Network
     step_time: StepTime
-    is_measured: bool = False
+    measured_step_s: float | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measured_step_s is not None
 
     def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
         """Return what `fit` needs for a clock; `alone` is node 0 by itself."""
@@ -58,7 +62,7 @@ class Forecast:
         drawn = {name: getattr(steps, name) for name in ("sigma", "straggler_share", "straggler_factor", "seed")}
         return {
             "title": self.title, "network": self.network.describe(), "step_seconds": steps.seconds.tolist(),
-            "is_measured": self.is_measured,
+            "is_measured": self.is_measured, "measured_step_s": self.measured_step_s,
         } | ({} if steps.is_fixed else drawn)  # fmt: skip
 
     @property
@@ -96,9 +100,10 @@ def forecast_of(
             raise ArgumentError(f"{what} is for {count} nodes, but there are nodes={nodes}: give it for {nodes}")
     if not steps.seconds.all():
         raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time")
-    if is_measured:
-        steps = StepTime(measure(), speeds=speeds if speeds is None else list(speeds))
-    return Forecast(name, network, steps, is_measured)
+    if not is_measured:
+        return Forecast(name, network, steps)
+    measured_s = measure()
+    return Forecast(name, network, StepTime(measured_s, speeds=speeds if speeds is None else list(speeds)), measured_s)
 
 
 def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:

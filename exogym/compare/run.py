@@ -1,14 +1,13 @@
-"""The runs of a comparison: each strategy from each seed, on the same data."""
+"""A comparison from its arguments to its tables; `session` has the runs, `folder` what is kept of them."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,54 +15,35 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from exogym.compare.entries import Entry, entries_of, setting_of
+from exogym.compare.entries import entries_of, setting_of
+from exogym.compare.folder import Folder, saved_in
 from exogym.compare.forecast import check_timed, forecast_of, measured_step_s
-from exogym.comparison import SINGLE, Comparison, NewFolder, find, find_first, summarise, target_of, write
+from exogym.compare.session import Session, Standing
+from exogym.comparison import (
+    SINGLE,
+    Comparison,
+    ComparisonInterrupted,
+    find,
+    find_first,
+    summarise,
+    target_of,
+    write,
+)
 from exogym.data.partition import IID, Partitioner, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
 from exogym.devices import resolve_device
 from exogym.engine.wire import place as place_rows
 from exogym.errors import ArgumentError, TrainingError, check_count, checked
-from exogym.history import History
 from exogym.metrics import Metric
 from exogym.network import Network
 from exogym.options import describe
-from exogym.plots import Strip, check_matplotlib
+from exogym.plots import check_matplotlib
 from exogym.strategy.strategy import Strategy
-from exogym.tasks import Task
-from exogym.trainer import LocalTrainer
+from exogym.tasks import Task, load_task
 
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")
 VAL_EXAMPLES = 500  # at most
-Problem = Task | tuple[Callable[[], nn.Module], Any, Any]
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How far a comparison is: run number `run` of `runs` of strategy `label`, after `step` of `steps` steps."""
-
-    label: str
-    run: int
-    runs: int
-    step: int
-    steps: int
-    val_loss: float
-    tx_bytes: float
-
-    @property
-    def is_last(self) -> bool:
-        return self.run == self.runs and self.step == self.steps
-
-
-@dataclass(frozen=True)
-class FirstShard(Partitioner):
-    """Gives one node alone what node 0 of a fleet gets: its shard, in its order."""
-
-    whole: Partitioner
-    nodes: int
-
-    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        return self.whole.split(dataset, self.nodes, seed)[:1]
+Problem = Task | str | tuple[Callable[[], nn.Module], Any, Any]
 
 
 @checked
@@ -71,6 +51,7 @@ def compare(
     problem: Problem,
     strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES,
     *,
+    data: str | os.PathLike[str] | None = None,
     nodes: int | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
@@ -85,6 +66,7 @@ def compare(
     target_loss: float | None = None,
     timeline: bool = False,
     out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     loss_fn: Callable[..., Tensor] | None = None,
     metrics: dict[str, Metric] | None = None,
     watch: Callable[[Standing], object] | None = None,
@@ -96,9 +78,11 @@ def compare(
     learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
 
     Args:
-        problem: a `Task`, or (make_model, train, val); `make_model()` draws from torch's generator, which is seeded.
+        problem: a `Task`; the name of one ("digits"), or "module:function" of one's own, as for `load_task`; or
+            (make_model, train, val), where `make_model()` draws from torch's generator, which is seeded.
         strategies: texts for `parse_strategy` or "single", in a sequence or with commas between; or name to text or
             `Strategy`.
+        data: of a task that is named: file or folder of its data.
         nodes, steps, batch_size, lr: N, steps of each node, examples of a node's step, inner learning rate; None: the
             task's (without one 4, 300, 32, 0.001).
         seeds: how many, from 0, or which. A seed fixes weights, shards, order and every other choice.
@@ -114,7 +98,12 @@ def compare(
         timeline: also draw what each node does when in the first rounds of each strategy, and write it as traces.
         out: folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
             evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`
-            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); None writes nothing.
+            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); and in it a folder for
+            each run, written when that has ended. None writes nothing.
+        resume: go on in the folder `out` itself, where an interrupted comparison with the same arguments has left
+            what it had; the result is that of one that was never interrupted. A run that was under way goes on from
+            its own checkpoint, if it has one: of a built-in strategy, without a timeline, written where Ctrl-C came
+            and once a minute. Else it starts again.
         loss_fn, metrics: as `LocalTrainer`.
         watch: called with a `Standing` after each evaluation.
 
@@ -124,20 +113,20 @@ def compare(
     Raises:
         ArgumentError, DataError: before training; also where `out` cannot be written.
         TrainingError: no run at all came to its end.
+        ComparisonInterrupted: a KeyboardInterrupt; its `result` is of the runs that had ended, and `folder` theirs.
 
-    >>> from exogym.tasks import load_task
-    >>> result = compare(load_task("digits"), "single,ddp", steps=10, seeds=1)
+    >>> result = compare("digits", "single,ddp", steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
     (['single', 'ddp'], 1.0, 0.0)
     """
-    task = _as_task(problem)
+    given = locals()
+    task = _as_task(problem, data)
     setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
     entries = entries_of(strategies, setting)
     split = partition or task.partitioner or IID()
     split = parse_partitioner(split) if isinstance(split, str) else split
     place = resolve_device(device)
     train, val = check_dataset(task.train), _evenly(check_dataset(task.val), VAL_EXAMPLES)
-    val_interval = setting.val_interval(len(val))
     for seed in setting.seeds:
         split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
     if processes != "auto":
@@ -146,88 +135,122 @@ def compare(
     check_timed(network, step_seconds, speeds, target_loss, timeline)
     if out is not None:
         check_matplotlib()
+    elif resume:
+        raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
+    saved = saved_in(out) if resume and out is not None else {}
     forecast = None
     if network is not None:
         like_ours = replace(task, lr=setting.lr)
+        known_s = (saved.get("timing") or {}).get("measured_step_s")
         forecast = forecast_of(
             network, step_seconds, speeds, setting.nodes,
-            lambda: measured_step_s(like_ours, setting.batch_size, place, loss_fn),
+            lambda: known_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
         )  # fmt: skip
+    session = Session(
+        task, setting, entries, split, train, val, setting.val_interval(len(val)), place, processes, forecast, timeline,
+        loss_fn, metrics, watch, None,
+    )  # fmt: skip
+    asked = _asked(session, target_loss)
+    description = {
+        **asked, "data": task.origin, "versions": _versions(), "arguments": _arguments(given),
+        "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+    }  # fmt: skip
+    if out is not None:
+        session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
+        session.folder.describe(description | {"state": "running", "runs": []})
+    return _carried_out(session, description, target_loss)
 
-    histories: dict[tuple[str, int], History] = {}
-    runs: list[dict[str, Any]] = []
-    failures: dict[str, TrainingError] = {}
-    strips: dict[str, Strip] = {}
 
-    def run(label: str, entry: Entry, number: int, seed: int) -> None:
-        """Train one strategy from one seed."""
+def _asked(session: Session, target_loss: float | None) -> dict[str, Any]:
+    """Return as JSON what decides the results: in a comparison that goes on it must be the same."""
+    task, forecast, timing = session.task, session.forecast, None
+    if forecast is not None:
+        timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
+    return {
+        "task": task.name, "description": task.description, "train_examples": len(session.train),
+        "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
+        "setting": asdict(session.setting), "partition": repr(session.split), "val_interval": session.val_interval,
+        "device": str(session.place), "timing": timing,
+    }  # fmt: skip
 
-        def tell(loop: Any) -> None:
-            row = next(loop.history.rows_after(loop.step - 1, None))
-            at = Standing(label, number, len(setting.seeds), loop.step, setting.steps, row["val_loss"], row["tx_bytes"])
-            if watch is not None:
-                watch(at)
 
-        trainer = LocalTrainer(task.make_model(seed), train, val, loss_fn=loss_fn, metrics=metrics)
-        timing = {} if forecast is None else forecast.fit_options(entry.alone, timeline and number == 1)
-        start = time.perf_counter()
-        try:
-            trainer.fit(
-                entry.strategy, num_nodes=1 if entry.alone else setting.nodes, max_steps=setting.steps, seed=seed,
-                batch_size=setting.batch_size, partitioner=FirstShard(split, setting.nodes) if entry.alone else split,
-                val_interval=val_interval, device=place, progress=False, callbacks=[tell],
-                processes=1 if entry.alone else processes, **timing,
-            )  # fmt: skip
-            _check_finite(trainer.history, seed)
-            histories[label, seed] = trainer.history
-            if timeline and number == 1 and trainer.clock is not None:
-                strips[label] = Strip.of(entry.title, trainer.clock)
-        except TrainingError as error:
-            failures[label] = error
-        wall_s = time.perf_counter() - start
-        runs.append({"strategy": label, "seed": seed, "wall_s": wall_s, "description": trainer.description})
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `compare` as JSON, but for those that say only where to write and whom to tell."""
+    plain = {name: value for name, value in given.items() if name not in ("out", "resume", "watch")}
+    plain["problem"] = given["problem"] if isinstance(given["problem"], str) else type(given["problem"]).__name__
+    return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
 
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    made = None if out is None else NewFolder(out, task.name)
-    with made or contextlib.nullcontext():
-        for label, entry in entries.items():
-            for number, seed in enumerate(setting.seeds, 1):
-                run(label, entry, number, seed)
-        if not histories:
-            raise next(iter(failures.values()))
-        said = {}
-        for label, entry in entries.items():
-            failed = sum((label, seed) not in histories for seed in setting.seeds)
-            trouble = f"{failed} of {len(setting.seeds)} runs failed: {failures[label]}" if failed else ""
-            said[label] = entry.title, "; ".join(filter(None, (entry.notes, trouble)))
-        target, why = (None, "") if forecast is None else target_of(histories, target_loss)
-        rows = summarise(said, setting.seeds, histories, target)
-        heading = (
-            f"{task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
-            f"{split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
-            f"{', '.join(map(str, setting.seeds))}"
-        )
-        finding, timed = find(rows), {}
-        if forecast is not None and target is not None:
-            heading += f". Time predicted on {forecast}"
-            finding += " " + find_first(rows, target, why)
-            timed = {"forecast": forecast.describe() | {"target_loss": target, "target": why}}
-        description = {
-            "task": task.name, "description": task.description, "data": task.origin, "train_examples": len(train),
-            "val_examples": len(val), "strategies": {k: describe(entry.strategy) for k, entry in entries.items()},
-            "setting": asdict(setting), "partition": repr(split), "val_interval": val_interval,
-            "device": str(place), "versions": _versions(), "started": started, "heading": heading, "finding": finding,
-            **timed, "runs": runs,
-        }  # fmt: skip
-        result = Comparison(heading, finding, rows, histories, description, target_loss=target, strips=strips)
-        names = [] if made is None else write(result, made.path)
-    if made is None:
+
+def _carried_out(session: Session, description: dict[str, Any], target_loss: float | None) -> Comparison:
+    """Train, and return what came out; whatever happens, what has come out by then stays."""
+    folder = session.folder
+    try:
+        session.train_all()
+    except BaseException as error:
+        where = None if folder is None or folder.drop_if_empty() else folder.path
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        result = _result(session, description, target_loss, "interrupted") if stopped and session.histories else None
+        if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
+            raise
+        done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
+        way = "" if where is None else f"; compare(..., out={os.fspath(where)!r}, resume=True) goes on"
+        raise ComparisonInterrupted(done + way, result, where) from error
+    if not session.histories:
+        if folder is not None:
+            folder.drop_if_empty()
+        raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
+    return _result(session, description, target_loss, "finished")
+
+
+def _result(session: Session, description: dict[str, Any], target_loss: float | None, state: str) -> Comparison:
+    """Return what came out of the runs that have ended, and write it where there is a folder."""
+    setting, forecast, histories = session.setting, session.forecast, session.histories
+    target, why = (None, "") if forecast is None else target_of(histories, target_loss)
+    rows = summarise(_said(session), setting.seeds, histories, target)
+    heading = (
+        f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
+        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
+        f"{', '.join(map(str, setting.seeds))}"
+    )
+    finding, timed = find(rows), {}
+    if forecast is not None and target is not None:
+        heading += f". Time predicted on {forecast}"
+        finding += " " + find_first(rows, target, why)
+        timed = {"forecast": forecast.describe() | {"target_loss": target, "target": why}}
+    runs = [
+        {"strategy": label, "seed": seed, "wall_s": found.wall_s, "description": found.description}
+        for (label, seed), found in session.outcomes.items()
+    ]
+    description = {**description, "state": state, "heading": heading, "finding": finding, **timed, "runs": runs}
+    result = Comparison(
+        heading, finding, rows, histories, description, target_loss=target, strips=session.strips
+    )  # fmt: skip
+    if session.folder is None:
         return result
-    return replace(result, folder=made.path, paths=tuple(made.path / name for name in names))
+    path = session.folder.path
+    names = write(result, path)
+    session.folder.describe(description)
+    return replace(result, folder=path, paths=tuple(path / name for name in names))
 
 
-def _as_task(problem: Any) -> Task:
-    if isinstance(problem, Task):
+def _said(session: Session) -> dict[str, tuple[str, str]]:
+    """Return label to title and notes; the notes also say which runs failed or have not ended."""
+    said, seeds = {}, session.setting.seeds
+    for label, entry in session.entries.items():
+        found = [session.outcomes[label, seed] for seed in seeds if (label, seed) in session.outcomes]
+        errors = [outcome.error for outcome in found if outcome.error]
+        trouble = f"{len(errors)} of {len(seeds)} runs failed: {errors[-1]}" if errors else ""
+        missing = f"{len(found)} of {len(seeds)} runs have ended" if len(found) < len(seeds) else ""
+        said[label] = entry.title, "; ".join(filter(None, (entry.notes, missing, trouble)))
+    return said
+
+
+def _as_task(problem: Any, data: Any) -> Task:
+    if isinstance(problem, str):
+        task = load_task(problem, data)
+    elif data is not None:
+        raise ArgumentError(f"data={os.fspath(data)!r} is for a task that is named, as 'digits': leave it out")
+    elif isinstance(problem, Task):
         task = problem
     elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
         build, train, val = problem
@@ -235,7 +258,7 @@ def _as_task(problem: Any) -> Task:
             "custom", "own problem", "given", train, val, build, nodes=4, batch_size=32, steps=300, lr=1e-3, H=10
         )
     else:
-        raise ArgumentError(f"problem={problem!r} is not a Task; or give (make_model, train, val)")
+        raise ArgumentError(f"problem={problem!r} is not a Task, nor the name of one; or give (make_model, train, val)")
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
             "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partition="
@@ -248,12 +271,6 @@ def _evenly(dataset: Any, most: int) -> Any:
     if len(dataset) <= most:
         return dataset
     return Subset(dataset, np.linspace(0, len(dataset) - 1, most).round().astype(int).tolist())
-
-
-def _check_finite(history: History, seed: int) -> None:
-    steps, losses = history.column("val_loss")
-    if not np.isfinite(losses[-1:]).all():
-        raise TrainingError(f"the validation loss of seed {seed} is {losses[-1]} after step {steps[-1]}: lower lr")
 
 
 def _versions() -> dict[str, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym import pulse
 from exogym.balance import share_out
-from exogym.communicator import Wire, reduce_rows
+from exogym.communicator import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -67,6 +69,7 @@ class ProcessWire(Wire):
 
     # Rows
 
+    @pulse.waits
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         if x.device.type != self._device.type:
             return self.rows(x.to(self._device), ids).to(x.device)
@@ -89,6 +92,7 @@ class ProcessWire(Wire):
         rows = (moved.view(x.dtype) if moved.numel() else x.new_empty(0)).view(len(held), *x.shape[1:])
         return rows if held == ids else rows[[held.index(i) for i in ids]]
 
+    @pulse.waits
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
@@ -122,6 +126,24 @@ class ProcessWire(Wire):
         parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
 
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        """Only the two processes of a move take part in it; all of them are under way at once."""
+        got, calls = {}, []
+        for tag, (giver, taker, parcel) in enumerate(moves):
+            if not math.prod(parcel.shape):
+                if taker in self.row_of:
+                    got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
+            elif taker in self.row_of:
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
+                source = self._global(self.owner[giver])
+                calls.append(dist.P2POp(dist.irecv, _bytes(got[taker], 1).flatten(), source, self.group, tag))
+            elif giver in self.row_of:
+                data = _bytes(given[giver].to(self._device), 1).flatten()
+                calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        return got
+
     def _combine(self, partial: Tensor, op: str) -> Tensor:
         total = partial.contiguous()
         dist.all_reduce(total, OPERATIONS[op], group=self.group)
@@ -132,6 +154,7 @@ class ProcessWire(Wire):
 
     # Agreement
 
+    @pulse.waits
     def agree(self, flag: bool) -> bool:
         x = torch.tensor([int(flag)], device=self._device)
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
@@ -140,6 +163,7 @@ class ProcessWire(Wire):
     def barrier(self) -> None:
         self.agree(False)
 
+    @pulse.waits
     def tell(self, value: Any) -> Any:
         text = torch.tensor(list(json.dumps(value).encode()) if self.is_main else [], dtype=torch.uint8)
         length = torch.tensor([len(text)], device=self._device)

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from exogym.launch.config import LaunchConfig
 from exogym.launch.failures import AgentsRecord, first_failure, is_lost, tell
-from exogym.launch.launcher import kill_what_is_left
+from exogym.launch.leftovers import kill_what_is_left
 from exogym.launch.output import Output
 from exogym.launch.rendezvous import Node
 from exogym.progress import notice

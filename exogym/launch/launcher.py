@@ -22,6 +22,7 @@ from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.launch.backends import BACKEND_VARIABLE
 from exogym.launch.config import LaunchConfig
 from exogym.launch.door import SECRET, Refused
+from exogym.launch.leftovers import kill_what_is_left
 from exogym.launch.output import Output
 from exogym.progress import notice
 
@@ -252,14 +253,6 @@ def launch_distributed_training(
         first_rank=first_rank,
     )
     return DistributedLauncher(config).launch(script, *args)
-
-
-def kill_what_is_left(folder: Path) -> None:
-    """Kill the process groups of the ranks that did not end well: what they had started may still run."""
-    for mark in (folder / "running").iterdir():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(int(mark.name), signal.SIGKILL)
-        mark.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
     gather          direct            alpha + (n-1) S/B                        the root's line carries all
     scatter         direct            alpha + (n-1)/n S/B
     exchange        pairwise          alpha + S/B
+    send            direct            alpha + S/B                              the first member to the second
     mix             neighbours        alpha + d S/B                            d: most neighbours of a node
     barrier         tree              2L alpha;  dissemination: L alpha        Hensgen et al., IJPP 17, 1988
     push, pull      server            alpha + S/B                              one member to or from the server
@@ -87,6 +88,10 @@ class Round:
 
 def _ring(n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n), (np.arange(n) + 1) % n
+
+
+def _first_to_second(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(1, dtype=int), np.ones(1, dtype=int)
 
 
 def _down(hop: int) -> Pairs:
@@ -174,6 +179,7 @@ ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[Round]]]] = {
     "gather": {"direct": lambda n, S: _direct(n, S, True)},
     "scatter": {"direct": lambda n, S: _direct(n, S / n, False)},
     "exchange": {"pairwise": lambda n, S: [Round(1, S)]},
+    "send": {"direct": lambda n, S: [Round(1, S, _first_to_second)]},
     "mix": {"neighbours": lambda n, S: [Round(1, S, None, n - 1, n - 1)]},
     "barrier": {
         "tree": lambda n, S: [Round(2 * len(_hops(n)), 0.0)],

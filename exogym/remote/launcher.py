@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from exogym.errors import ArgumentError, check_count, checked
+from exogym.files import new_folder
 from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.channel import Logs
@@ -224,25 +225,6 @@ class SSHLauncher:
         }
         assert self.folder is not None
         (self.folder / "launch.json").write_text(json.dumps(value, indent=1))
-
-
-def new_folder(out: Path, name: str) -> Path:
-    """Make and return a new folder `name-time` in `out`; never one that is there.
-
-    Raises:
-        ArgumentError: it cannot be made.
-    """
-    base = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for count in range(1000):
-            with contextlib.suppress(FileExistsError):
-                folder = out / (base if count == 0 else f"{base}-{count}")
-                folder.mkdir()
-                return folder
-    except OSError as error:
-        raise ArgumentError(f"out={str(out)!r} cannot hold the folder of the run: {error}") from None
-    raise ArgumentError(f"out={str(out)!r} holds too many runs of this second: choose another folder")
 
 
 def from_here(folder: Path) -> Path:

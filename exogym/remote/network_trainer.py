@@ -19,6 +19,7 @@ from exogym.engine.wire import place
 from exogym.engine.world import local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
+from exogym.files import new_folder
 from exogym.launch.door import SECRET
 from exogym.metrics import Metric
 from exogym.network import Network
@@ -29,7 +30,7 @@ from exogym.remote.elastic import recovery as elastic
 from exogym.remote.elastic.member import seat
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
-from exogym.remote.launcher import SSHLauncher, from_here, new_folder
+from exogym.remote.launcher import SSHLauncher, from_here
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
@@ -121,6 +122,7 @@ class NetworkTrainer(Trainer):
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
+        on_nonfinite: str = "raise",
         network: Network | str | None = None,
         step_seconds: Any = None,
         timeline: bool = False,
@@ -134,6 +136,7 @@ class NetworkTrainer(Trainer):
         keep_checkpoints: int = 2,
         resume: bool = False,
         max_restarts: int = 0,
+        hang_s: float | None = 600.0,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from exogym.errors import ExoGymError
-from exogym.export import load_model, save_model
+from exogym.export import load_model, save_model, split_history
 from exogym.files import replacing
 from exogym.history import History
 from exogym.remote.world import RUNS, send, tell, world_size
@@ -48,7 +47,7 @@ def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, folder / model_name)
-    arrays, plain = _split(results.history)
+    arrays, plain = split_history(results.history)
     beside = folder / f".{history_name}.{os.getpid()}.tmp"
     save_file(arrays, beside)
     os.replace(beside, folder / history_name)
@@ -117,7 +116,7 @@ def replay(folder: Path, fit: int, model: nn.Module) -> Results:
             failure = str(error)
     if (failure := tell(failure)) is not None:
         raise ExoGymError(str(failure))
-    arrays, plain = _split(first.history) if first else ({}, {})
+    arrays, plain = split_history(first.history) if first else ({}, {})
     facts: Any = first and {"history": plain, "description": first.description, "traffic": first.traffic}
     facts = tell(facts)
     if world_size() > 1:
@@ -127,12 +126,6 @@ def replay(folder: Path, fit: int, model: nn.Module) -> Results:
         }
         send(arrays | {f"model.{name}": x for name, x in model.state_dict().items()})
     return _joined(facts, arrays)
-
-
-def _split(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    state = history.state()
-    arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
-    return arrays, {name: x for name, x in state.items() if name not in arrays}
 
 
 def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> Results:

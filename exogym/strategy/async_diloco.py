@@ -181,6 +181,11 @@ class AsyncDiLoCoStrategy(Strategy):
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
     ):
+        if callable(H):
+            raise ArgumentError(
+                "H is a function, but here rounds are each node's own: give a number, and dylu=True for "
+                "slow nodes to take fewer steps"
+            )
         check_count("H", H)
         check_choice("rule", rule, RULES)
         for name, given in (("period", period), ("max_staleness", max_staleness)):

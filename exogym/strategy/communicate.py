@@ -1,8 +1,8 @@
 """Collectives for a strategy written for one node: what `torch.distributed` would give it.
 
-Each call waits for all nodes that are there to make the same call. `all_reduce` and `broadcast` change the tensor in
-place, as torch's do, and return it. They work inside `Strategy.step` and `Strategy._init_node` only.
-Bytes are counted as `exogym.communicator` says.
+Each call waits for all nodes that are there to make the same call; `send`, `recv` and `exchange` for one other node.
+`all_reduce` and `broadcast` change the tensor in place, as torch's do, and return it. All of them work inside
+`Strategy.step` and `Strategy._init_node` only. Bytes are counted as `exogym.communicator` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from exogym.errors import StrategyError, check_choice
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    *("all_gather", "all_reduce", "barrier", "broadcast", "exchange", "gather", "recv", "reduce", "reduce_scatter"),
+    *("scatter", "send"),
+]
 
 OPERATIONS = ("sum", "mean", "max", "min")
 
@@ -35,7 +38,7 @@ def set_place(place: Place | None) -> None:
 
 
 def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
-    if kind != "barrier" and not isinstance(given, Tensor):
+    if kind not in ("barrier", "recv") and not isinstance(given, Tensor):
         raise StrategyError(f"{kind}() got a {type(given).__name__}, wanted a tensor")
     tensor = None if given is None else given.detach()
     place = getattr(_here, "place", None)
@@ -87,6 +90,29 @@ def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
     """Reduce an (n, ...) tensor over the n nodes there and return this node's slice: the k-th gets slice k."""
     check_choice("op", op, OPERATIONS)
     return _meet("reduce_scatter", tensors, op=op).clone()
+
+
+def send(tensor: Tensor, dst: int) -> None:
+    """Give `tensor` to node `dst`, which calls `recv` from this node; returns when it has it.
+
+    Sent by this node and received by `dst`: S = `tensor.nbytes`; nothing for others. Where `dst` never calls it, or all
+    nodes send before they receive, no node can go on, and that is an error.
+    """
+    _meet("send", tensor, dst=dst)
+
+
+def recv(src: int) -> Tensor:
+    """Return the tensor that node `src` sends to this node, whatever its shape."""
+    return _meet("recv", None, src=src)
+
+
+def exchange(tensor: Tensor, partner: int | Tensor) -> Tensor:
+    """Swap tensors of equal shape with node `partner`, which names this node; return its tensor. Others go on.
+
+    S = `tensor.nbytes` sent and S received by each of the two. A node that names itself gets a copy of its own, and
+    nothing is sent. With `stacked = True`, `partner` is (rows,), one for each row.
+    """
+    return _meet("exchange", tensor, partner=partner)
 
 
 def agree(flags: Tensor) -> Tensor:

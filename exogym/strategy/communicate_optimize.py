@@ -25,6 +25,7 @@ from torch import Tensor
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.fleet import Fleet
 from exogym.strategy.presence import take_rows
+from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 
@@ -113,15 +114,33 @@ class CommunicationModule(Module):
 
 
 class PeriodicModule(CommunicationModule):
-    """A communication module that acts after every step divisible by `interval_steps`."""
+    """A communication module that acts after every step divisible by `interval_steps`.
+
+    Attributes:
+        interval_steps: H; where `rounds` differ in length, the first one's.
+        rounds: where each ends, if H is a function of the round; else None.
+    """
 
     interval_steps = 1
+    rounds: Rounds | None = None
+
+    def take_rounds(self, H: RoundLength) -> None:
+        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps."""
+        rounds = Rounds(H)
+        self.interval_steps = rounds.end_after(0)
+        self.rounds = None if rounds.are_even else rounds
 
     def next_event(self, step: int) -> int:
+        if self.rounds is not None:
+            return self.rounds.end_after(step)
         return (step // self.interval_steps + 1) * self.interval_steps
 
     def is_turn(self, step: int) -> bool:
-        return step % self.interval_steps == 0
+        return self.next_event(step - 1) == step
+
+    def round_of(self, step: int) -> int:
+        """Return the round (from 0) in which step number `step` (from 1) is taken."""
+        return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
 
 
 class CommunicateOptimizeStrategy(Strategy):
@@ -220,6 +239,17 @@ class CommunicateOptimizeStrategy(Strategy):
         if self.gradient_modules:
             return step + 1
         return min((module.next_event(step) for module in self.communication_modules), default=NEVER)
+
+    def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
+        """Return the steps of each round, by module, of modules whose H is a function of the round."""
+        uneven = {
+            f"{m}.{type(module).__name__}": getattr(module, "rounds", None) for m, module in enumerate(self.modules)
+        }
+        return {name: rounds.lengths(total_steps) for name, rounds in uneven.items() if rounds is not None}
+
+    def is_event(self, step: int) -> bool:
+        """Return whether a communication module acts after `step`."""
+        return any(module.next_event(step - 1) == step for module in self.communication_modules)
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         plans = [p for m in self.communication_modules if (p := m.local_steps(first, last)) is not None]

@@ -4,8 +4,12 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
 
     Delta_i = theta - theta_i                       # each node's outer gradient
     Delta   = (1/N) sum_i Delta_i                   # all-reduce of P elements
-    theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta (Delta + mu v)
+    theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta_r (Delta + mu v)
     theta_i <- theta                                # for all i
+
+The outer learning rate eta_r is eta, or eta s(r) with a schedule s over the outer rounds r = 0, 1, ..., R - 1; with W
+rounds of warm-up it is eta (r+1)/W for r < W, and then, by name, eta shape((r-W)/(R-W)) (`Schedule`, with rounds as
+steps). H may be a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
 tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1) and no momentum this is FedAvg.
@@ -24,17 +28,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.errors import check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
-from exogym.strategy.optim import OptimSpec, load_optimizer_state, optimizer_state
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.presence import all_present, rows_of, shared_row, where_present
-from exogym.strategy.schedule import Scheduler
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 from exogym.strategy.strategy import Run
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None) -> OptimSpec:
-    """Return the outer optimizer: 'sgd' by name is the paper's Nesterov, lr 0.7, momentum 0.9."""
+    """Return the outer optimizer: 'sgd' by name is the paper's Nesterov, lr 0.7, momentum 0.9.
+
+    Raises:
+        ArgumentError: a learning rate that is no number.
+    """
+    if outer_lr is not None and (isinstance(outer_lr, bool) or not isinstance(outer_lr, int | float) or outer_lr < 0):
+        remedy = ": give it as outer_lr_scheduler, a factor for each outer round" if callable(outer_lr) else ""
+        raise ArgumentError(f"outer_lr={outer_lr!r} must be a number of at least 0{remedy}")
     if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
         return OptimSpec(torch.optim.SGD, lr=0.7 if outer_lr is None else outer_lr, momentum=0.9, nesterov=True)
     return OptimSpec.of(outer_optim, lr=outer_lr)
@@ -44,9 +57,12 @@ class DiLoCoCommunicator(PeriodicModule):
     """The outer step of DiLoCo, after every step divisible by H.
 
     Args:
-        H: inner steps between outer steps.
+        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
         outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
         outer_lr: eta; 0.7 for 'sgd'.
+        outer_lr_scheduler: eta_r as `lr_scheduler` gives a rate, over outer rounds: "constant", "cosine", "linear", a
+            torch scheduler class or a callable of the round that gives a factor on eta.
+        outer_warmup_rounds: W.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
     State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
@@ -56,12 +72,20 @@ class DiLoCoCommunicator(PeriodicModule):
 
     @checked
     def __init__(
-        self, H: int = 100, outer_optim: Any = "sgd", *, outer_lr: float | None = None, weighting: str = "uniform"
+        self,
+        H: RoundLength = 100,
+        outer_optim: Any = "sgd",
+        *,
+        outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        weighting: str = "uniform",
     ):
         super().__init__()
-        check_count("H", H)
+        self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
-        self.interval_steps = H
+        check_schedule(outer_lr_scheduler, outer_warmup_rounds, ("outer_lr_scheduler", "outer_warmup_rounds"))
+        self.outer_lr_scheduler, self.outer_warmup_rounds = outer_lr_scheduler, outer_warmup_rounds
         self.outer = outer_spec(outer_optim, outer_lr)
         self.weighting = weighting
 
@@ -72,12 +96,19 @@ class DiLoCoCommunicator(PeriodicModule):
         self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
         self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
         self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)} | {"received": self.received}
-        self.outer_params = [
-            nn.Parameter(view[0], requires_grad=False)
+        named = {
+            slot.name: nn.Parameter(view[0], requires_grad=False)
             for block, theta in zip(fleet.blocks, self.theta, strict=True)
-            for _, view in block.views(theta)
-        ]
-        self.optimizer = self.outer.build(self.outer_params)
+            for slot, view in block.views(theta)
+        }
+        self.outer_params = list(named.values())
+        if self.outer.try_out(named, fleet.hidden):
+            raise ArgumentError(
+                f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
+            )
+        self.optimizer = self.outer.build(named, hidden=fleet.hidden)
+        eta, rounds = float(self.optimizer.param_groups[0]["lr"]), self.round_of(run.total_steps) + 1
+        self.outer_schedule = Schedule(self.outer_lr_scheduler, self.outer_warmup_rounds, rounds, eta)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         grads: list[Tensor] = []
@@ -95,6 +126,7 @@ class DiLoCoCommunicator(PeriodicModule):
         self._number_theta(fleet)
         for p, g in zip(self.outer_params, grads, strict=True):
             p.grad = g
+        set_rates(self.optimizer, self.outer_schedule, self.round_of(step))
         self.optimizer.step()
         for p in self.outer_params:
             p.grad = None
@@ -126,6 +158,7 @@ class DiLoCoCommunicator(PeriodicModule):
         return [theta[0] for theta in self.theta]
 
     def save_state(self) -> dict[str, Tensor]:
+        forget_rates(self.optimizer)  # they follow from the round
         earlier = {f"earlier.{number}.{b}": x for number, theta in self.earlier.items() for b, x in enumerate(theta)}
         return self.shared_state | earlier | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
 
@@ -143,9 +176,10 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
         outer_optim: outer optimizer; 'sgd' is Nesterov with lr 0.7 and momentum 0.9.
-        H: inner steps between outer steps.
+        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
-        outer_lr: eta, constant; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
+        outer_lr: eta; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
+        outer_lr_scheduler, outer_warmup_rounds: as `DiLoCoCommunicator`; the first is constant by default.
         weighting: "uniform" or "examples".
 
     The evaluation model is theta. N=1 is a valid setting (an outer momentum over one node).
@@ -158,17 +192,23 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         self,
         inner_optim: Any = "adamw",
         outer_optim: Any = "sgd",
-        H: int = 100,
+        H: RoundLength = 100,
         *,
         lr: float | None = None,
         inner_lr: float | None = None,
         outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
         max_norm: float | None = None,
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
         weighting: str = "uniform",
     ):
+        diloco = DiLoCoCommunicator(
+            H, outer_optim, outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler,
+            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
+        )  # fmt: skip
         super().__init__(
-            inner_optim, [DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, weighting=weighting)], lr=lr,
-            inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+            inner_optim, [diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
         )  # fmt: skip

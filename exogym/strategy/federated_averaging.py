@@ -33,6 +33,7 @@ from exogym.fleet import Fleet
 from exogym.rng import numpy_generator
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.presence import rows_of
+from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -41,7 +42,8 @@ class AveragingCommunicator(PeriodicModule):
     """Average the parameters after every step divisible by H.
 
     Args:
-        H: local steps of a round (global steps; the slowest client's, where clients differ).
+        H: local steps of a round (global steps; the slowest client's, where clients differ), or a pure function of the
+            round, from 0.
         island_size: s; None averages over everyone. The last island is smaller where s does not divide.
             Islands are drawn anew each round from (seed, round), so nobody has to send them.
         client_fraction: C; each round samples max(ceil(C N), 1) clients without replacement. The others do
@@ -60,7 +62,7 @@ class AveragingCommunicator(PeriodicModule):
     @checked
     def __init__(
         self,
-        H: int = 1,
+        H: RoundLength = 1,
         *,
         island_size: int | None = None,
         client_fraction: float = 1.0,
@@ -70,7 +72,7 @@ class AveragingCommunicator(PeriodicModule):
         keep_inner_state: bool = True,
     ):
         super().__init__()
-        check_count("H", H)
+        self.take_rounds(H)
         check_choice("weighting", weighting, ("examples", "uniform"))
         if island_size is not None:
             check_count("island_size", island_size)
@@ -78,13 +80,16 @@ class AveragingCommunicator(PeriodicModule):
             raise ArgumentError(f"client_fraction={client_fraction!r} must be over 0 and at most 1")
         if local_steps is not None and local_epochs is not None:
             raise ArgumentError("local_steps and local_epochs both say how much a client works: give one of them")
+        if self.rounds is not None and (local_steps is not None or local_epochs is not None):
+            raise ArgumentError(
+                "local_steps and local_epochs are of rounds of one length: give them with a number as H"
+            )
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
         for steps in local_steps or ():
             check_count("each of local_steps", steps)
-            if steps > H:
+            if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
-        self.interval_steps = H
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
@@ -126,16 +131,16 @@ class AveragingCommunicator(PeriodicModule):
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         if self.work is None and not self.samples:
             return None
-        begin = first // self.interval_steps * self.interval_steps
-        work = np.full(self.run.num_nodes, self.interval_steps) if self.work is None else self.work
-        steps = np.clip(work - (first - begin), 0, last - first)
+        steps = np.full(self.run.num_nodes, last - first)
+        if self.work is not None:
+            steps = np.clip(self.work - first % self.interval_steps, 0, last - first)
         absent = np.ones(self.run.num_nodes, dtype=bool)
-        absent[self.clients(first // self.interval_steps)] = False
+        absent[self.clients(self.round_of(first + 1))] = False
         steps[absent] = 0
         return steps
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        round_ = (step - 1) // self.interval_steps
+        round_ = self.round_of(step)
         groups = [[i for i in island if i in fleet.comm.present] for island in self.islands(round_)]
         groups = [island for island in groups if island]
         algorithm = "server" if self.samples else "ring"
@@ -166,7 +171,7 @@ class AveragingCommunicator(PeriodicModule):
     def joining(self, nodes: list[int], step: int) -> list[int]:
         if not self.samples:
             return nodes
-        clients = self.clients((step - 1) // self.interval_steps) if self.has_server else []
+        clients = self.clients(self.round_of(step)) if self.has_server else []
         return [node for node in nodes if node in clients]
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
@@ -191,7 +196,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         self,
         inner_optim: Any = "sgd",
         island_size: int | None = None,
-        H: int = 10,
+        H: RoundLength = 10,
         *,
         lr: float | None = None,
         inner_lr: float | None = None,

@@ -1,75 +1,86 @@
-"""Optimizers named, described and built: torch's own, and nothing else."""
+"""Optimizers named, described and built: torch's own, and any that steps on gradients alone."""
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from exogym.errors import ArgumentError, nearest
+from exogym.errors import ArgumentError, StrategyError, nearest
+from exogym.strategy.kernels import FUSED, FusedSGD, can_fuse, is_torchs
+from exogym.strategy.muon import MuonAdamW
+from exogym.strategy.packing import load_optimizer_state, optimizer_state, remember_as_built
+
+__all__ = ["OptimSpec", "load_optimizer_state", "optimizer_state"]
 
 _NAMES = {
     name.lower(): value
     for name, value in vars(torch.optim).items()
     if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
-}
-_REFUSED = {
-    "LBFGS": "it evaluates the loss several times per step through a closure",
-    "SparseAdam": "it needs sparse gradients, which a row of the fleet does not have",
-}
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+} | {"muon": MuonAdamW}
+TRIAL_STEPS = 2
 
-
-class _FusedSGD(torch.optim.SGD):
-    """torch's fused SGD for parameters that need not all have a gradient at the first step.
-
-    The kernel fails where only some of them have a momentum yet; such a step goes tensor by tensor.
-    """
-
-    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
-        sparse = super()._init_group(group, params, grads, momentum_buffer_list)
-        started = sum(buffer is not None for buffer in momentum_buffer_list)
-        group["fused"] = started in (0, len(momentum_buffer_list))
-        return sparse
+Pattern = str | Callable[[str, nn.Parameter], bool]
 
 
 class OptimSpec:
     """An optimizer class and its arguments, to be built later for each node.
 
     Args:
-        cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw").
+        cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`.
+        groups: (pattern, options) pairs: a parameter takes the options of the first pattern that matches it, and the
+            optimizer's own arguments for the rest. A pattern is text as for file names, held against the parameter's
+            whole name ("*" is any text, "*.bias", "layers.[01].*"), or a function of name and parameter. A learning
+            rate is the group's base rate, which schedules scale.
         **kwargs: the optimizer's own arguments; each is checked against its signature.
 
     Raises:
-        ArgumentError: an unknown name or argument, or an optimizer that cannot work on a row.
+        ArgumentError: an unknown name or argument, or an optimizer that cannot work on a row. When it is built: a
+            pattern that matches nothing, or an option that the optimizer has not.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
+    >>> spec = OptimSpec("adamw", groups=[(lambda name, p: p.ndim < 2, {"weight_decay": 0.0})], lr=1e-3)
+    >>> [group["weight_decay"] for group in spec.build(dict(nn.Linear(3, 2).named_parameters())).param_groups]
+    [0.01, 0.0]
     """
 
-    def __init__(self, cls: str | type[Optimizer], **kwargs: Any):
+    def __init__(
+        self, cls: str | type[Optimizer], groups: Sequence[tuple[Pattern, dict[str, Any]]] = (), **kwargs: Any
+    ):
         if isinstance(cls, str):
             if cls.lower() not in _NAMES:
                 raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}")
             cls = _NAMES[cls.lower()]
         if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
             raise ArgumentError(f"an optimizer is a name, a torch.optim class or an OptimSpec, not {cls!r}")
-        if cls.__name__ in _REFUSED:
-            raise ArgumentError(f"{cls.__name__} cannot be used here: {_REFUSED[cls.__name__]}; take AdamW or SGD")
+        if (need := _need(cls)) is not None:
+            raise ArgumentError(f"{cls.__name__} cannot be used here: {need}; take AdamW or SGD")
         known = [name for name in inspect.signature(cls).parameters if name != "params"]
         for name in kwargs:
             if name not in known:
                 raise ArgumentError(f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}")
+        for pair in groups:
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)):
+                raise ArgumentError(
+                    f"groups: {pair!r} is not a (pattern, options) pair such as ('*.bias', {{'lr': 0.1}})"
+                )
+            if not (isinstance(pair[0], str) or callable(pair[0])):
+                raise ArgumentError(f"groups: {pair[0]!r} is neither text nor a function of name and parameter")
         self.cls = cls
+        self.groups = [(pattern, dict(options)) for pattern, options in groups]
         self.kwargs = kwargs
 
     def __repr__(self) -> str:
+        pairs = (f"({_name(pattern)}, {options!r})" for pattern, options in self.groups)
+        groups = f", groups=[{', '.join(pairs)}]" if self.groups else ""
         arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
-        return f"OptimSpec({self.cls.__name__}{arguments})"
+        return f"OptimSpec({self.cls.__name__}{groups}{arguments})"
 
     @staticmethod
     def of(given: str | type[Optimizer] | OptimSpec, **overrides: Any) -> OptimSpec:
@@ -88,41 +99,156 @@ class OptimSpec:
                     f"{name} is given twice: {kwargs[name]!r} in {spec!r} and {value!r} beside it; drop one"
                 )
             kwargs[name] = value
-        return OptimSpec(spec.cls, **kwargs)
+        return OptimSpec(spec.cls, spec.groups, **kwargs)
 
-    def build(self, parameters: Iterable[nn.Parameter], may_fuse: bool = True) -> Optimizer:
-        """Return the optimizer over `parameters`; the fused kernel where torch has one and none is asked for."""
+    def base_lr(self) -> float:
+        """Return the learning rate of what no group says otherwise.
+
+        Raises:
+            ArgumentError: the optimizer cannot be built, or has no learning rate.
+        """
+        alone = OptimSpec(self.cls, **self.kwargs)
+        group = alone.build({"weight": nn.Parameter(torch.zeros(1, 1))}, hidden={"weight"}).param_groups[0]
+        if not isinstance(group.get("lr"), int | float | torch.Tensor):
+            raise ArgumentError(
+                f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), which schedules and records need: "
+                "step it in a strategy for one node"
+            )
+        return float(group["lr"])
+
+    def build(
+        self,
+        parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],
+        may_fuse: bool = True,
+        hidden: Collection[str] = (),
+    ) -> Optimizer:
+        """Return the optimizer over `parameters`; the fused kernel where torch has a right one and none is asked for.
+
+        Args:
+            parameters: by name, or in order, their numbers being their names.
+            hidden: names of those that are hidden matrices, which "muon" gives to Muon.
+        """
+        named = parameters if isinstance(parameters, Mapping) else {str(k): p for k, p in enumerate(parameters)}
         kwargs = dict(self.kwargs)
-        parameters = list(parameters)
         chosen = any(kwargs.get(name) is not None for name in ("fused", "foreach", "differentiable"))
-        dense = all(p.device.type in ("cpu", "cuda", "mps") and p.is_contiguous() for p in parameters)
-        if self.cls in _FUSED and may_fuse and not chosen and dense:
+        if self.cls in FUSED and may_fuse and not chosen and can_fuse(named.values()):
             kwargs["fused"] = True
-        cls = _FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
+        cls = FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
+        params: Any = list(named.values())
+        if self.groups or self.cls is MuonAdamW:
+            params = self._grouped(named, hidden)
         try:
-            return cls(parameters, **kwargs)
-        except (TypeError, ValueError) as error:
+            optimizer = cls(params, **kwargs)
+        except ArgumentError:
+            raise
+        except Exception as error:
             raise ArgumentError(f"{self!r} cannot be built: {error}") from error
+        for _, options in self.groups:
+            for name in options:
+                if name not in optimizer.defaults:
+                    raise ArgumentError(
+                        f"groups: {name!r} is no option of a group of {self.cls.__name__}: "
+                        f"{nearest(name, optimizer.defaults)}"
+                    )
+        if not is_torchs(cls) and callable(getattr(optimizer, "train", None)):  # schedule-free ones want to be told
+            optimizer.train()  # type: ignore[attr-defined]
+        try:
+            return remember_as_built(optimizer)
+        except StrategyError as error:
+            raise self._unsaved(error) from error
+
+    def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
+        """Take steps with copies of the parameters, where the optimizer is not torch's; return whether it draws.
+
+        Raises:
+            ArgumentError: it needs more than gradients, or keeps what cannot be saved.
+        """
+        if is_torchs(self.cls):
+            return False
+        copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in named.items()}
+        places = [p.data_ptr() for p in copies.values()]
+        device = next(iter(copies.values())).device
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                optimizer = self.build(copies, hidden=hidden)
+                before = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+                for _ in range(TRIAL_STEPS):
+                    for p in copies.values():
+                        p.grad = torch.full_like(p, 0.01)
+                    optimizer.step()
+                after = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+            optimizer_state(optimizer)
+        except ArgumentError:
+            raise
+        except StrategyError as error:
+            raise self._unsaved(error) from error
+        except Exception as error:
+            raise ArgumentError(
+                f"{self.cls.__name__} cannot be used here: a step on given gradients, without a closure or a graph, "
+                f"fails ({type(error).__name__}: {error}); take one whose step() needs only .grad"
+            ) from error
+        if places != [p.data_ptr() for p in copies.values()]:
+            raise ArgumentError(
+                f"{self.cls.__name__} cannot be used here: its step puts new tensors in the place of parameters "
+                "(p.data = ...), which are views of a row; take one that changes them in place"
+            )
+        return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def _unsaved(self, error: StrategyError) -> ArgumentError:
+        what = str(error).partition(":")[0]
+        return ArgumentError(
+            f"{self.cls.__name__} cannot be used here: its {what}; take one that keeps tensors and numbers"
+        )
+
+    def _grouped(self, named: Mapping[str, nn.Parameter], hidden: Collection[str]) -> list[dict[str, Any]]:
+        """Return the parameter groups, in the order of their first parameters.
+
+        Raises:
+            ArgumentError: a pattern is the first to match of no parameter, or nothing is left for Muon.
+        """
+        found: dict[tuple[int, bool], dict[str, Any]] = {}
+        for name, p in named.items():
+            number = next((k for k, (pattern, _) in enumerate(self.groups) if _matches(pattern, name, p)), -1)
+            options = self.groups[number][1] if number >= 0 else {}
+            if self.cls is MuonAdamW:
+                options = {"use_muon": name in hidden} | options
+            group = found.setdefault((number, options.get("use_muon", False)), {"params": [], **options})
+            group["params"].append(p)
+        used = {number for number, _ in found}
+        for number, (pattern, _) in enumerate(self.groups):
+            if number in used:
+                continue
+            if any(_matches(pattern, name, p) for name, p in named.items()):
+                raise ArgumentError(
+                    f"groups: {_name(pattern)} comes too late: patterns before it match all that it matches, and the "
+                    "first one counts"
+                )
+            near = nearest(pattern.strip("*."), named) if isinstance(pattern, str) else f"known: {', '.join(named)}"
+            raise ArgumentError(f"groups: {_name(pattern)} matches no parameter: {near}")
+        if self.cls is MuonAdamW and not any(group["use_muon"] for group in found.values()):
+            raise ArgumentError(
+                "muon finds no hidden matrix in this model (a weight of two dimensions, no embedding and no head); a "
+                "stacked strategy, whose tensors have a row axis, cannot use it. Take 'adamw', or say which: "
+                "OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
+            )
+        return list(found.values())
 
 
-def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return an optimizer's state as tensors named "<parameter>.<entry>"; numbers become 0-d tensors."""
-    tensors = {}
-    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        for name, value in optimizer.state.get(p, {}).items():
-            if value is not None:
-                tensors[f"{index}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
-    return tensors
+def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, p))
 
 
-def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put `tensors` from `optimizer_state` back, cloned, each where torch keeps it: with its parameter, but "step"
-    on the CPU unless the optimizer is fused or capturable.
-    """
-    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    optimizer.state.clear()
-    for key, value in tensors.items():
-        index, name = key.split(".", 1)
-        group, p = places[int(index)]
-        counted_on_cpu = name == "step" and not (group.get("fused") or group.get("capturable"))
-        optimizer.state[p][name] = value.clone().to("cpu" if counted_on_cpu else p.device)
+def _name(pattern: Pattern) -> str:
+    return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", type(pattern).__name__)
+
+
+def _need(cls: type[Optimizer]) -> str | None:
+    """Return what an optimizer needs that a step of a row has not, as far as its class says."""
+    if issubclass(cls, torch.optim.LBFGS):
+        return "it evaluates the loss several times per step through a closure"
+    if issubclass(cls, torch.optim.SparseAdam):
+        return "it needs sparse gradients, which a row of the fleet does not have"
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step() needs a closure that evaluates the loss, and here gradients are there before the step"
+    return None

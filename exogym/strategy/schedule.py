@@ -45,31 +45,34 @@ class Schedule:
 
     def __init__(self, scheduler: Scheduler, warmup_steps: int, total_steps: int, spec_lr: float):
         self.warmup_steps, self.total_steps, self.base_lr = warmup_steps, total_steps, spec_lr
-        self._table: list[float] | None = None
+        self._tables: dict[float, list[float]] | None = None
         if scheduler is None or isinstance(scheduler, str):
             self._shape = _SHAPES[scheduler or "constant"]
         elif is_torch_scheduler(scheduler):
-            self._table = []
+            self._tables = {}
             self._scheduler = scheduler
         else:
             self._shape = None  # type: ignore[assignment]
             self._factor = scheduler
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a node's step number `step`, counted from 0."""
+    def lr(self, step: int, base_lr: float | None = None) -> float:
+        """Return the learning rate of a node's step number `step`, from 0 on; a group may have its own `base_lr`."""
+        base = self.base_lr if base_lr is None else base_lr
         if step < self.warmup_steps:
-            return self.base_lr * (step + 1) / self.warmup_steps
-        if self._table is not None:
-            while len(self._table) <= step - self.warmup_steps:
-                self._fill(2 * (step - self.warmup_steps) + 64)
-            return self._table[step - self.warmup_steps]
+            return base * (step + 1) / self.warmup_steps
+        if self._tables is not None:
+            at = step - self.warmup_steps
+            table = self._tables.get(base, ())
+            if len(table) <= at:
+                table = self._tables[base] = self._fill(2 * at + 64, base)
+            return table[at]
         if self._shape is None:
-            return self.base_lr * float(self._factor(step))
+            return base * float(self._factor(step))
         span = max(1, self.total_steps - self.warmup_steps)
-        return self.base_lr * self._shape(min(1.0, (step - self.warmup_steps) / span))
+        return base * self._shape(min(1.0, (step - self.warmup_steps) / span))
 
-    def _fill(self, upto: int) -> None:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=self.base_lr, momentum=0.9)
+    def _fill(self, upto: int, base: float) -> list[float]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base, momentum=0.9)
         scheduler = _build(self._scheduler, optimizer, max(1, self.total_steps - self.warmup_steps))
         table = []
         for k in range(min(upto, max(1, self.total_steps - self.warmup_steps))):
@@ -77,8 +80,46 @@ class Schedule:
                 optimizer.step()
                 scheduler.step()
             table.append(float(optimizer.param_groups[0]["lr"]))
-        table += table[-1:] * (upto - len(table))
-        self._table = table
+        return table + table[-1:] * (upto - len(table))
+
+
+BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its own rate, and what a schedule gave it last
+
+
+def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
+    """Give each group of `optimizer` its learning rate for a node's step number `step`: its own base rate, scaled.
+
+    The base rate is the group's when it is first seen. A rate that is not what was given last is someone else's (the
+    user's, a torch scheduler's, the optimizer's own) and stays, for as long as it differs.
+    """
+    for group in optimizer.param_groups:
+        given = group.get(GIVEN)
+        if given is None:
+            if not isinstance(group.get("lr"), int | float | torch.Tensor):
+                continue
+            group[BASE] = group[GIVEN] = given = float(group["lr"])
+        if group["lr"] != given:
+            continue
+        rate = schedule.lr(step, group[BASE])
+        if rate != given:
+            group[GIVEN] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+                group[GIVEN] = float(group["lr"])
+            else:
+                group["lr"] = rate
+
+
+def forget_rates(optimizer: Optimizer) -> None:
+    """Give the groups that follow the schedule their base rates again: what is left is not derived from the step."""
+    for group in optimizer.param_groups:
+        if GIVEN in group and group["lr"] == group[GIVEN]:
+            base = group.pop(BASE)
+            del group[GIVEN]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(base)
+            else:
+                group["lr"] = base
 
 
 def is_torch_scheduler(scheduler: Any) -> bool:
@@ -87,21 +128,23 @@ def is_torch_scheduler(scheduler: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LRScheduler)
 
 
-def check_schedule(scheduler: Scheduler, warmup_steps: int) -> None:
-    """Raise ArgumentError for a schedule that cannot be built.
+def check_schedule(
+    scheduler: Scheduler, warmup: int, names: tuple[str, str] = ("lr_scheduler", "warmup_steps")
+) -> None:
+    """Raise ArgumentError for a schedule that cannot be built; `names` are the two arguments in the message.
 
     `ReduceLROnPlateau` is refused: it follows a metric, and nodes train between metrics.
     """
-    check_count("warmup_steps", warmup_steps, least=0)
+    check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:
-        raise ArgumentError(f"lr_scheduler={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
+        raise ArgumentError(f"{names[0]}={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ArgumentError(
             "ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the step"
         )
     if scheduler is not None and not isinstance(scheduler, str) and not callable(scheduler):
-        raise ArgumentError(f"lr_scheduler={scheduler!r} is not a name, a torch scheduler class or a callable")
+        raise ArgumentError(f"{names[0]}={scheduler!r} is not a name, a torch scheduler class or a callable")
     if is_torch_scheduler(scheduler):
         _build(scheduler, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9), 100)
 

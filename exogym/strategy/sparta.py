@@ -31,6 +31,7 @@ from exogym.rng import generator
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.presence import rows_of, shared_row, where_present
+from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
@@ -208,7 +209,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits: of SPARTA.
-        outer_optim, H, outer_lr, weighting: of DiLoCo.
+        outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: of DiLoCo.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
 
     >>> strategy = SPARTADiLoCoStrategy(p_sparta=0.005, H=100, lr=3e-4)
@@ -219,12 +220,14 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         self,
         inner_optim: Any = "adamw",
         outer_optim: Any = "sgd",
-        H: int = 100,
+        H: RoundLength = 100,
         p_sparta: float = 0.005,
         *,
         lr: float | None = None,
         inner_lr: float | None = None,
         outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
         max_norm: float | None = None,
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
@@ -236,7 +239,10 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         sparta = SparseCommunicator(
             p_sparta, compression_method, quantization_bits, interval=sparta_interval, final_average=False
         )
-        diloco = DiLoCoCommunicator(H, outer_optim, outer_lr=outer_lr, weighting=weighting)
+        diloco = DiLoCoCommunicator(
+            H, outer_optim, outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler,
+            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
+        )  # fmt: skip
         super().__init__(
             inner_optim, [sparta, diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
             warmup_steps=warmup_steps,

@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from exogym.errors import ArgumentError, checked
+from exogym.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.schedule import Schedule, Scheduler, check_schedule
+from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Inner:
         check_schedule(lr_scheduler, warmup_steps)
         self.spec = OptimSpec.of(optim, lr=rate)
         self.max_norm, self.lr_scheduler, self.warmup_steps = max_norm, lr_scheduler, warmup_steps
-        self.base_lr = float(self.spec.build([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]["lr"])
+        self.base_lr = self.spec.base_lr()
 
     def schedule(self, total_steps: int) -> Schedule:
         return Schedule(self.lr_scheduler, self.warmup_steps, total_steps, self.base_lr)
@@ -64,7 +65,7 @@ class Strategy:
     """A strategy written for one node. Subclass it and override `step`.
 
     Args:
-        inner_optim: a name, a `torch.optim` class or an `OptimSpec`.
+        inner_optim: a name, a class of optimizers or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
         lr, inner_lr: learning rate of the inner optimizer (one thing, two names); its own default if None.
         max_norm: clip the gradient's 2-norm to this before each step.
         lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable of the step.
@@ -73,7 +74,8 @@ class Strategy:
     Within a step a node has `self.model` (an ordinary model holding this node's parameters, gradients in
     `.grad`), `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the collectives of
     `exogym.strategy.communicate`. In fp16, where any node's gradients overflow, `self.overflowed` is set on all nodes:
-    gradients are zero, and `update_parameters()` leaves the parameters alone.
+    gradients are zero, and `update_parameters()` leaves the parameters alone. The schedule scales the base rate of each
+    group of `self.optim`, which may be an optimizer of your own; a rate that you, or a torch scheduler, set stays.
 
     With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape) and
     `self.rank` is a (rows,) tensor. The first `fit` compares it with one row at a time.
@@ -127,8 +129,10 @@ class Strategy:
         self.present = list(range(num_nodes))
         self.local_step = 0
         self.schedule = self.inner.schedule(self.total_steps)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self.optim = self.inner.spec.build(trainable, may_fuse=not self.stacked)  # one row fuses, several cannot
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        hidden = hidden_matrices(model)
+        self.inner.spec.try_out(named, hidden)
+        self.optim = self.inner.spec.build(named, may_fuse=not self.stacked, hidden=hidden)  # several rows cannot fuse
         self._set_lr()
 
     def communicate_gradients(self) -> None:
@@ -172,20 +176,20 @@ class Strategy:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def _set_lr(self) -> None:
-        for group in self.optim.param_groups:
-            group["lr"] = self.schedule.lr(self.local_step)
+        set_rates(self.optim, self.schedule, self.local_step)
 
 
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own.
+    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own. A norm that is NaN scales
+    nothing, so that the NaN stays in its tensor, where it can be named.
     """
     if not grads:
         return
     if not stacked:
         total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         torch._foreach_mul_(grads, factor)
         return
     # Row by row: a kernel over several rows may add up in another order than over one.
@@ -193,6 +197,6 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None
     norms = torch.stack(
         [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
     )
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     for g in grads:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from exogym import pulse
 from exogym.engine.sockets import Sockets, ports_closed_afterwards, shut, sockets
 from exogym.errors import WorkerError
 from exogym.launch.door import Refused, knock
@@ -94,6 +95,7 @@ class Member:
         """Whether the present epoch has ended, because someone is lost."""
         return self.cut is not None or self.group.has_ended
 
+    @pulse.waits
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Epoch:
         """Wait for the next epoch and join its process group; return it.
 

@@ -21,17 +21,19 @@ from safetensors.torch import load as unpacked
 from safetensors.torch import save as packed
 from torch import Tensor
 
-from exogym.assembly import FREE, assemble, constants
+from exogym.assembly import assemble, constants
 from exogym.checkpoint import Snapshot, differences
 from exogym.communicator import Wire
+from exogym.engine.watch import watched
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
-from exogym.keepers import check_folder, everywhere, find_keepers
+from exogym.keepers import check_folder, everywhere, find_keepers, holding
 from exogym.loop import TrainingLoop
 from exogym.options import FitOptions
 from exogym.remote.elastic.member import Epoch, Member
 from exogym.remote.elastic.wire import ElasticWire, Lost
 from exogym.remote.world import same_start
+from exogym.resuming import FREE
 from exogym.snapshots import put_back, snapshot_of
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -87,7 +89,10 @@ class ElasticTrainer(LocalTrainer):
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
         check(options)
-        options = dataclasses.replace(options, faults=Outages())
+        with watched(options.hang_s, self.member.seat):
+            self._train_with_others(dataclasses.replace(options, faults=Outages()), device)
+
+    def _train_with_others(self, options: FitOptions, device: torch.device) -> None:
         native = options.reduction == "native"
         recovery = self._join(options, device, native) if self.epoch is None else self._begin(options, device, native)
         loop = recovery.loop
@@ -266,7 +271,8 @@ class Recovery:
         self._note_who_is_there()
         if plan.save_dir is not None:
             everywhere(self.wire, lambda: check_folder(plan.save_dir))
-            plan.keepers = find_keepers(Path(plan.save_dir), self.wire)
+            folder = Path(plan.save_dir)
+            plan.keepers = holding(folder, self.wire, find_keepers(folder, self.wire), plan.keepers)
 
     def _stand(self, anchor: Snapshot) -> None:
         loop = self.loop

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym import pulse
 from exogym.engine.wire import ProcessWire
 from exogym.errors import WorkerError
 from exogym.remote.elastic.member import Epoch, Member
@@ -87,6 +88,7 @@ class ElasticWire(ProcessWire):
         if self.member.lost:
             raise Lost("a member of the run is lost")
         try:
-            return call()
+            with pulse.at(pulse.WAITING):
+                return call()
         except RuntimeError as error:
             raise Lost(f"a member of the run cannot be reached: {error}") from error

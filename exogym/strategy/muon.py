@@ -1,0 +1,99 @@
+"""Muon for the hidden matrices of a model, AdamW for the rest.
+
+Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; with the learning rate of Liu et al., Muon
+is scalable for LLM training, arXiv:2502.16982. For a hidden matrix W (m, n) with gradient G, learning rate gamma:
+
+    B <- mu B + (1 - mu) G                              # momentum; Nesterov: (1 - mu) G + mu B goes on
+    O <- five steps of Newton and Schulz from B / |B|   # about U V^T of the singular value decomposition U S V^T
+    W <- W (1 - gamma lambda) - gamma 0.2 sqrt(max(m, n)) O
+
+The factor gives O the size of an update of AdamW, so that one learning rate serves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from exogym.errors import ArgumentError
+from exogym.strategy.kernels import bare_step, can_fuse
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the parameter groups with `use_muon`, AdamW for the others: `inner_optim="muon"`.
+
+    Named by "muon", a model's hidden matrices go to Muon: parameters of two dimensions, both over 1, that are neither
+    an embedding (a tied head counts as one) nor the head (`exogym.layout.hidden_matrices`). All others go to AdamW:
+    embeddings, head, norms, biases, and what has more than two dimensions, as convolutions have. Groups may say
+    otherwise: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
+
+    Args:
+        params: parameters, or groups, of which each may have a `use_muon` and all that follows of its own.
+        lr, weight_decay: gamma and lambda, of both.
+        momentum, nesterov, ns_steps, adjust_lr_fn: Muon's, as torch's; "original" instead of "match_rms_adamw" scales
+            by sqrt(max(1, m / n)), for learning rates near 0.02.
+        betas, eps: AdamW's.
+
+    State: that of both, with each parameter. Needs torch 2.9.
+
+    >>> p = torch.nn.Parameter(torch.eye(2))
+    >>> MuonAdamW([{"params": [p], "use_muon": True}], lr=0.1).param_groups[0]["momentum"]
+    0.95
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ):
+        if not hasattr(torch.optim, "Muon"):
+            raise ArgumentError(f"torch {torch.__version__} has no Muon, which came with 2.9: take 'adamw'")
+        shared = {"lr": lr, "weight_decay": weight_decay, "use_muon": False}
+        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        adamw = {"betas": betas, "eps": eps}
+        super().__init__(params, shared)
+        for group in self.param_groups:
+            for name, value in (muon if group["use_muon"] else adamw).items():
+                group.setdefault(name, value)
+        self.defaults |= muon | adamw
+        _ = self.parts  # which check their arguments
+
+    @property
+    def parts(self) -> list[Optimizer]:
+        """torch's Muon and AdamW, over the same groups."""
+        if "_parts" not in self.__dict__:
+            self._parts: list[Optimizer] = []
+            for uses_muon in (True, False):
+                groups = self._groups(uses_muon)
+                if groups and uses_muon:
+                    self._parts.append(torch.optim.Muon(groups))
+                elif groups:
+                    fused = True if can_fuse(p for group in groups for p in group["params"]) else None
+                    self._parts.append(torch.optim.AdamW(groups, fused=fused))
+            self._steps = [bare_step(part) for part in self._parts]
+        return self._parts
+
+    def _groups(self, uses_muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["use_muon"] is uses_muon]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step both on what is in `.grad`; `closure` computes the loss and the gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, step in zip(self.parts, self._steps, strict=True):
+            part.state = self.state  # which may be another row's
+            part.param_groups = self._groups(isinstance(part, torch.optim.Muon))
+            step()
+        return loss

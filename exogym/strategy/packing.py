@@ -1,0 +1,279 @@
+"""Nested values as named tensors and one line of JSON; and so all that an optimizer keeps, wherever it keeps it.
+
+Tensors, numbers, strings, numpy arrays, lists, tuples, deques and dicts of these, optimizers, schedulers and generators
+are kept; functions and classes stay what they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from exogym.errors import StrategyError
+from exogym.strategy.kernels import is_torchs
+
+SKELETON = "skeleton"
+KEEP = object()
+_CONSTANT = (type, nn.Module, torch.dtype, torch.device)
+_KERNELS = ("fused", "foreach")  # chosen anew by each step or run
+_OF_TORCH = (
+    *("defaults", "state", "param_groups", "as_built", "_opt_called", "_zero_grad_profile_name"),
+    *("_warned_capturable_if_run_uncaptured", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
+)
+
+
+def pack(
+    value: Any, path: str, tensors: dict[str, Tensor], own: dict[int, int], constant: tuple[type, ...] = ()
+) -> Any:
+    """Return `value` as JSON, its tensors put into `tensors` by their `path`.
+
+    Args:
+        own: id to number, of parameters that are saved apart.
+        constant: further types of which nothing is kept.
+
+    Raises:
+        StrategyError: a value is of a kind that cannot be kept.
+    """
+
+    def inside(item: Any, name: Any) -> Any:
+        return pack(item, f"{path}.{name}", tensors, own, constant)
+
+    if id(value) in own:
+        return {"parameter": own[id(value)]}
+    if isinstance(value, nn.Module) and not any(id(p) in own for p in value.parameters()):
+        for name, tensor in value.state_dict().items():
+            tensors[f"{path}.{name}"] = tensor.detach()
+        return {"module": path, "keys": list(value.state_dict())}
+    if isinstance(value, _CONSTANT + constant) or (callable(value) and not isinstance(value, Tensor)):
+        return {"keep": True}
+    if isinstance(value, Tensor | np.ndarray):
+        tensors[path] = torch.as_tensor(value).detach()
+        return {"numpy" if isinstance(value, np.ndarray) else "tensor": path}
+    if isinstance(value, bool | int | float | str) or value is None:
+        return {"value": value}
+    if isinstance(value, np.generic):
+        return {"value": value.item()}
+    if isinstance(value, list | tuple | deque):
+        kind = next(kind.__name__ for kind in (list, tuple, deque) if isinstance(value, kind))
+        return {kind: [inside(item, k) for k, item in enumerate(value)]}
+    if isinstance(value, dict):
+        if any(not isinstance(key, str | int | float) and id(key) not in own for key in value):
+            raise StrategyError(
+                f"attribute {path!r} is a dict with keys other than text, numbers and the model's parameters; it "
+                "cannot be saved"
+            )
+        return {
+            "dict": [
+                [{"parameter": own[id(key)]} if id(key) in own else key, inside(item, k)]
+                for k, (key, item) in enumerate(value.items())
+            ]
+        }
+    if isinstance(value, Optimizer):
+        state = optimizer_state(value)
+        tensors |= {f"{path}.{key}": tensor for key, tensor in state.items()}
+        return {"optimizer": path, "keys": list(state)}
+    if isinstance(value, LRScheduler):
+        numbers = {k: v for k, v in value.state_dict().items() if isinstance(v, bool | int | float | list)}
+        return {"scheduler": numbers}
+    if isinstance(value, torch.Generator):
+        tensors[path] = value.get_state()
+        return {"generator": path}
+    raise StrategyError(
+        f"attribute {path!r} is a {type(value).__name__}, which cannot be saved in a checkpoint: keep tensors and "
+        "numbers in attributes, or define state_dict() and load_state_dict(state)"
+    )
+
+
+def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: list[nn.Parameter]) -> Any:
+    """Return what was packed, where possible in the place of `existing`; `KEEP` where there is nothing to set.
+
+    Raises:
+        StrategyError: something is to be loaded into an object that is not there.
+    """
+    kind = next(iter(packed))
+    content = packed[kind]
+    if kind == "keep":
+        return KEEP if existing is None else existing
+    if kind == "parameter":
+        return own[content]
+    if kind == "value":
+        return content
+    if kind in ("tensor", "numpy"):
+        if kind == "numpy":
+            return tensors[content].numpy().copy()
+        if isinstance(existing, Tensor) and existing.shape == tensors[content].shape:
+            with torch.no_grad():
+                return existing.copy_(tensors[content])
+        return tensors[content].clone()
+    if kind in ("list", "tuple", "deque"):
+        alike = isinstance(existing, list | tuple | deque) and len(existing) == len(content)
+        items = [
+            unpack(item, was, tensors, own)
+            for item, was in zip(content, existing if alike else [None] * len(content), strict=True)
+        ]
+        if hasattr(existing, "_fields"):  # a namedtuple
+            return type(existing)(*items)
+        if kind == "deque":
+            return deque(items, getattr(existing, "maxlen", None))
+        return items if kind == "list" else tuple(items)
+    if kind == "dict":
+        before = existing if isinstance(existing, dict) else {}
+        keys = [own[key["parameter"]] if isinstance(key, dict) else key for key, _ in content]
+        after = {key: unpack(item, before.get(key), tensors, own) for key, (_, item) in zip(keys, content, strict=True)}
+        before.clear()  # filled again in place: a defaultdict stays one
+        before.update(after)
+        return before
+    if existing is None:
+        raise StrategyError(
+            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: make it in _init_node"
+        )
+    if kind == "module":
+        existing.load_state_dict({key: tensors[f"{content}.{key}"] for key in packed["keys"]})
+    elif kind == "optimizer":
+        load_optimizer_state(existing, {key: tensors[f"{content}.{key}"] for key in packed["keys"]})
+    elif kind == "scheduler":
+        existing.load_state_dict(content)
+    else:
+        existing.set_state(tensors[content].cpu())
+    return existing
+
+
+# Optimizers
+
+
+def as_text(skeleton: Any) -> Tensor:
+    """Return JSON as a tensor of bytes."""
+    return torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
+
+
+def from_text(text: Tensor) -> Any:
+    """Return the JSON of `as_text`."""
+    return json.loads(bytes(text.tolist()))
+
+
+def remember_as_built(optimizer: Optimizer) -> Optimizer:
+    """Note what `optimizer` holds beside `state`: what still is so later is not saved. Returns it."""
+    tensors: dict[str, Tensor] = {}
+    optimizer.as_built = _beside(optimizer, tensors), {k: x.clone() for k, x in tensors.items()}  # type: ignore[attr-defined]
+    return optimizer
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return all that an optimizer keeps, as tensors.
+
+    The tensors of `state` are named "<parameter>.<entry>". What else there is (numbers in `state`, entries of
+    `param_groups`, attributes), and differs from the optimizer as it was built, is in "skeleton", JSON as bytes.
+
+    Raises:
+        StrategyError: something is of a kind that cannot be kept.
+    """
+    own = _numbers(optimizer)
+    tensors: dict[str, Tensor] = {}
+    state: list[Any] = []
+    for key, entries in optimizer.state.items():
+        number = own.get(id(key))
+        if number is None or not isinstance(entries, dict):
+            state.append([key, pack(entries, f"state.{key}", tensors, own)])
+            continue
+        for name, value in entries.items() if any(x is not None for x in entries.values()) else ():
+            if isinstance(value, Tensor) and isinstance(name, str) and id(value) not in own:
+                tensors[f"{number}.{name}"] = value
+            else:
+                state.append([number, name, pack(value, f"state.{number}.{name}", tensors, own)])
+    kept: dict[str, Tensor] = {}
+    beside = _beside(optimizer, kept)
+    built, built_tensors = _as_built(optimizer)
+    rest = {path: packed for path, packed in beside.items() if not _same(packed, built.get(path), kept, built_tensors)}
+    if not state and not rest:
+        return tensors
+    return tensors | kept | {SKELETON: as_text({"state": state, "beside": rest})}
+
+
+def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put `tensors` from `optimizer_state` back, cloned, each where torch keeps it: with its parameter, but "step"
+    on the CPU unless the optimizer is fused or capturable.
+    """
+    places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for _, p in places]
+    optimizer.state.clear()
+    skeleton = from_text(tensors[SKELETON]) if SKELETON in tensors else {"state": [], "beside": {}}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        if index.isdigit():
+            group, p = places[int(index)]
+            counted_on_cpu = name == "step" and not (group.get("fused") or group.get("capturable"))
+            optimizer.state[p][name] = value.clone().to("cpu" if counted_on_cpu else p.device)
+    here = {k: x.to(parameters[0].device) for k, x in tensors.items() if not k.partition(".")[0].isdigit()}
+    for *where, packed in skeleton["state"]:
+        value = unpack(packed, None, here, parameters)
+        if len(where) == 2:
+            optimizer.state[parameters[where[0]]][where[1]] = value
+        else:
+            optimizer.state[where[0]] = value
+    built, built_tensors = _as_built(optimizer)
+    for path in _beside(optimizer, {}).keys() - built.keys() if built else ():  # made since
+        holder, name = _holder(optimizer, path)
+        del holder[name]
+    for source, values in ((built, built_tensors), (skeleton["beside"], here)):
+        for path, packed in source.items():
+            holder, name = _holder(optimizer, path)
+            value = unpack(packed, holder.get(name), values, parameters)
+            if value is not KEEP:
+                holder[name] = value
+
+
+def _as_built(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return getattr(optimizer, "as_built", ({}, {}))
+
+
+def _numbers(optimizer: Optimizer) -> dict[int, int]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p): number for number, p in enumerate(parameters)}
+
+
+def _holder(optimizer: Optimizer, path: str) -> tuple[dict[str, Any], str]:
+    """Return where "group.<number>.<name>" or "attribute.<name>" is, and the name."""
+    kind, _, name = path.partition(".")
+    if kind == "attribute":
+        return optimizer.__dict__, name
+    number, _, name = name.partition(".")
+    return optimizer.param_groups[int(number)], name
+
+
+def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what an optimizer holds beside `state`, packed by path: its groups' entries, and its own attributes."""
+    values = {
+        f"group.{number}.{name}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and name not in _KERNELS
+    }
+    if not is_torchs(type(optimizer)):
+        hidden = (n for n in vars(optimizer) if n in _OF_TORCH or n.startswith("_optimizer_"))
+        values |= {f"attribute.{n}": x for n, x in vars(optimizer).items() if n not in set(hidden)}
+    own = _numbers(optimizer)
+    return {path: pack(value, path, tensors, own) for path, value in values.items()}
+
+
+def _same(a: Any, b: Any, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    """Tell whether two packed values are equal, and so are their tensors."""
+    if a != b:
+        return False
+    if isinstance(a, dict):
+        path = a.get("tensor", a.get("numpy", a.get("generator")))
+        if isinstance(path, str):
+            return torch.equal(tensors[path], others[path])
+        keys = [f"{a[kind]}.{key}" for kind in ("optimizer", "module") if kind in a for key in a["keys"]]
+        if any(not torch.equal(tensors[key], others[key]) for key in keys):
+            return False
+        return all(_same(x, b[k], tensors, others) for k, x in a.items())
+    if isinstance(a, list):
+        return all(_same(x, y, tensors, others) for x, y in zip(a, b, strict=True))
+    return True

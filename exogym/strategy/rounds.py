@@ -1,0 +1,73 @@
+"""Rounds: after which steps nodes synchronise, where H is a number or a function of the round."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from exogym.errors import ArgumentError, check_count
+
+RoundLength = int | Callable[[int], int]
+
+
+class Rounds:
+    """Where rounds end: after step H, 2 H, ..., or after H(0), H(0) + H(1), ... for a function H of the round.
+
+    The function must be pure: the same round, the same number, in every process and after a stop.
+
+    Args:
+        H: steps of a round, at least 1, or a function from the round's number (from 0) to them.
+
+    Raises:
+        ArgumentError: anything else, now or when the round comes; a function that answers differently the second time.
+
+    >>> rounds = Rounds(lambda r: 2 * (r + 1))  # 2, 4, 6, ...
+    >>> [rounds.end_after(step) for step in (0, 1, 2, 6)], rounds.of_step(3), rounds.lengths(7)
+    ([2, 2, 6, 12], 1, [2, 4, 6])
+    """
+
+    def __init__(self, H: RoundLength):
+        self.H, self._ends = H, [0]  # the step after which each round begins, as far as they are known
+        if callable(H):
+            self._add()
+        else:
+            check_count("H", H)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether all have the same length by definition."""
+        return not callable(self.H)
+
+    def _add(self) -> None:
+        number = len(self._ends) - 1
+        given: Any = self.H(number)  # type: ignore[operator]
+        check_count(f"H({number})", given)
+        if (again := self.H(number)) != given:  # type: ignore[operator]
+            raise ArgumentError(
+                f"H({number}) gave {given} and then {again}: H must be a pure function of the round, with nothing "
+                "drawn or counted in it"
+            )
+        self._ends.append(self._ends[-1] + given)
+
+    def end_after(self, step: int) -> int:
+        """Return the first step after `step` that ends a round."""
+        if isinstance(self.H, int):
+            return (step // self.H + 1) * self.H
+        while self._ends[-1] <= step:
+            self._add()
+        return self._ends[bisect_right(self._ends, step)]
+
+    def of_step(self, step: int) -> int:
+        """Return the round (from 0) in which step number `step` (from 1) is taken."""
+        if isinstance(self.H, int):
+            return (step - 1) // self.H
+        self.end_after(step)
+        return bisect_left(self._ends, step) - 1
+
+    def lengths(self, total_steps: int) -> list[int]:
+        """Return the steps of each round that begins within `total_steps` steps."""
+        count = self.of_step(total_steps) + 1
+        if isinstance(self.H, int):
+            return [self.H] * count
+        return [after - before for before, after in zip(self._ends[:count], self._ends[1 : count + 1], strict=True)]

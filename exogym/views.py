@@ -1,0 +1,92 @@
+"""What a history looks like: a short table for a notebook, and curves."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exogym.errors import ArgumentError, ExoGymError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+History = Any  # it shows itself by what is here, so it cannot be known here
+
+FIRST_ROWS, LAST_ROWS = 3, 9  # of the table
+LOSSES = ("train_loss", "val_loss")
+WIDTH_INCHES, PANEL_INCHES = 6.4, 2.6
+
+
+def table_of(history: History) -> str:
+    """Return the averaged model's first and last rows as an HTML table, without columns that are empty there."""
+    rows = history.rows(None)
+    shown: list[Any] = rows
+    if len(rows) > FIRST_ROWS + LAST_ROWS:
+        shown = [*rows[:FIRST_ROWS], None, *rows[-LAST_ROWS:]]
+    names = [name for name in history.columns if any(row is not None and row[name] is not None for row in shown)]
+    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in names)]
+    for row in shown:
+        cells = ["&hellip;"] * len(names) if row is None else [_cell(row[name]) for name in names]
+        lines.append("".join(f"<td>{cell}</td>" for cell in cells))
+    caption = f"the averaged model: {len(rows)} rows of {len(history)}, up to step {rows[-1]['step'] if rows else 0}"
+    body = "".join(f"<tr>{line}</tr>" for line in lines) if rows else ""
+    return f"<table><caption>{caption}</caption>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
+    """Return a figure of `columns` of the averaged model against another column; see `History.plot`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ExoGymError("plot() needs matplotlib, which is not installed: pip install 'exogym[demo]'") from error
+
+    class Picture(Figure):
+        """A figure that a notebook shows, also where pyplot was never imported."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    panels = _panels(history, columns)
+    bottom = dict(zip(*(x.tolist() for x in _numbers(history, against)), strict=True))
+    figure = Picture(figsize=(WIDTH_INCHES, PANEL_INCHES * len(panels) + 0.4), layout="constrained")
+    for names, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
+        for name in names:
+            steps, values = _numbers(history, name)
+            places = [bottom.get(step, np.nan) for step in steps.tolist()]
+            axes.plot(places, values, label=name, marker="." if len(steps) < 2 * LAST_ROWS else None)
+        axes.set_ylabel(names[0] if len(names) == 1 else "loss")
+        axes.grid(alpha=0.3)
+        if len(names) > 1:
+            axes.legend()
+    figure.axes[-1].set_xlabel(against)
+    return figure
+
+
+def _panels(history: History, columns: Sequence[str]) -> list[list[str]]:
+    """Return the columns of each panel."""
+    if not columns:
+        columns = [name for name in (*LOSSES, "val_accuracy") if len(history.column(name)[0])]
+    if not columns:
+        raise ArgumentError("the history holds no loss to draw yet: fit fills it, or name the columns to draw")
+    losses = [name for name in columns if name in LOSSES]
+    return [*([losses] if losses else []), *([name] for name in columns if name not in LOSSES)]
+
+
+def _numbers(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
+    steps, values = history.column(name)
+    if values.dtype == object or not len(values):
+        what = "text" if len(values) else "no value of the averaged model"
+        raise ArgumentError(f"column {name!r} holds {what}, and cannot be drawn: name a column of numbers")
+    return steps, values

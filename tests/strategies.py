@@ -1,0 +1,193 @@
+"""The strategies, once: whoever enters the table is held against every law, in one process, several, and on hosts."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from exogym.strategy import (
+    CommunicateOptimizeStrategy,
+    DeMoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    PeriodicModule,
+    SimpleReduceStrategy,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+    Strategy,
+)
+from exogym.strategy.communicate import all_reduce, exchange
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.sparta import SparseCommunicator
+
+NODES, P = 4, 178
+QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
+
+
+class OneNode(Strategy):
+    """A user's strategy with state of its own: an average of the parameters every third step, and a momentum."""
+
+    def _init_node(self, model, rank, num_nodes):
+        super()._init_node(model, rank, num_nodes)
+        self.momentum = [torch.zeros_like(p) for p in self._parameters()]
+        self.seen = 0
+
+    def step(self):
+        self.update_parameters()
+        self.seen += 1
+        with torch.no_grad():
+            for p, m in zip(self._parameters(), self.momentum, strict=True):
+                if self.seen % 3 == 0:
+                    all_reduce(p, op="mean")
+                m.mul_(0.5).add_(p, alpha=1e-3 * (self.rank + 1))
+                p.sub_(m, alpha=1e-2)
+        super().step()
+
+
+class Gossip(Strategy):
+    """Each node averages with another one at a time, which changes; the last of an odd number is alone."""
+
+    def step(self):
+        self.update_parameters()
+        partner = self.rank ^ 1 if self.local_step % 2 else self.num_nodes - 1 - self.rank
+        for p in self._parameters() if partner < self.num_nodes else ():
+            p.data.add_(exchange(p.data, partner)).mul_(0.5)
+        super().step()
+
+
+class Stacked(OneNode):
+    stacked = True
+
+    def step(self):
+        self.communicate_gradients()
+        self.update_parameters()
+        Strategy.step(self)
+
+
+def composition():
+    modules = [SparseCommunicator(sparsification_rate=0.1), AveragingCommunicator(H=4, island_size=2)]
+    return CommunicateOptimizeStrategy("adamw", modules, lr=0.02, max_norm=1.0)
+
+
+class Entry(NamedTuple):
+    """A strategy, and what the laws must know of it.
+
+    Attributes:
+        make: returns a fresh one.
+        payload: (bytes of a row, steps) -> bytes that each of four nodes hands over; None: no formula.
+        any_size: it is for any number of nodes; otherwise it says what each of four does.
+        alone: one node alone ends the run that four nodes end.
+    """
+
+    make: Callable[[], Strategy]
+    payload: Callable[[int, int], float] | None = None
+    any_size: bool = True
+    alone: bool = True
+
+    @property
+    def on_rows(self) -> bool:
+        """Whether it is written for the rows of a fleet, not for one node."""
+        return isinstance(self.make(), CommunicateOptimizeStrategy)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it is written for one node and gets the tensors of all."""
+        return getattr(self.make(), "stacked", False)
+
+    @property
+    def every_step(self) -> bool:
+        """Whether nodes meet at every step, so that none may be slow."""
+        strategy = self.make()
+        return not isinstance(strategy, CommunicateOptimizeStrategy) or strategy.needs_gradients
+
+
+STRATEGIES: dict[str, Entry] = {
+    "ddp": Entry(lambda: SimpleReduceStrategy(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
+    "ddp momentum": Entry(lambda: SimpleReduceStrategy("sgd", lr=0.1), lambda row, steps: row * steps),
+    "diloco": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=5, lr_scheduler="cosine", warmup_steps=3),
+        lambda row, steps: row * math.ceil(steps / 5),
+    ),
+    "diloco adam": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=5, outer_optim="adam", outer_lr=0.01),
+        lambda row, steps: row * math.ceil(steps / 5),
+    ),
+    "diloco uneven rounds": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
+    ),
+    "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
+    "sparta sequential": Entry(
+        lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
+        lambda row, steps: row * 0.5 * steps + row,
+    ),
+    "sparta partitioned 4 bit": Entry(
+        lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="partitioned", quantization_bits=4),
+        lambda row, steps: steps * (math.ceil(row / 4 / 2 * 4 / 8) + 4) + row,
+    ),
+    "sparta topk 8 bit": Entry(
+        lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8, interval=4),
+        lambda row, steps: QUANTISED + 6 * 18 * 4 / NODES + row,  # one node in turn announces the indices
+    ),
+    "sparta diloco": Entry(lambda: SPARTADiLoCoStrategy(lr=0.02, p_sparta=0.1, H=6)),
+    "fedavg": Entry(lambda: FedAvgStrategy("adamw", lr=0.02, H=5), lambda row, steps: row * math.ceil(steps / 5)),
+    "fedavg islands": Entry(
+        lambda: FedAvgStrategy(lr=0.1, H=4, island_size=2, keep_inner_state=False),
+        lambda row, steps: row * steps / 4,
+    ),
+    "fedavg sampling": Entry(
+        lambda: FedAvgStrategy(lr=0.1, H=4, client_fraction=0.5), lambda row, steps: row * steps / 8
+    ),
+    "fedavg unequal work": Entry(
+        lambda: FedAvgStrategy("adamw", lr=0.02, H=5, local_steps=[1, 5, 3, 2]), any_size=False, alone=False
+    ),
+    "fedavg epochs": Entry(lambda: FedAvgStrategy("adamw", lr=0.02, local_epochs=1), alone=False),
+    "demo": Entry(
+        lambda: DeMoStrategy(lr=0.01, compression_topk=4, compression_chunk=8, weight_decay=1e-3),
+        # chunks of weight (16, 6), bias, BatchNorm's two, weight (2, 16), bias; at most 4 of each, 4 + 1 bytes
+        lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
+    ),
+    "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
+    "composition": Entry(composition),
+    "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
+    "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
+    "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
+}
+
+
+class Broken(PeriodicModule):
+    """An average every third step, with one law broken on purpose."""
+
+    interval_steps = 3
+
+    def __init__(self, law=None):
+        super().__init__()
+        self.law = law
+
+    def start(self, fleet, run):
+        super().start(fleet, run)
+        self.secret = torch.zeros(len(fleet), fleet.blocks[0].layout.numel)
+        self.first = fleet.blocks[0].params.clone()
+
+    def local_steps(self, first, last):
+        return np.full(NODES, (last - first + 1) // 2) if self.law == "stretches" else None
+
+    def communicate(self, fleet, step):
+        for block in fleet.blocks:
+            x = block.params
+            if self.law == "repeatable":
+                x += 1e-6 * (time.perf_counter_ns() % 1009)
+            if self.law == "stopping":
+                self.secret.mul_(0.9).add_(x, alpha=1e-3)
+                x += self.secret
+            if self.law == "placement":
+                x /= 1 + 1e-3 * x.norm()
+            fleet.comm.all_reduce(x, "mean", out=x)
+            if self.law == "single node":
+                fleet.comm.ledger.tx_bytes += 1
+            if self.law == "bytes":
+                fleet.comm.all_reduce(x, "mean")
+            if self.law == "learns":
+                x.copy_(self.first)

@@ -1,0 +1,261 @@
+"""Comparisons that are interrupted: only the run under way is lost, and going on gives the undisturbed tables."""
+
+import csv
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exogym.checkpoint import list_checkpoints
+from exogym.cli import main
+from exogym.compare import ComparisonInterrupted, Standing, compare, session
+from exogym.comparison import FILES, Comparison
+from exogym.errors import ArgumentError
+from exogym.strategy import SimpleReduceStrategy, Strategy
+
+OPTIONS: dict[str, Any] = {"steps": 20, "seeds": 2, "nodes": 2, "device": "cpu"}
+STRATEGIES = "single,ddp,diloco:H=5"
+OF_THE_CLOCK_HERE = ("wall_s", "examples_per_s", "device_use", "memory_bytes")
+
+
+def asked(out: Path, **more: Any) -> Comparison:
+    return compare("digits", **({"strategies": STRATEGIES, "out": out} | OPTIONS | more))
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file without what depends on the speed of this machine."""
+    with open(file, encoding="utf-8") as lines:
+        return [{k: v for k, v in row.items() if not k.startswith(OF_THE_CLOCK_HERE)} for row in csv.DictReader(lines)]
+
+
+def tables(folder: Path) -> list[list[dict[str, str]]]:
+    return [rows_of(folder / name) for name in ("summary.csv", "metrics.csv")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = asked(tmp_path_factory.mktemp("undisturbed")).folder
+    assert folder is not None
+    return folder
+
+
+def after(count: int, stop: Callable[[], None]) -> Callable[[Standing], None]:
+    """Return a `watch` that calls `stop` the count-th time."""
+    calls = itertools.count(1)
+
+    def watch(at: Standing) -> None:
+        if next(calls) == count:
+            stop()
+
+    return watch
+
+
+def crash() -> None:
+    raise RuntimeError("out of luck")
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_each_run_is_a_child_of_the_comparison(undisturbed: Path) -> None:
+    children = sorted(path.name for path in undisturbed.iterdir() if path.is_dir())
+    assert children == sorted(f"{name}-seed-{seed}" for name in ("single", "ddp", "diloco-H-5") for seed in (0, 1))
+    for child in children:
+        assert sorted(path.name for path in (undisturbed / child).iterdir()) == ["history.safetensors", "run.json"]
+        facts = json.loads((undisturbed / child / "run.json").read_text())
+        assert facts["state"] == "finished" and facts["strategy"] in STRATEGIES and facts["wall_s"] > 0
+    assert json.loads((undisturbed / "run.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize(("stop", "at"), [(crash, 17), (ctrl_c, 40)])
+def test_stopped_and_gone_on_with(stop: Callable[[], None], at: int, tmp_path: Path, undisturbed: Path) -> None:
+    """A run has 11 evaluations here; the 17th is in the second run, the 40th in the fourth."""
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as stopped:
+        asked(tmp_path, watch=after(at, stop))
+    (folder,) = tmp_path.iterdir()
+    ended = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    assert len(ended) == (at - 1) // 11
+    if stop is ctrl_c:
+        assert isinstance(stopped.value, ComparisonInterrupted) and stopped.value.result is not None
+        assert stopped.value.folder == folder and [row["seeds"] for row in stopped.value.result.rows] == [2, 1, 0]
+        assert "1 of 2 runs have ended" in stopped.value.result.to_markdown()
+        assert {path.name for path in folder.iterdir() if path.is_file()} == set(FILES)
+        assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
+    before = {name: (folder / name / "run.json").stat().st_mtime_ns for name in ended}
+    seen: list[Standing] = []
+    result = asked(folder, resume=True, watch=seen.append)
+    assert result.folder == folder and tables(folder) == tables(undisturbed)
+    assert before == {name: (folder / name / "run.json").stat().st_mtime_ns for name in ended}
+    assert [at.label for at in seen if at.is_last] == STRATEGIES.split(",")
+    assert seen[0].step == 20 and seen[0].left_s is None and seen[-1].left_s == 0
+    assert not list(folder.glob("*/checkpoints"))
+
+
+def test_a_long_run_goes_on_from_its_own_checkpoint(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "SAVE_S", 0.0)
+    with pytest.raises(RuntimeError):
+        asked(tmp_path, watch=after(39, crash))
+    (folder,) = tmp_path.iterdir()
+    assert "going on" not in capfd.readouterr().err
+    assert list_checkpoints(folder / "ddp-seed-1" / "checkpoints")
+    asked(folder, resume=True)
+    assert "going on from step 8 (" in capfd.readouterr().err
+    assert tables(folder) == tables(undisturbed)
+    monkeypatch.setattr(session, "SAVE_S", 60.0)  # and a short one has none
+    with pytest.raises(RuntimeError):
+        asked(tmp_path / "short", watch=after(39, crash))
+    assert not list((tmp_path / "short").glob("*/*/checkpoints/step*"))
+
+
+def test_strategies_of_ones_own_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(SimpleReduceStrategy):
+        def __init__(self) -> None:
+            super().__init__("sgd", lr=0.1)
+            self.unsaved = object()
+
+    def ask(out: Path, **more: Any) -> Comparison:
+        mine: dict[str, str | Strategy] = {"mine": Mine(), "ddp": "ddp"}
+        return asked(out, strategies=mine, **more)
+
+    monkeypatch.setattr(session, "SAVE_S", 0.0)
+    with pytest.raises(ComparisonInterrupted):
+        ask(tmp_path, watch=after(17, lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.glob("*/checkpoints"))
+    ask(folder, resume=True)
+    assert tables(folder) == tables(ask(tmp_path / "whole").folder or tmp_path)
+
+
+def test_time_timelines_and_failures_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"strategies": "ddp,ddp:lr=1e30,diloco:H=5", "seeds": 1, "network": "1Mbps,20ms", "timeline": True}
+    monkeypatch.setattr("exogym.compare.run.measured_step_s", lambda *given: 0.01)
+    whole = asked(tmp_path / "whole", **options).folder
+    with pytest.raises(ComparisonInterrupted):
+        asked(tmp_path / "stopped", **options, watch=after(20, ctrl_c))
+    (folder,) = (tmp_path / "stopped").iterdir()
+    assert whole is not None and "nan" in json.loads((folder / "ddp-lr-1e30-seed-0" / "run.json").read_text())["error"]
+    monkeypatch.setattr("exogym.compare.run.measured_step_s", lambda *given: pytest.fail("measured anew"))
+    result = asked(folder, **options, resume=True)
+    assert "1 of 1 runs failed" in result.rows[1]["notes"]
+    assert tables(folder) == tables(whole)
+    for name in ("trace-ddp.json", "trace-diloco-H-5.json"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_without_a_folder_the_interruption_has_what_was_finished() -> None:
+    with pytest.raises(ComparisonInterrupted, match="2 of 6 runs have ended") as stopped:
+        compare("digits", STRATEGIES, **OPTIONS, watch=after(25, lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
+    assert stopped.value.folder is None and stopped.value.result is not None
+    assert sorted(stopped.value.result.histories) == [("single", 0), ("single", 1)]
+
+
+def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
+    def refuse(message: str, out: Path = undisturbed, **more: Any) -> None:
+        with pytest.raises(ArgumentError, match=message):
+            asked(out, **more, watch=lambda at: pytest.fail("it trained"))
+
+    refuse(
+        r"(?s)setting.batch_size: saved 4, now 5\n.*setting.steps: saved 20, now 30",
+        resume=True,
+        steps=30,
+        batch_size=5,
+    )
+    refuse(r"strategies.sparta: saved None", resume=True, strategies="ddp,diloco:H=5,single,sparta")
+    refuse(r"timing: saved None", resume=True, network="wifi", step_seconds=1)
+    refuse(r"holds results: go on there with resume \(--resume\), or give another folder")
+    refuse(r"holds no comparison to go on with: did you mean", undisturbed.parent, resume=True)
+    refuse(r"holds no comparison to go on with: give the folder", tmp_path, resume=True)
+    with pytest.raises(ArgumentError, match="give it as out"):
+        compare("digits", "ddp", resume=True)
+    again = asked(
+        undisturbed, resume=True, processes=2
+    )  # what changes no result may differ; here nothing is left to do
+    assert again.folder == undisturbed and list(tmp_path.iterdir()) == []
+
+
+def test_labels_that_look_alike_have_folders_of_their_own(tmp_path: Path) -> None:
+    strategies: dict[str, str | Strategy] = {"a:b": "ddp", "a-b": "diloco:H=5"}
+    folder = asked(tmp_path, strategies=strategies, seeds=1).folder
+    assert folder is not None and {path.name for path in folder.iterdir() if path.is_dir()} == {
+        "a-b-seed-0",
+        "a-b-2-seed-0",
+    }
+
+
+# ---------------------------------------------------------------- the command, as a real process
+
+
+COMMAND = ["compare", "--strategies", STRATEGIES, "--steps", "20", "--seeds", "2", "--nodes", "2", "--device", "cpu"]
+KILLED = """
+import os, signal, sys
+import exogym.cli.live as live
+from exogym.cli import main
+number, at = signal.Signals[sys.argv[1]], int(sys.argv[2])
+update, calls = live.LiveTable.update, []
+def counted(self, standing):
+    calls.append(standing)
+    if len(calls) == at:
+        os.kill(os.getpid(), number)
+    update(self, standing)
+live.LiveTable.update = counted
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def command(tmp_path: Path, number: str, at: int) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, "-c", KILLED, number, str(at), *COMMAND]
+    return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = command(tmp_path, "SIGINT", 40)
+    assert done.returncode == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = done.stderr.splitlines()
+    assert lines[-2:] == [f"exogym: to go on: exogym compare --resume --out runs/{folder.name}", "exogym: interrupted"]
+    assert "Traceback" not in done.stderr
+    assert (
+        "| ddp " in done.stdout
+        and "1 of 2 runs have ended" in done.stdout
+        and f"written to runs/{folder.name}/" in done.stdout
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "--out", f"runs/{folder.name}", *COMMAND[1:]]) == 2
+    assert "holds results" in capsys.readouterr().err
+    assert main(["compare", "--resume", "--out", f"runs/{folder.name}", "--steps", "30"]) == 2
+    assert "setting.steps: saved 20, now 30" in capsys.readouterr().err
+    assert main(["compare", "--resume", "--out", f"runs/{folder.name}"]) == 0  # the rest of the options are as before
+    assert tables(folder) == tables(undisturbed)
+    assert main(["compare", "--resume"]) == 2
+    assert "name it, --out" in capsys.readouterr().err
+
+
+def test_kill_9_loses_only_the_run_under_way(tmp_path: Path, undisturbed: Path) -> None:
+    done = command(tmp_path, "SIGKILL", 40)
+    assert done.returncode == -signal.SIGKILL
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert len(list(folder.glob("*/history.safetensors"))) == 3
+    assert json.loads((folder / "run.json").read_text())["state"] == "running"
+    asked(folder, resume=True)
+    assert tables(folder) == tables(undisturbed)
+
+
+@pytest.mark.slow
+def test_sigterm_keeps_them_too(tmp_path: Path, undisturbed: Path) -> None:
+    done = command(tmp_path, "SIGTERM", 40)
+    assert done.returncode == 143
+    (folder,) = (tmp_path / "runs").iterdir()
+    asked(folder, resume=True)
+    assert tables(folder) == tables(undisturbed)
