@@ -53,6 +53,7 @@ FLOORS: list[set[str]] = [
         "placement",
         "speeds",
         "finite",
+        "attributes",
     },
     {
         "trainer",

@@ -7,14 +7,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from checkpoints import RUNS, fit, rows, sign, trainer_of
 from safetensors.torch import load_file, save_file
-from test_checkpoint import RUNS, fit, rows, trainer_of
 
 from exogym.callbacks import Every
 from exogym.errors import CheckpointError
 from exogym.record.history import History
 from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, save
-from exogym.saving.checkpoint_files import sum_of
 from exogym.saving.segments import Segments
 from exogym.testing import fingerprint
 
@@ -145,15 +144,6 @@ def as_format_1(path):
     save_file(tensors, rows_file)
     save_file({k: x.contiguous() for k, x in found.shared.items() if k != "mark"}, path / "shared.safetensors")
     sign(path, meta)
-
-
-def sign(path, meta):
-    """Give a folder's files the sums that they have, and run.json its own."""
-    from exogym.saving.checkpoint_files import file_sum
-
-    sums = {file.name: file_sum(file) for file in sorted(path.iterdir()) if file.name != "run.json"}
-    meta = {k: v for k, v in meta.items() if k != "sha256_of_this"} | {"sha256": sums}
-    (path / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.callbacks import Callback
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.record.history import History
@@ -25,7 +26,8 @@ from exogym.saving.checkpoint_files import SHARED, Snapshot
 from exogym.saving.segments import Segments
 
 MARK = "mark"
-FREE = "driver.strategy."  # what a user's own strategy keeps in its attributes may come and go
+# May come and go: what a user's own strategy keeps in its attributes, and callbacks
+FREE = ("driver.strategy.", "callback.")
 
 if TYPE_CHECKING:
     from exogym.training.loop import TrainingLoop
@@ -77,6 +79,9 @@ def _without_history(loop: TrainingLoop) -> Snapshot:
         rows[rank] = state | {"scale": torch.tensor(scale, dtype=torch.float64)}
     shared = {f"driver.{name}": value for name, value in loop.driver.shared_state().items()}
     shared |= {f"ledger.{name}": value for name, value in fleet.comm.ledger.state().items()}
+    for k, callback in enumerate(loop.callbacks):
+        if isinstance(callback, Callback):
+            shared |= {f"callback.{k}.{type(callback).__name__}.{name}": x for name, x in callback.state().items()}
     if loop.timing is not None:
         shared |= {f"clock.{name}": value for name, value in loop.timing.state().items()}
     counters: dict[str, Any] = {
@@ -119,6 +124,9 @@ def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
         fleet.comm.ledger.load_state(_below("ledger.", snapshot.shared))
         if loop.timing is not None:
             loop.timing.load_state(_below("clock.", snapshot.shared))
+        for k, callback in enumerate(loop.callbacks):
+            if isinstance(callback, Callback):
+                callback.load_state(_below(f"callback.{k}.{type(callback).__name__}.", snapshot.shared))
         arrays = {name: value.numpy() for name, value in _below("history.", snapshot.shared).items()}
         loop.history = History.from_state(meta["history"] | arrays)
     loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
@@ -196,11 +204,13 @@ def check_counters(snapshot: Snapshot) -> None:
     meta, step = snapshot.meta, snapshot.meta["step"]
     end: Any = meta.get("begun_end")
     wall_s: Any = meta.get("wall_s")
+    apart: Any = meta.get("apart")
     history = meta.get("history")
     right = {
         "begun_end": "begun_end" in meta and (end is None or (type(end) is int and step < end < 1 << 62)),
         "logged": type(meta.get("logged")) is int and -1 <= meta["logged"] <= step,
         "evaluated": type(meta.get("evaluated")) is int and -1 <= meta["evaluated"] <= step,
+        "apart": apart is None or (isinstance(apart, dict) and all(type(x) is float for x in apart.values())),
         "wall_s": type(wall_s) in (int, float) and 0 <= wall_s < math.inf,
         "history": isinstance(history, dict) and history.get("last_step") == step,
         "description": isinstance(meta.get("description"), dict),

@@ -34,7 +34,7 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(hang_s: float | None, rank: int) -> Iterator[None]:
-    """While entered, a process beside this one, of that `rank`, kills it if it hangs (`base.pulse`). None: no."""
+    """While entered, a process beside this one, of that `rank`, kills it if it hangs: see `exogym.base.pulse`. None: no."""
     if hang_s is None:
         yield
         return
