@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Tests run in so many processes at once.
 WORKERS ?= 2
-# More for pytest, for example: make test PYTEST_ARGS="-x tests/test_layers.py --no-cov"
+# More for pytest, for example: make test PYTEST_ARGS="-x tests/test_layers.py"
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -17,8 +17,8 @@ help: ## list the targets
 demo: $(VENV)/.stamp-demo ## compare six ways to train four nodes on the digits data set
 	$(BIN)/exogym compare --dataset digits --strategies single,ddp,diloco,sparta,fedavg,demo --nodes 4
 
-test: lint types ## everything a change must pass: format, lint, types, tests with coverage
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
+test: lint types ## everything a change must pass: format, lint, types, tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import signal
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -53,13 +55,46 @@ class WorkerError(ExoGymError):
     """A process of the run is gone: it was killed, ran out of memory or was cut off."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was ended by a signal, after it was saved where it has a `save_dir`; not an error, so not in the tree.
+
+    Args:
+        by: the signal; None: it came to another process.
+        step: the steps done.
+    """
+
+    def __init__(self, by: signal.Signals | None, step: int):
+        super().__init__(f"{'a signal to another process' if by is None else by.name} after step {step}")
+        self.elsewhere = by is None
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
-    """Return ", did you mean 'x'?" for the nearest known name, or a list of the known ones."""
+    """Return "did you mean 'x'?" for the nearest known name, whatever its case, or a list of the known ones.
+
+    >>> nearest("h", ["H", "lr"]), nearest("quorum", ["H", "lr"])
+    ("did you mean 'H'?", 'known: H, lr')
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    small = {name.lower(): name for name in reversed(names)}
+    close = difflib.get_close_matches(given.lower(), small, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {small[close[0]]!r}?"
     return "known: " + ", ".join(names)
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Call `main`, and end the process in one line where it fails: an error of ExoGym with status 1, Ctrl-C with 130.
+
+    >>> run_script(lambda: print("trained"))
+    trained
+    """
+    try:
+        main()
+    except ExoGymError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,12 +128,23 @@ def checked(function: F) -> F:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             where = function.__qualname__.removesuffix(".__init__")
-            raise ArgumentError(f"{where}(): {error}; arguments: {', '.join(names)}") from None
+            lacking = [] if "missing" not in str(error) else _lacking(signature, args, kwargs)
+            what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
+            raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
         if function.__name__ == "__init__" and "given_arguments" not in vars(args[0]):
             args[0].given_arguments = {k: v for k, v in bound.arguments.items() if k != "self"}
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _lacking(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of all arguments that are needed and not given."""
+    given = signature.bind_partial(*args, **kwargs).arguments
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        n for n, p in signature.parameters.items() if p.default is p.empty and p.kind not in several and n not in given
+    ]
 
 
 def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from exogym.base.files import replacing
 from exogym.errors import ArgumentError, ExoGymError, checked
+from exogym.progress import notice
 from exogym.record.history import OF_THE_STEP, plain
 
 Record = Mapping[str, Any]
@@ -140,17 +141,36 @@ def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
     """
     made = [parent for parent in (Path(folder), *Path(folder).parents) if not os.path.exists(parent)]
     try:
-        os.makedirs(folder, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"exogym")
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
         for parent in made:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 parent.rmdir()
         raise ArgumentError(f"{name}={str(folder)!r} cannot be written ({error}): choose another folder") from error
 
 
-class _FileLogger(Logger):
+class _OnDisk(Logger):
+    """What is written to a disk. A full one does not end the training: that is said, once, and no more is written."""
+
+    _given_up = False
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._given_up:
+                notice(f"{path} is no longer written: {error}; the training goes on")
+            self._given_up = True
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Close what is open, without writing."""
+
+
+class _FileLogger(_OnDisk):
     """Lines in a text file: a new run takes the file's place; a resumed one drops what came after its step and goes on.
 
     The file is opened at the first record, and each record is in it, whole, when `log` returns.
@@ -161,7 +181,7 @@ class _FileLogger(Logger):
     def __init__(self, path: str | os.PathLike[str] | None, experiment_name: str | None) -> None:
         name = (experiment_name or "metrics") + self.suffix
         self.path = Path(path if path is not None else name)
-        if self.path.is_dir() or str(path).endswith(("/", os.sep)):
+        if os.path.isdir(self.path) or str(path).endswith(("/", os.sep)):
             self.path = self.path / name
         self._file: IO[str] | None = None
         self._begun = False  # whether what the file holds is of this run
@@ -170,10 +190,14 @@ class _FileLogger(Logger):
     def start(self, run: Mapping[str, Any]) -> None:
         """Check that the file can be written; of a resumed run, drop the records after `run["resumed_step"]`."""
         self.finish({})
-        self._columns, self._begun = [], False
+        self._columns, self._begun, self._given_up = [], False, False
         check_writable(self.path.parent)
-        if not self.path.exists():
+        try:
+            os.lstat(self.path)
+        except FileNotFoundError:
             return
+        except (OSError, ValueError) as error:  # it cannot be a name
+            raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
         try:
             open(self.path, "a").close()
             if (step := run.get("resumed_step")) is not None:
@@ -203,9 +227,24 @@ class _FileLogger(Logger):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
+        with self._writing(self.path):
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _abandon(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
+
+    def log(self, record: Record) -> None:
+        """Write one record."""
+        with self._writing(self.path):
+            if not self._given_up:
+                self._add(record)
+
+    _add: Any  # (record) -> None
 
 
 class CSVLogger(_FileLogger):
@@ -229,8 +268,7 @@ class CSVLogger(_FileLogger):
     def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
         super().__init__(path, experiment_name)
 
-    def log(self, record: Record) -> None:
-        """Write one row."""
+    def _add(self, record: Record) -> None:
         if new := [name for name in record if name not in self._columns]:
             self._columns += new
             if self._begun:
@@ -272,8 +310,7 @@ class JSONLinesLogger(_FileLogger):
     def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
         super().__init__(path, experiment_name)
 
-    def log(self, record: Record) -> None:
-        """Write one line."""
+    def _add(self, record: Record) -> None:
         try:
             line = json.dumps(dict(record), allow_nan=False)
         except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
@@ -375,11 +412,11 @@ class WandbLogger(_ByStep):
             self._run = None
 
 
-class TensorBoardLogger(_ByStep):
-    """Writes TensorBoard event files into the folder `log_dir`; a node's values are `node_3/train_loss`.
+class TensorBoardLogger(_ByStep, _OnDisk):
+    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
 
-    Earlier events in the folder are hidden: all of them by a new run, those after its step by a resumed one.
-    Raises ExoGymError where tensorboard is not installed.
+    Each run has a `folder` of its own, `run_1`, `run_2`, ... in `log_dir`; a resumed one goes on in the last, and hides
+    the events there after its step. Raises ExoGymError where tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
@@ -388,7 +425,7 @@ class TensorBoardLogger(_ByStep):
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         _need("tensorboard", "tensorboard", "TensorBoardLogger")
-        self.log_dir = Path(log_dir)
+        self.log_dir, self.folder = Path(log_dir), Path(log_dir)
         self._writer: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -396,20 +433,34 @@ class TensorBoardLogger(_ByStep):
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish({})
+        self._given_up = False
         check_writable(self.log_dir, "log_dir")
         step = run.get("resumed_step")
-        self._writer = SummaryWriter(str(self.log_dir), purge_step=0 if step is None else step + 1)
+        numbers = [int(path.name[4:]) for path in self.log_dir.glob("run_*") if path.name[4:].isdecimal()]
+        self.folder = self.log_dir / f"run_{max(max(numbers, default=0) + (step is None), 1)}"
+        self._writer = SummaryWriter(str(self.folder), purge_step=None if step is None else step + 1)
         self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
-            add(name, value, step)
-        self._writer.flush()
+        with self._writing(self.log_dir):
+            if self._writer is None:
+                return
+            for name, value in values.items():
+                add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+                add(name, value, step)
+            self._writer.flush()
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write what is left and close the file."""
         if self._writer is not None:
             self._flush()
-            self._writer.close()
-            self._writer = None
+        with self._writing(self.log_dir):
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None

@@ -10,6 +10,7 @@ from typing import Any
 LONGEST_SHARE = 0.01  # of the time, at most, is spent drawing
 LEAST_PAUSE_S = 0.1
 LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
+SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
 _entered: list[Progress] = []  # inside one that is on, others stay quiet
 
@@ -49,8 +50,8 @@ class Progress:
 
     Args:
         total_steps: the step at which the run ends; None if unknown.
-        progress: True or False; None: only where stderr is a terminal. With True and no terminal, a plain line
-            every 10 seconds.
+        progress: True or False; None: a bar where stderr is a terminal. With True and no terminal, a plain line
+            every 10 seconds; with None every 30, so a short run says nothing there.
 
     An `update` costs about a microsecond; the bar is drawn at most ten times a second and 1 % of the time.
 
@@ -62,14 +63,18 @@ class Progress:
         self.total_steps, self.wanted = total_steps, progress
         self._on = False
         self._bar: Any = None  # rich's, where there is a terminal
+        self._is_seldom = False  # whether lines are seldom, and none has been printed yet
         self._step: int | None = None
         self._fields: dict[str, Any] = {}
         self._due = 0.0  # when to draw next, in seconds of time.perf_counter()
 
     def __enter__(self) -> Progress:
         terminal = sys.stderr.isatty()
-        self._on = (terminal if self.wanted is None else bool(self.wanted)) and not any(bar._on for bar in _entered)
+        self._on = (self.wanted is None or bool(self.wanted)) and not any(bar._on for bar in _entered)
         self._step, self._fields, self._due = None, {}, 0.0
+        self._is_seldom = self.wanted is None and not terminal
+        if self._is_seldom:
+            self._due = time.perf_counter() + SELDOM_S
         _entered.append(self)
         if self._on and terminal:
             self._bar = _rich_bar()
@@ -94,7 +99,8 @@ class Progress:
         if self._bar is None:
             end = "" if self.total_steps is None else f"/{self.total_steps}"
             notice(f"step {self._step}{end}  {_text(self._fields)}".rstrip())
-            self._due = start + LINE_PAUSE_S
+            self._due = start + (SELDOM_S if self.wanted is None else LINE_PAUSE_S)
+            self._is_seldom = False
             return
         self._bar.update(self._task, completed=self._step, text=_text(self._fields), refresh=True)
         end_s = time.perf_counter()
@@ -105,7 +111,7 @@ class Progress:
         notice(text)
 
     def __exit__(self, *error: object) -> None:
-        if self._on and self._step is not None:
+        if self._on and self._step is not None and not self._is_seldom:
             self._draw()
         if self._bar is not None:
             self._bar.stop()
@@ -115,11 +121,24 @@ class Progress:
 
 
 def _rich_bar() -> Any:
-    from rich.console import Console
+    from rich.console import Console, ConsoleDimensions
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
-    columns = BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}")
+    class Narrower(Console):
+        """Leaves the last columns free: the ^C of a terminal would wrap there, and leave a copy of the bar behind."""
+
+        @property  # type: ignore[misc]
+        def size(self) -> ConsoleDimensions:
+            width, height = super().size
+            return ConsoleDimensions(max(width - 4, 1), height)
+
+    whole = [Column(no_wrap=True) for _ in range(2)]  # only the bar itself gives way where there is little room
+    columns = (
+        BarColumn(bar_width=20), MofNCompleteColumn(table_column=whole[0]), TimeRemainingColumn(table_column=whole[1]),
+        TextColumn("{task.fields[text]}"),
+    )  # fmt: skip
     # No refreshing thread: it would be in the way of forks, and take time from training between steps.
     # What the user prints to stdout goes through the bar only where both are the same terminal.
-    return Bar(*columns, console=Console(file=sys.stderr), auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+    return Bar(*columns, console=Narrower(file=sys.stderr), auto_refresh=False, redirect_stdout=sys.stdout.isatty())

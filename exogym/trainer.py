@@ -229,7 +229,8 @@ class LocalTrainer(Trainer):
                 and how many are kept.
             resume: go on from the newest good checkpoint of `save_dir`, or start where there is none; another number
                 of processes will do.
-            max_restarts: so often, where one of several processes dies, all start again from the last checkpoint.
+            max_restarts: so often, where training fails or one of several processes dies, all start again from the last
+                checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
             hang_s: of several processes one that hangs is killed, and is lost as one that died (see `max_restarts`);
                 what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
                 step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from exogym.compare import Standing, compare
-from exogym.errors import ExoGymError
+from exogym.errors import run_script
 from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
@@ -54,7 +54,4 @@ def say(at: Standing) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ExoGymError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

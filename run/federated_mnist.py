@@ -4,13 +4,12 @@ python run/federated_mnist.py --num_clients 100 --island_size 10
 """
 
 import argparse
-import sys
 
 import torch
 
 from exogym import LocalTrainer
 from exogym.data import LabelShards, mnist
-from exogym.errors import ExoGymError
+from exogym.errors import run_script
 from exogym.models import MLP
 from exogym.progress import readable_bytes
 from exogym.strategy import FedAvgStrategy
@@ -47,7 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ExoGymError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

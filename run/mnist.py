@@ -4,13 +4,12 @@ python run/mnist.py --steps 300
 """
 
 import argparse
-import sys
 
 import torch
 
 from exogym import LocalTrainer
 from exogym.data import mnist
-from exogym.errors import ExoGymError
+from exogym.errors import run_script
 from exogym.models import SmallCNN
 from exogym.progress import readable_bytes
 from exogym.strategy import (
@@ -57,7 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ExoGymError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

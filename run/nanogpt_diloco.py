@@ -6,14 +6,13 @@ python run/nanogpt_diloco.py --num_nodes 4 --hosts distributed_hosts.json
 """
 
 import argparse
-import sys
 
 import torch
 
 from exogym import LocalTrainer, NetworkTrainer, save_model
 from exogym.data import shakespeare
 from exogym.distributed import get_rank, is_initialized
-from exogym.errors import ExoGymError
+from exogym.errors import run_script
 from exogym.models import CharGPT
 from exogym.progress import readable_bytes
 from exogym.strategy import DiLoCoStrategy
@@ -65,7 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ExoGymError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

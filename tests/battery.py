@@ -137,6 +137,8 @@ def slow(step_s):
 class Trouble(nn.Module):
     """The plain model, but from the third training step on `act()` is called in the process chosen."""
 
+    shared_attributes = ("calls",)
+
     def __init__(self, act, elsewhere=True):
         super().__init__()
         self.inner, self.act = plain_model(), act

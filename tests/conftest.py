@@ -1,18 +1,17 @@
-"""One thread and one random state for every test."""
+"""One thread, one random state and the usual signals for every test."""
 
 import os
 import random
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
-
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of those would compile the package anew
 
 import numpy as np
 import pytest
 import torch
 
-pytest.register_assert_rewrite("battery", "problems", "processes")
+pytest.register_assert_rewrite("battery", "checkpoints", "problems", "processes")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell starts tests in the background
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from exogym.engine.shared import run_forked
+from exogym.engine.forks import run_forked
 from exogym.engine.wire import ProcessWire, place
 
 WIDTH = 1001

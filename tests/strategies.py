@@ -95,7 +95,7 @@ class Entry(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         """Whether it is written for one node and gets the tensors of all."""
-        return getattr(self.make(), "stacked", False)
+        return not self.on_rows and self.make().stacked
 
     @property
     def every_step(self) -> bool:
@@ -130,6 +130,9 @@ STRATEGIES: dict[str, Entry] = {
     "sparta topk 8 bit": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8, interval=4),
         lambda row, steps: QUANTISED + 6 * 18 * 4 / NODES + row,  # one node in turn announces the indices
+    ),
+    "sparta 4 bit stochastic": Entry(
+        lambda: SPARTAStrategy(lr=0.02, p_sparta=0.3, quantization_bits=4, rounding="stochastic")
     ),
     "sparta diloco": Entry(lambda: SPARTADiLoCoStrategy(lr=0.02, p_sparta=0.1, H=6)),
     "fedavg": Entry(lambda: FedAvgStrategy("adamw", lr=0.02, H=5), lambda row, steps: row * math.ceil(steps / 5)),

@@ -204,6 +204,45 @@ def test_pushes_and_pulls_are_counted() -> None:
         comm.push(x, 3)
 
 
+def test_the_last_pull_is_of_those_who_pushed() -> None:
+    """With steps left over at the end: whoever has nothing to push asks for nothing, so as much goes up as down."""
+    options: dict[str, Any] = {"network": FREE, "step_seconds": [3.0, 1.5, 1.0, 0.5], "final_sync": True}
+    for steps in (17, 18, 19):
+        run = train(AsyncDiLoCoStrategy("sgd", H=4, lr=0.01), steps=steps, **options)
+        rounds = -(-run.trainer.clock.steps // 4)
+        ledger = run.trainer.traffic
+        assert ledger["server push"]["tx_bytes"] == ledger["server pull"]["rx_bytes"] == rounds.sum() * SIZE
+
+
+@pytest.mark.parametrize("period", [2, 4])
+def test_fedbuff_takes_the_step_that_pushes_still_wait_for(period: int) -> None:
+    """Three pushes of one node: all of one theta with K=4, the third of the second theta with K=2."""
+    data, end = shards(1), {}
+    for final in (True, False):
+        strategy = AsyncDiLoCoStrategy(
+            "sgd", H=2, lr=0.05, rule="fedbuff", period=period, outer_lr=0.7 * period, outer_momentum=0.0
+        )
+        end[final] = train(strategy, data, 1, steps=6, final_sync=final).model
+    theta, buffer = copy.deepcopy(Regressor()), 0.0
+    batches = data[0].tensors
+    for push in range(3):
+        mine = copy.deepcopy(theta)
+        for step in (2 * push, 2 * push + 1):
+            x, y = (t[BATCH * (step % 5) : BATCH * (step % 5 + 1)] for t in batches)
+            mine.zero_grad()
+            loss_of(mine, x, y).backward()
+            with torch.no_grad():
+                for p in mine.parameters():
+                    p -= 0.05 * p.grad
+        buffer = buffer + vector(theta) - vector(mine)
+        if push + 1 in (period, 3):
+            at_last = vector(theta)
+            nn.utils.vector_to_parameters(vector(theta) - 0.7 * buffer, theta.parameters())
+            buffer = 0.0
+    same(end[True], vector(theta))
+    same(end[False], at_last)
+
+
 def test_each_round_costs_a_row_up_and_a_row_down() -> None:
     options: dict[str, Any] = {"network": FREE, "step_seconds": [3.0, 1.5, 1.0, 0.5], "steps": 18}
     run = train(AsyncDiLoCoStrategy("sgd", H=4, lr=0.01), **options)

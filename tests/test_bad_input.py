@@ -446,6 +446,8 @@ def test_no_worker_of_the_data_loader_outlives_the_run(given):
 class Interrupting(nn.Module):
     """Ctrl-C in the middle of a stretch of node 1."""
 
+    shared_attributes = ("calls",)
+
     def __init__(self):
         super().__init__()
         self.out, self.calls = nn.Linear(6, 2), 0
@@ -494,3 +496,15 @@ def test_an_error_of_a_checkpoint_is_raised_before_training(tmp_path):
     finally:
         (folder / "step_0000000003").rmdir()
         folder.rmdir()
+
+
+def test_more_nodes_than_examples_is_a_warning():
+    def fit(nodes, count=8):
+        with torch.random.fork_rng():
+            model = nn.Linear(6, 2)
+        trainer = LocalTrainer(model, examples(count), loss_fn=F.cross_entropy)
+        trainer.fit(SimpleReduceStrategy(lr=0.1), num_nodes=nodes, max_steps=1, batch_size=1, device="cpu")
+
+    with pytest.warns(UserWarning, match="20 nodes share 8 examples: some train on the same ones at every step"):
+        fit(20)
+    fit(8)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 import exogym
 from exogym.cli import main
-from exogym.compare.comparison import FILES
+from exogym.cli.live import LiveTable, print_table
+from exogym.compare import Standing
+from exogym.compare.comparison import FILES, Comparison
 from exogym.strategy.registry import parse_strategy
 
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
@@ -19,7 +22,8 @@ SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, with the data of packages only."""
+    """Run in an empty folder, with the data of packages only; how slow the machine is decides no line."""
+    monkeypatch.setattr("exogym.cli.live.SELDOM_S", 1e9)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -69,7 +73,12 @@ def test_a_comparison_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", err)
     assert main([*SHORT, "--strategies", "ddp,fedavg"]) == 0
     assert "\x1b[" in err.getvalue() and "0/1" in err.getvalue() and "10/10" in err.getvalue()
-    assert "finished" not in err.getvalue() and "|" not in out.getvalue() and "fedavg" in out.getvalue()
+    assert (
+        "left" in err.getvalue()
+        and "finished" not in err.getvalue()
+        and "|" not in out.getvalue()
+        and "fedavg" in out.getvalue()
+    )
 
 
 OWN = """
@@ -96,6 +105,37 @@ def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
     (made,) = (folder / "runs").iterdir()
     again = subprocess.run([command[0], "compare", "--resume", "--out", made], capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
+
+
+@pytest.mark.parametrize("width", [80, 50])
+def test_a_narrow_terminal_cuts_nothing(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"val_loss": 2.1958, "val_accuracy": 0.362, "quality": 0.895, "reduction": 19.6, "examples_per_s": 637.0}
+    row = numbers | {f"{name}_std": value / 100 for name, value in numbers.items()}
+    row |= {"strategy": "sparta:p_sparta=0.05", "tx_bytes": 33e6, "notes": "H=10, outer_lr=0.4"}
+    for name, value in {"TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    result = Comparison("heading", "finding", [row], {}, {})
+    out = Terminal()
+    print_table(result, out)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    headers, rows = result.table()
+    assert all(cell in text for cell in [*headers, *rows[0]]) and "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_long_comparison_without_a_terminal_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveTable(["ddp"], 2)
+    with live:
+        live.update(Standing("ddp", 1, 2, 100, 1000, 2.5, 1e6, 90.0))
+        assert capsys.readouterr().err == ""
+        live._due = 0.0  # half a minute later
+        live.update(Standing("ddp", 1, 2, 200, 1000, 2.25, 2e6, 80.0))
+        live.update(Standing("ddp", 1, 2, 300, 1000, 2.0, 3e6, 70.0))
+        live.update(Standing("ddp", 2, 2, 1000, 1000, 1.5, 9e6, 0.0))
+    assert capsys.readouterr().err.splitlines() == [
+        "exogym: ddp, seed 1 of 2, step 200 of 1000: validation loss 2.2500, 2 MB sent per node; about 1.33 min left",
+        "exogym: ddp has finished: validation loss 1.5000 (of the last seed), 9 MB sent per node",
+    ]
 
 
 BAD = {
@@ -136,7 +176,8 @@ BAD = {
     ),
     "target": (["--network", "wifi", "--target-loss", "nan"], "target_loss=nan"),
     "out": (["--out", "../file/below/it"], "cannot be written"),
-    "unknown option": (["--nods", "3"], "--nods"),
+    "unknown option": (["--node", "3"], "there is no option --node: did you mean '--nodes'?"),
+    "option of another case": (["--strategies", "diloco:h=10"], "no option 'h': did you mean 'H'?"),
     "too much": (["digits"], "digits"),
 }
 
@@ -196,17 +237,17 @@ def test_advice_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[s
     assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500,streaming:H=100"]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[0].split()[:2] == ["strategy", "s/step"] and printed.err == "" and list(folder.iterdir()) == []
+    assert lines[0].split()[:2] == ["strategy", "time/step"] and printed.err == "" and list(folder.iterdir()) == []
     order = [line.split()[0] for line in lines[1:5]]
-    assert order == ["streaming:H=100", "diloco:H=500", "diloco:H=100", "ddp"]
-    assert "recommended: diloco:H=500" in lines and lines[2].startswith("diloco:H=500 *") and "†" in lines[1]
+    assert order == ["diloco:H=500", "diloco:H=100", "ddp", "streaming:H=100"]
+    assert "recommended: diloco:H=500" in lines and lines[1].startswith("diloco:H=500 *") and "†" in lines[4]
     assert "- 4 nodes, 1.24e+08 parameters of 4 bytes on the wire" in printed.out
 
 
 def test_the_recommended_text_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLEET, "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)
-    times = [row["seconds_per_step"] for row in advice["rows"]]
+    times = [(not row["can_train"], row["seconds_per_step"]) for row in advice["rows"]]
     assert times == sorted(times) and len(times) > 8 and advice["assumptions"] and advice["target_loss"] is None
     parse_strategy(advice["recommended"])
     assert main([*FLEET, "--json", "--strategies", "streaming:H=100"]) == 0
@@ -263,7 +304,14 @@ def test_advice_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 WORSE = {
     "nothing": (["--network", "wifi"], "--parameters 124M, or which task it is, --dataset NAME"),
     "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters 124M, or which task it is, --dataset NAME"),
-    "no network": (["--parameters", "1M"], "--network"),
+    "no network": (
+        ["--parameters", "1M"],
+        "which network, --network wifi; how many nodes there are, --nodes 4; how",
+    ),
+    "all": (
+        [],
+        "--network wifi; how large the model is, --parameters 124M, or which task it is, --dataset NAME; how many",
+    ),
     "parameters": (
         ["--parameters", "12X", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"],
         "--parameters='12X'",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 from problems import dyadic
 from torch import Tensor
 
-from exogym.communicator import Communicator, Event, tree_sum
+from exogym.communicator import Communicator, Event, Wire, tree_sum
 from exogym.errors import ArgumentError
 
 N = 6
@@ -92,9 +92,9 @@ def test_the_result_does_not_share_memory_with_a_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_all_reduce_of_everyone(order: list[int], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rows, x = Rows(order), numbers(N, *shape, dtype=dtype)
-    by_id = dict(enumerate(x.reshape(N, -1)))
-    total = tree(by_id).reshape(shape)
-    expected = {"sum": total, "mean": total / N, "max": x.amax(0), "min": x.amin(0)}
+    wide = x.float() if dtype == torch.bfloat16 else x  # half precision is summed in fp32 and rounded once
+    total = tree(dict(enumerate(wide.reshape(N, -1)))).reshape(shape)
+    expected = {"sum": total.to(dtype), "mean": (total / N).to(dtype), "max": x.amax(0), "min": x.amin(0)}
     for op, value in expected.items():
         given = rows.put(x)
         result = rows.comm.all_reduce(given, op)
@@ -103,6 +103,39 @@ def test_all_reduce_of_everyone(order: list[int], shape: tuple[int, ...], dtype:
         assert torch.equal(given, rows.put(x))  # not in place
         assert result.stride(0) == 0  # one row, expanded
     assert torch.equal(rows.comm.all_reduce(rows.put(x)), expected["mean"].expand_as(x))
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weighted_means_of_half_precision_are_rounded_once(dtype: torch.dtype, native: bool) -> None:
+    comm = Communicator(range(N), N, Wire(range(N), native))
+    x, weights = numbers(N, 500, dtype=dtype), torch.tensor([1.0, 3.0, 4.0, 5.0, 7.0, 11.0])
+    exact = (x.double() * (weights / weights.sum()).double()[:, None]).sum(0)
+    unit = exact.abs() * torch.finfo(dtype).eps + 1e-6  # of fp32's sums, where numbers cancel
+    assert bool(((comm.all_reduce(x, weights=weights)[0].double() - exact).abs() <= 0.51 * unit).all())
+    if not native:  # torch's own mean is a sum, rounded, and then divided
+        exact = x.double().mean(0)
+        unit = exact.abs() * torch.finfo(dtype).eps + 1e-6
+        assert bool(((comm.all_reduce(x)[0].double() - exact).abs() <= 0.51 * unit).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_hundred_weighted_means_have_no_bias(dtype: torch.dtype) -> None:
+    """Three shares of a third, each rounded to bf16, add up to 1.002: a fifth too much after a hundred means."""
+    comm = Communicator(range(3), 3)
+
+    def growth(mean: Callable[[Tensor], Tensor]) -> float:
+        g = torch.Generator().manual_seed(0)
+        x = (1 + torch.rand(2000, generator=g)).to(dtype).expand(3, -1)
+        start = float(x.double().mean())
+        for _ in range(100):  # nodes train a little in between, as much up as down
+            x = mean((x.float() + 0.1 * (torch.rand(x.shape, generator=g) - 0.5)).to(dtype))
+        return float(x.double().mean()) / start
+
+    assert abs(growth(lambda x: comm.all_reduce(x, weights=torch.ones(3)).clone()) - 1) < 0.005
+    third = torch.full((3, 1), 1 / 3).to(dtype)  # the control: weights in half precision
+    rounded = growth(lambda x: (x * third).sum(0).expand(3, -1).clone())
+    assert abs(rounded - 1) > (0.15 if dtype == torch.bfloat16 else 0.01)
 
 
 @orders

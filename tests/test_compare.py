@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, plots
 from exogym.base.files import new_folder
 from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
 from exogym.compare.comparison import FILES, Comparison, find
@@ -243,6 +243,7 @@ def test_a_problem_and_strategies_of_the_users_own() -> None:
     assert all(row["quality"] is None and row["val_accuracy"] is None for row in result.rows)
     assert result.description["val_examples"] == 500 and result.description["train_examples"] == 2000
     assert [at.label for at in seen if at.is_last] == ["mine", "theirs"]
+    assert seen[0].left_s is None and seen[1].left_s > seen[-1].left_s == 0  # type: ignore[operator]
     assert seen[-1].val_loss == result.rows[1]["val_loss"] and seen[-1].tx_bytes == result.rows[1]["tx_bytes"]
 
 
@@ -323,3 +324,41 @@ def test_pictures_of_odd_comparisons(plot, tmp_path: Path) -> None:  # type: ign
         plot(curves, tmp_path / f"{name}.png", "heading")
     blank, full = (tmp_path / f"{name}.png" for name in ("silent", "many"))
     assert full.stat().st_size > 1.5 * blank.stat().st_size > 5000
+
+
+def ends_at(title: str, tx_bytes: float, loss: float, steps: np.ndarray) -> Curve:
+    losses = loss + 2 * np.exp(-steps / 3)
+    return Curve(title, steps, np.stack([losses * 0.99, losses * 1.01]), tx_bytes * steps / steps[-1])
+
+
+def texts_on_curves(curves: list[Curve]) -> tuple[list[str], list[str]]:
+    """Draw against bytes; return the titles in the picture, and those that touch a curve."""
+    sent = [None if curve.is_silent else curve.tx_bytes for curve in curves]
+    figure = plots._figure(curves, sent, "heading", "bytes sent per node", str, True, None)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    titles = {curve.title for curve in curves}
+    shown = [*axes.texts, *(legend.get_texts() if legend else [])]
+    boxes = {text.get_text(): text.get_window_extent() for text in shown if text.get_text() in titles}
+    ways = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    touching = [t for t, box in boxes.items() if any(way.intersects_bbox(box, filled=False) for way in ways)]
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes.values())
+    return sorted(boxes), touching
+
+
+def test_no_label_lies_on_a_curve() -> None:
+    steps = np.arange(1.0, 11)
+    alone = Curve("one node alone", steps, np.full((2, 10), 2.2), np.zeros(10))
+    sparta = ends_at("SPARTA (p_sparta=0.05)", 33e6, 2.15, steps)
+    shakespeare = [alone, sparta, ends_at("DiLoCo", 65e6, 2.09, steps), ends_at("FedAvg", 64e6, 2.13, steps),
+                   ends_at("DDP", 646e6, 1.96, steps)]  # fmt: skip
+    for curves in (shakespeare, [sparta], [alone, ends_at("DDP", 646e6, 1.96, steps)]):
+        assert texts_on_curves(curves) == (sorted(curve.title for curve in curves), [])
+
+
+def test_the_test_of_labels_finds_one_on_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "_legend", lambda axes, lines: axes.annotate("DDP", lines["DDP"][0].get_xydata()[5]))
+    steps = np.arange(1.0, 11)
+    close = [ends_at("DDP", 646e6, 2.0, steps), ends_at("SPARTA, a long name", 300e6, 2.0, steps)]
+    assert texts_on_curves(close)[1] == ["DDP"]

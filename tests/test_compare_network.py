@@ -200,8 +200,10 @@ def test_the_target_without_being_told() -> None:
     assert target_of(runs, 0.3) == (0.3, "as asked for")
 
 
-def row(strategy: str, target_s: float | None) -> dict[str, object]:
-    return {"strategy": strategy, "title": strategy.upper(), "target_s": target_s}
+def row(strategy: str, target_s: float | None, runs: int | None = None, val_loss: float = 0.4) -> dict[str, object]:
+    there = runs if runs is not None else 3 if target_s is not None else 0
+    name = {"strategy": strategy, "title": strategy.upper(), "seeds": 3}
+    return name | {"target_s": target_s, "target_runs": there, "val_loss": val_loss}
 
 
 def test_the_sentence_about_time() -> None:
@@ -213,6 +215,15 @@ def test_the_sentence_about_time() -> None:
     assert find_first([slow, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s; SLOW after 1 min."
     assert find_first([never, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s."
     assert find_first([never], 0.5, "so") == f"No strategy came to {what} in all its runs."
+    # what the table's column tells of the others stands beside it
+    lucky = row("lucky", None, runs=2)
+    text = "first of those that did in all runs, after 1 min; LUCKY only in 2 of 3 runs."
+    assert find_first([lucky, slow, never], 0.5, "so") == f"SLOW came to {what} {text}"
+    text = f"No strategy came to {what} in all its runs; LUCKY only in 2 of 3 runs."
+    assert find_first([never, lucky], 0.5, "so") == text
+    jumped = row("fast", 2.0, val_loss=0.777)
+    text = f"FAST came to {what} first, after 2 s (and ended at 0.777); SLOW after 1 min."
+    assert find_first([slow, jumped], 0.5, "so") == text
 
 
 def test_a_target_that_some_runs_reach_has_no_mean() -> None:

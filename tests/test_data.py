@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import random
+import time
 from collections import Counter
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from exogym.data import BulkDataset, ByKey, Stream, TokenWindows, cifar10, digits, mnist, shakespeare, speakers
+from exogym.data.loading import _begin_worker
 from exogym.errors import ArgumentError, DataError
 
 D = 53
@@ -458,3 +460,29 @@ def test_a_missing_package_is_named(name, load, packages_only: None, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *a: None if wanted == name else find(wanted, *a))
     with pytest.raises(DataError, match=r"pip install .*EXOGYM_DATA"):
         load()
+
+
+@pytest.mark.parametrize("orphaned", [True, False])
+def test_a_worker_whose_parent_was_killed_while_it_began_does_not_stay(orphaned):
+    """Started by a process that is gone when the worker first looks."""
+    dead, alive = os.pipe()
+    goes_on, says_so = os.pipe()
+    if (starter := os.fork()) == 0:
+        me = os.getpid()
+        if os.fork() == 0:
+            os.close(alive)
+            if orphaned:
+                os.read(dead, 1)  # until the starter has ended
+                while os.getppid() == me:
+                    time.sleep(0.01)
+            _begin_worker(me, None, 0)
+            os.write(says_so, b"x")
+        elif not orphaned:
+            os.wait()
+        os._exit(0)
+    for end in (alive, says_so):
+        os.close(end)
+    os.waitpid(starter, 0)
+    assert os.read(goes_on, 1) == (b"" if orphaned else b"x")
+    for end in (dead, goes_on):
+        os.close(end)

@@ -150,6 +150,25 @@ def branching_data(node: int) -> TensorDataset:
     return TensorDataset(x, y)
 
 
+def test_where_a_gradient_is_rounding_noise_adam_tells_two_sums_apart() -> None:
+    """A bias before BatchNorm: what the documents except from "equal up to rounding". SGD takes the noise as it is."""
+    apart = {}
+    for name in ("sgd", "adamw"):
+        models = []
+        for reduction in ("tree", "native"):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+            x = torch.randn(120, 6, generator=torch.Generator().manual_seed(2))
+            trainer = LocalTrainer(model, TensorDataset(x, x.sum(1, keepdim=True)), loss_fn=nn.functional.mse_loss)
+            options: dict[str, Any] = {"num_nodes": 5, "max_steps": 10, "batch_size": 4, "device": "cpu"}
+            trainer.fit(SimpleReduceStrategy(name, lr=0.01), reduction=reduction, **options)
+            models.append(dict(model.named_parameters()))
+        apart[name] = {key: float((p - models[1][key]).detach().abs().max()) for key, p in models[0].items()}
+    noise = {name: values.pop("0.bias") for name, values in apart.items()}
+    assert noise["sgd"] < 1e-6 < 1e-4 < noise["adamw"]
+    assert max(apart["sgd"].values()) < 1e-5 and max(apart["adamw"].values()) < noise["adamw"] / 10
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_parameter_without_gradient_counts_as_zero_and_is_left_alone_where_no_node_has_one(name: str) -> None:
     cls, arguments = OPTIMIZERS[name]

@@ -9,9 +9,8 @@ import socket
 import numpy as np
 import pytest
 import torch
+from checkpoints import RUNS, examples, fit, network, sign
 from safetensors.torch import load_file, save_file
-from test_checkpoint import RUNS, examples, fit, network
-from test_segments import sign
 
 from exogym import LocalTrainer
 from exogym.errors import CheckpointError

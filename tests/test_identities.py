@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
 
+WEIGHTINGS = ("uniform", "examples")
 PLAIN = OptimSpec(torch.optim.SGD, lr=1.0)  # the outer optimizer that only averages
 NESTEROV = dict(momentum=0.9, nesterov=True)
 OPTIMIZERS = {
@@ -159,6 +161,17 @@ def test_diloco_with_plain_outer_sgd_is_fedavg(name: str) -> None:
     same(diloco.rows, fedavg)
     same(diloco.model, fedavg[0])
     unlike(train(DiLoCoStrategy(OPTIMIZERS[name], "sgd", H=4)).rows, fedavg)
+
+
+def test_diloco_with_plain_outer_sgd_is_fedavg_of_the_same_weighting_only() -> None:
+    uneven = [examples(BATCH * (2 + 3 * i), seed=i) for i in range(3)]
+    options: dict[str, Any] = {"num_nodes": 3, "steps": 8}
+    inner = OPTIMIZERS["sgd"]
+    diloco = {w: train(DiLoCoStrategy(inner, PLAIN, H=4, weighting=w), uneven, **options).rows for w in WEIGHTINGS}
+    fedavg = {w: train(FedAvgStrategy(inner, H=4, weighting=w), uneven, **options).rows for w in WEIGHTINGS}
+    for weighting in WEIGHTINGS:
+        same(diloco[weighting], fedavg[weighting])
+    unlike(diloco["uniform"], fedavg["examples"])
 
 
 def test_diloco_every_step_is_ddp_with_the_outer_momentum() -> None:

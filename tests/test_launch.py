@@ -246,7 +246,7 @@ LOST = "lost its connection to another rank, which failed first"
         ("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST),
         ("ArgumentError('steps=0 is too few')", 1, "ArgumentError: steps=0 is too few",
          "ended with exit code 1: ArgumentError: steps=0 is too few"),
-        ("KeyboardInterrupt('a signal to another process after step 3')", 130,
+        ("Stopped(None, 3)", 130,
          "exogym: stopped by a signal to another process after step 3", LOST),
         # The controls: errors of the script's own keep their tracebacks.
         ("ValueError('Connection closed by peer')", 1, None, "ended with exit code 1: ValueError: Connection closed"),
@@ -255,7 +255,7 @@ LOST = "lost its connection to another rank, which failed first"
 )  # fmt: skip
 def test_an_error_that_says_all_itself_is_one_line(script, capfd, error, code, printed, end):
     path = script(
-        f"from exogym.errors import ArgumentError\nfrom exogym.remote.elastic.wire import Lost\nraise {error}"
+        f"from exogym.errors import ArgumentError, Stopped\nfrom exogym.remote.elastic.wire import Lost\nraise {error}"
     )
     assert launch_distributed_training(path) == code
     *lines, last = capfd.readouterr().err.splitlines()

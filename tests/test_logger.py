@@ -363,8 +363,8 @@ def test_tensorboard_holds_the_history(history: History, tmp_path: Path) -> None
     write(TensorBoardLogger(tmp_path), history)
     wanted = expected(history)
     assert [tag for tag in wanted if "/" in tag] == ["node_0/train_loss", "node_1/train_loss"]
-    close(scalars(tmp_path), wanted)
-    events = EventAccumulator(str(tmp_path)).Reload()
+    close(scalars(tmp_path / "run_1"), wanted)
+    events = EventAccumulator(str(tmp_path / "run_1")).Reload()
     (text,) = events.Tensors("run/text_summary")
     assert '"H": 2' in text.tensor_proto.string_val[0].decode()
 
@@ -372,15 +372,20 @@ def test_tensorboard_holds_the_history(history: History, tmp_path: Path) -> None
 def test_tensorboard_hides_what_a_resumed_run_does_again(history: History, tmp_path: Path) -> None:
     wrong = [{**r, "train_loss": 77.0} if r["step"] == 3 else r for r in history if r["step"] <= 3]
     write(TensorBoardLogger(tmp_path), wrong)
-    assert scalars(tmp_path)["train_loss"][-1] == (3, 77.0)
+    assert scalars(tmp_path / "run_1")["train_loss"][-1] == (3, 77.0)
     write(TensorBoardLogger(tmp_path), history.rows_after(2), RUN | {"resumed_step": 2})
-    close(scalars(tmp_path), expected(history))
+    close(scalars(tmp_path / "run_1"), expected(history))
 
 
-def test_tensorboard_hides_an_earlier_run_in_the_same_folder(history: History, tmp_path: Path) -> None:
-    write(TensorBoardLogger(tmp_path), [{"step": 900, "node": None, "train_loss": 77.0}])
-    write(TensorBoardLogger(tmp_path), history)
-    assert max(step for step, _ in scalars(tmp_path)["train_loss"]) == 4
+def test_tensorboard_runs_in_one_folder_do_not_overlap(history: History, tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    write(logger, [{"step": 900, "node": None, "train_loss": 77.0}])
+    write(logger, history)
+    assert logger.folder == tmp_path / "run_2"
+    assert scalars(tmp_path / "run_1")["train_loss"] == [(900, 77.0)]
+    close(scalars(tmp_path / "run_2"), expected(history))
+    write(TensorBoardLogger(tmp_path), history.rows_after(3), RUN | {"resumed_step": 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run_1", "run_2"]
 
 
 # Weights & Biases

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
@@ -29,6 +30,7 @@ from exogym.callbacks import Every
 from exogym.errors import ExoGymError
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
+from exogym.strategy.kernels import bare_step
 from exogym.strategy.muon import MuonAdamW
 
 PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
@@ -63,11 +65,13 @@ ENTRIES: dict[str, tuple[str, type[Optimizer], dict[str, Any]]] = {
     '"muon"': ("here", MuonAdamW, {}),
     **OTHERS,
 }
+ROUNDED = ("SOAP", "Kron")  # matrix factorisations, which round differently at another place in memory
 REASONS = {  # of refusals: words of the message, and what the page says
     "a closure that evaluates": "needs a closure",
     "several times per step": "needs a closure",
     "sparse gradients": "needs sparse gradients",
     "without a closure or a graph": "needs a closure or the graph",
+    "draws random numbers": "draws random numbers",
 }
 
 
@@ -171,22 +175,21 @@ def plain_outer(spec: OptimSpec, dtype: torch.dtype, bias: bool) -> list[Tensor]
 
 
 def fleet(strategy: Strategy, dtype: torch.dtype, bias: bool) -> list[Tensor]:
-    """The rows after training in one process, then in two, then in one again."""
-    model = Net(dtype, bias)
+    """The rows after training in two processes to the middle, and in one to the end."""
     rows: list[Tensor] = []
 
-    def look(stop: int, loop: Any) -> bool:
+    def look(loop: Any) -> bool:
         if loop.step == STEPS:
             rows.extend(loop.fleet.blocks[0].params.clone())
-        return loop.step == stop
+        return True
 
     with tempfile.TemporaryDirectory() as folder:
-        for part, processes in enumerate((1, 2, 1)):
-            trainer = LocalTrainer(Net(dtype, bias) if part else model, lambda rank, num_nodes, is_train: data(rank))
+        for processes in (2, 1):
+            trainer = LocalTrainer(Net(dtype, bias), lambda rank, num_nodes, is_train: data(rank))
             trainer.fit(
                 strategy, num_nodes=NODES, batch_size=BATCH, max_steps=STEPS, shuffle=False, final_sync=False,
-                device="cpu", processes=processes, save_dir=folder, checkpoint_interval=2, resume=part > 0,
-                callbacks=[Every(2, functools.partial(look, (2, 4, 6)[part]))],
+                device="cpu", processes=processes, save_dir=folder, checkpoint_interval=3, resume=processes == 1,
+                callbacks=[Every(3, look)],
             )  # fmt: skip
     return rows
 
@@ -208,8 +211,11 @@ def compared(name: str, precision: str, build: Callable[[OptimSpec], Strategy], 
         x.isfinite().all() and not torch.equal(x, y) for x, y in zip(expected, plain_start(dtype, bias), strict=True)
     )
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3, msg=name)
-    return "equal" if all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) else "equal, rounded"
+        if name in ROUNDED:
+            torch.testing.assert_close(a, b, rtol=3e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
+        else:
+            assert torch.equal(a, b), f"{name} differs in {precision} by {float((a - b).abs().max()):.3g}"
+    return "equal, rounded" if name in ROUNDED else "equal"
 
 
 @functools.cache
@@ -261,3 +267,30 @@ def test_the_page_lists_what_is_tried() -> None:
 if __name__ == "__main__":
     for entry in ENTRIES:
         print(line(entry), flush=True)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_hooks_of_a_step_run(of_all: bool) -> None:
+    """Those of one optimizer, and those of all; without, the step is torch's bare one."""
+    seen: list[str] = []
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    register = register_optimizer_step_post_hook if of_all else optimizer.register_step_post_hook
+    hook = register(lambda *_: seen.append("after"))
+    bare_step(optimizer)()
+    hook.remove()
+    assert seen == ["after"]
+    bare_step(optimizer)()
+    assert seen == ["after"] and isinstance(bare_step(optimizer), functools.partial)
+
+
+def test_hooks_of_all_optimizers_run_in_training() -> None:
+    steps: list[str] = []
+    hook = register_optimizer_step_pre_hook(lambda *_: steps.append("before"))
+    try:
+        x = torch.randn(24, 3)
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        trainer = LocalTrainer(nn.Linear(3, 1), data, loss_fn=F.mse_loss)
+        trainer.fit(DiLoCoStrategy("sgd", H=2, lr=0.01), num_nodes=2, max_steps=4, batch_size=3)
+    finally:
+        hook.remove()
+    assert len(steps) >= 2 * 4

@@ -223,7 +223,7 @@ STUCK = {
         {0: lambda: exchange(X, 2), 2: lambda: exchange(torch.zeros(2), 0)},
         r"exchange\(partner=2\), which node 0 calls: it gives torch.float32 \(3,\), and node 2 .* \(2,\)",
     ),
-    "nobody of that name": ({1: lambda: send(X, 4)}, r"send\(dst=4\), which node 1 calls: no such node.*0 to 3"),
+    "nobody of that name": ({1: lambda: send(X, 4)}, r"send\(dst=4\), which node 1 calls: there is no.*0 to 3"),
     "to itself": ({1: lambda: recv(1)}, r"recv\(src=1\), which node 1 calls: that is itself"),
     "no number": ({1: lambda: exchange(X, "next")}, r"exchange\(\) got partner='next', wanted a node's number"),
     "half a number": ({1: lambda: exchange(X, 0.5)}, r"got partner=0.5, wanted a node's number"),

@@ -104,6 +104,22 @@ def test_it_is_quiet_where_stderr_is_not_a_terminal(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "exogym: hello\n")
 
 
+def test_a_long_run_says_something_without_a_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Progress(50) as bar:
+        bar.update(1, loss=2.5)
+        assert bar._due > time.perf_counter() + 20
+        bar._due = 0.0  # half a minute later
+        bar.update(2, loss=2.25)
+        bar.update(3, loss=2.0)
+    assert capfd.readouterr().err.splitlines() == ["exogym: step 2/50  loss 2.25", "exogym: step 3/50  loss 2"]
+    with Progress(50, progress=False) as bar:
+        bar._due = 0.0
+        bar.update(2, loss=2.25)
+    assert capfd.readouterr().err == ""
+
+
 def test_true_without_a_terminal_prints_plain_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

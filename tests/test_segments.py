@@ -7,13 +7,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_checkpoint import RUNS, fit, rows, trainer_of
+from checkpoints import RUNS, fit, rows, sign, trainer_of
 
 from exogym.callbacks import Every
 from exogym.errors import CheckpointError
 from exogym.record.history import History
 from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, save
-from exogym.saving.checkpoint_files import sum_of
 from exogym.saving.segments import Segments
 from exogym.testing import fingerprint
 
@@ -131,15 +130,6 @@ def test_a_history_that_a_callback_changes_is_saved_as_it_is(tmp_path):
     for path in list_checkpoints(tmp_path):
         (row,) = (row for row in read(path) if row["step"] == 1 and row["node"] is None)
         assert row["seen"] == load(path).meta["step"]
-
-
-def sign(path, meta):
-    """Give a folder's files the sums that they have, and run.json its own."""
-    from exogym.saving.checkpoint_files import file_sum
-
-    sums = {file.name: file_sum(file) for file in sorted(path.iterdir()) if file.name != "run.json"}
-    meta = {k: v for k, v in meta.items() if k != "sha256_of_this"} | {"sha256": sums}
-    (path / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}))
 
 
 def test_a_checkpoint_of_another_format_is_one_clear_error(tmp_path):

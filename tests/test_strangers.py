@@ -223,15 +223,16 @@ def attacked(hosts: Hosts, kind: str, folder: Path) -> Attack:
     )
 
 
-@pytest.fixture(scope="module")
-def attacks(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attack]:
-    folder = tmp_path_factory.mktemp("attacks")
-    return {kind: attacked(hosts, kind, folder / kind) for kind in ("local", "hosts", "min_hosts")}
+@pytest.fixture(scope="module", params=["local", "hosts", pytest.param("min_hosts", marks=pytest.mark.slow)])
+def attack(
+    request: pytest.FixtureRequest, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Attack]:
+    """A kind of run, and what came of it."""
+    return request.param, attacked(hosts, request.param, tmp_path_factory.mktemp("attacks") / request.param)
 
 
-@pytest.mark.parametrize("kind", ["local", "hosts", "min_hosts"])
-def test_nothing_executes_no_bit_changes_and_nothing_ends(attacks: dict[str, Attack], kind: str) -> None:
-    found = attacks[kind]
+def test_nothing_executes_no_bit_changes_and_nothing_ends(attack: tuple[str, Attack]) -> None:
+    kind, found = attack
     assert not found.pwned, "the stranger's code was executed"
     assert "a store answered" not in found.stores
     assert found.status == 0, found.output
@@ -239,15 +240,15 @@ def test_nothing_executes_no_bit_changes_and_nothing_ends(attacks: dict[str, Att
     trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
     trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=2, **FIT)
     assert found.weights == fingerprint(model)
-    assert found.outside >= {"local": set(), "hosts": {("launcher", "start"), ("launcher", "training")},
-                             "min_hosts": {("roll call", "start"), ("roll call", "training")}}[kind]  # fmt: skip
+    door = {"local": None, "hosts": "launcher", "min_hosts": "roll call"}[kind]
+    assert found.outside >= ({(door, "start"), (door, "training")} if door else set())
     assert "restart" not in found.output and "ranks go on" not in found.output, found.output
 
 
-def test_what_listens_is_what_the_page_says(attacks: dict[str, Attack]) -> None:
+def test_what_listens_is_what_the_page_says(attack: tuple[str, Attack]) -> None:
     """And nothing listens on all addresses. The page's table has a row for each listener of each kind of run."""
-    assert all(address != "everywhere" for found in attacks.values() for _, address in found.listened), attacks
+    kind, found = attack
+    assert all(address != "everywhere" for _, address in found.listened), found
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", PAGE.read_text(), re.M)
-    written = {(run, who, where) for run, who, where in rows if run in attacks}
-    seen = {(kind, *pair) for kind, found in attacks.items() for pair in found.listened}
-    assert seen <= written and {row for row in written - seen if row[1] != BEFORE} == set()
+    written = {(who, where) for run, who, where in rows if run == kind}
+    assert found.listened <= written and {row for row in written - found.listened if row[0] != BEFORE} == set()

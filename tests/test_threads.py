@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from test_checkpoint import RUNS, fit, trainer_of
+from checkpoints import RUNS, fit, trainer_of
 
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError

@@ -1,5 +1,7 @@
 """compute='vmap' is compute='loop' up to rounding, or is refused; 'auto' says and records which it took."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -192,3 +194,22 @@ def test_auto_says_and_records_what_it_chose(capsys):
     assert f"exogym: compute='auto' chose '{chosen}' (loop " in capsys.readouterr().err
     same = fit(chosen, STRATEGIES["fedavg"]())
     assert fingerprint(auto.model) == fingerprint(same.model)
+
+
+class Late(nn.Module):
+    """Takes its time, once for all rows that are computed together."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fedavg", "by hand"])
+def test_computing_takes_its_time_on_a_network(strategy):
+    """Each row its part of it: ten of twelve are computed together, then two."""
+    trainer = fit("vmap", STRATEGIES[strategy](), Late, network="100Gbps,0ms")
+    assert float(trainer.clock.time_s.min()) > 10 * 2 * 0.02 / 12

@@ -87,11 +87,13 @@ class Advice:
     """Rows, best first, and what was assumed; `print` it for a table.
 
     Attributes:
-        rows: by seconds per step; after a simulation those that came to the target loss first, by when they did.
+        rows: by seconds per step; after a simulation those that came to the target loss first, by when they did. Those
+            that cannot be trained here come last, in an order of their own.
         recommended: by formula, of the strategies that meet the target and can be trained here the one that exchanges
             the whole model most often, then the one that sends most: more communication keeps nodes closer together,
-            a rule of thumb about quality where the rest is arithmetic. After a simulation the first at the target
-            loss. None where there is none.
+            a rule of thumb about quality where the rest is arithmetic. Where none meets the target, the fastest. After
+            a simulation the first at the target loss, or where none came to it the one of lowest loss. `because` says
+            which it is. None where no strategy can be trained here.
         because: why.
         target_loss: of a simulation.
     """
@@ -105,12 +107,12 @@ class Advice:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows as text."""
         simulated = self.target_loss is not None
-        headers = ["strategy", "s/step", "sent/node/step", "waiting", "computing", "speed-up"]
-        headers += ["steps", "loss", f"to loss {self.target_loss:.4g}"] if simulated else []
+        headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        headers += ["steps/node", "validation loss", f"time to loss {self.target_loss:.4g}"] if simulated else []
         rows = []
         for row in self.rows:
             mark = " *" if row is self.recommended else "" if row.can_train else " †"
-            cells = [row.strategy + mark, f"{row.seconds_per_step:.4g}", readable_bytes(row.tx_bytes_per_step)]
+            cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
             cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
             if simulated:
                 steps = "" if row.simulated_steps is None else str(row.simulated_steps)
@@ -125,7 +127,7 @@ class Advice:
         name = "none" if self.recommended is None else self.recommended.strategy
         lines = [f"recommended: {name}", f"because {self.because}", "assumed:", *(f"- {a}" for a in self.assumptions)]
         if any(not row.can_train for row in self.rows):
-            lines.append("- † by its formula alone: no strategy of that name can be trained here")
+            lines.append("- † not ranked: known by its formula alone, no strategy of that name can be trained here")
         return lines
 
     def __str__(self) -> str:
@@ -220,7 +222,7 @@ def advise(
         for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
     ]
     rows = [_row(plan, num_nodes, network, time, algorithm, target_utilisation) for plan in plans]
-    rows.sort(key=lambda row: row.seconds_per_step)
+    rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
@@ -234,9 +236,16 @@ def advise(
     wanted = f"{slowest} computes for at least {target_utilisation:.0%} of the time"
     because = f"{wanted}, and of such strategies this one exchanges the whole model most often"
     if best is None:
-        near = next((f": {row.strategy} comes closest" for row in rows if row.can_train), "")
-        because = f"{wanted} under no strategy that can be trained here{near}"
+        best = next((row for row in rows if row.can_train), None)
+        because = f"{wanted} under no strategy that can be trained here"
+        because += "" if best is None else f"; {_caveat(best)}"
     return Advice(rows, best, because, lines)
+
+
+def _caveat(row: Row) -> str:
+    """Return what is to be known of the fastest strategy where none meets the target."""
+    text = f"this one is the fastest, {row.utilisation:.1%} of the time computing and {row.speedup:.3g} times one node"
+    return text + (" alone: the fleet is slower than that node" if row.speedup < 1 else " alone")
 
 
 def _assumptions(

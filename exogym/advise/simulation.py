@@ -145,16 +145,22 @@ def _with_losses(
         return replace(row, simulated_steps=own["steps"], final_loss=own["val_loss"], target_s=own["target_s"])
 
     rows = sorted(
-        map(joined, advice.rows), key=lambda row: (row.target_s is None, row.target_s or row.seconds_per_step)
+        map(joined, advice.rows),
+        key=lambda row: (row.target_s is None, not row.can_train, row.target_s or row.seconds_per_step),
     )
-    first = rows[0] if rows[0].target_s is not None else None
     target = f"a validation loss of {result.target_loss:.4g} ({result.description['forecast']['target']})"
+    best, because = rows[0], f"it came first to {target}"
+    if best.target_s is None:
+        best = min((row for row in rows if row.final_loss is not None), key=lambda row: row.final_loss or math.inf)
+        because = (
+            f"none came to {target}; this one came closest, {best.final_loss:.4g} after {best.simulated_steps} steps"
+        )
     lines = [
         f"simulated: {result.heading.partition('. Time')[0]}; strategies that had less time for these steps than the "
         f"first at the loss needed had up to {LONGER} times as many; a longer run may end in another order"
     ]
     lines += [f"not simulated: {', '.join(left)}: by formula alone, or fewer than {ROUNDS} rounds"] if left else []
     return replace(
-        advice, rows=rows, recommended=first, because=f"{'it came first' if first else 'none came'} to {target}",
+        advice, rows=rows, recommended=best, because=because,
         target_loss=result.target_loss, assumptions=[*advice.assumptions, *lines],
     )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import torch
 
@@ -47,6 +49,20 @@ class OneThread:
 
     def __exit__(self, *exc: object) -> None:
         torch.set_num_threads(self.before)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the memory that can still be had: of the GPU, or of the machine with its swap, within the limits set."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = total_memory_bytes(device)
+    with contextlib.suppress(OSError, KeyError, ValueError), open("/proc/meminfo") as file:
+        found = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in file)}
+        free = 1024 * (found["MemAvailable"] + found["SwapFree"])
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 def total_memory_bytes(device: torch.device) -> int:

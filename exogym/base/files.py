@@ -23,7 +23,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
             yield file
         os.replace(beside, path)
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            beside.unlink(missing_ok=True)
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from exogym.cli.compare import compare as compare_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
 from exogym.cli.values import INTERRUPTED
-from exogym.errors import ArgumentError, DataError
+from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
 
 # Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
@@ -78,6 +78,9 @@ def _report(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, _UsageError):
         text, status = error.format_message(), 2
+        if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+            options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
+            text = f"there is no option {option}: {nearest(option, [o for o in options if o.startswith('--')])}"
     elif isinstance(error, ArgumentError | DataError):
         text, status = str(error), 2
     else:

@@ -9,14 +9,13 @@ from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
 from exogym.cli.compare import NETWORK_HELP
-from exogym.cli.live import LiveTable
+from exogym.cli.live import LiveTable, drawn
 from exogym.cli.values import DATASETS, check_dataset, count_of, numbers_of, processes_of
 from exogym.clock import DEVICES, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
@@ -27,10 +26,16 @@ from exogym.network import Network
 from exogym.tasks import load_task
 
 DEFAULT_DEVICE = "h100"
+WANTED = {
+    "network": "which network, --network wifi",
+    "parameters": "how large the model is, --parameters 124M, or which task it is, --dataset NAME",
+    "nodes": "how many nodes there are, --nodes 4",
+    "step": "how long a step takes, --step-seconds 0.8, or what it computes, --flops 6e14",
+}  # what there is no answer without
 
 
 def advise(
-    network: Annotated[str, typer.Option(metavar="TEXT", help=NETWORK_HELP)],
+    network: Annotated[str | None, typer.Option(metavar="TEXT", help=NETWORK_HELP)] = None,
     parameters: Annotated[
         str | None, typer.Option(metavar="P", help="Trainable numbers of the model, as 124M or 1.3B.")
     ] = None,
@@ -95,24 +100,32 @@ def advise(
     --step-seconds (or --flops); for a task, --dataset, the model is its own and a step is measured. With --simulate
     each is also trained for a short while, and ranked by the predicted time to a validation loss.
     """
-    if (parameters is None) == (dataset is None):
-        raise ArgumentError("say either how large the model is, --parameters 124M, or which task it is, --dataset NAME")
+    if parameters is not None and dataset is not None:
+        raise ArgumentError(f"say either {WANTED['parameters']}: not both")
     if flops is not None and step_seconds is not None:
         raise ArgumentError("--step-seconds and --flops both say how long a step takes: give one of them")
     _needs("--dataset", dataset, {"--data": data, "--batch-size": batch_size, "--simulate": simulated or None})
     of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
     _needs("--simulate", simulated or None, of_simulations)
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
-    links, speed = Network.of(network), numbers_of("--speeds", speeds)
+    speed = numbers_of("--speeds", speeds)
+    links = None if network is None else Network.of(network)
     work = None if flops is None else count_of("--flops", flops)
+    step_s = None if step_seconds == MEASURED else step_seconds
+    known = [nodes, None if speed is None else len(speed), None if links is None else links.num_nodes]
+    told = {
+        "network": network, "parameters": dataset if parameters is None else parameters,
+        "nodes": next((n for n in known if n is not None), dataset),
+        "step": next((text for text in (step_s, flops) if text is not None), dataset),
+    }  # fmt: skip
+    missing = [WANTED[name] for name, value in told.items() if value is None]
+    if links is None or missing:
+        raise ArgumentError("say " + "; ".join(missing))
     task = None
     if dataset is not None:
         check_dataset(dataset)
         task = load_task(dataset, data)
-    known = [nodes, None if speed is None else len(speed), links.num_nodes, None if task is None else task.nodes]
-    count = next((number for number in known if number is not None), None)
-    if count is None:
-        raise ArgumentError("say how many nodes there are, --nodes 4")
+    count = next(number for number in [*known, None if task is None else task.nodes] if number is not None)
     share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
     if simulated and task is not None:
         for option, given in {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element}.items():
@@ -128,10 +141,8 @@ def advise(
                 processes=processes_of(processes or "1"), watch=live.update,
             )  # fmt: skip
     else:
-        step = None if step_seconds == MEASURED else step_seconds
-        if step is None and work is None:
-            if task is None:
-                raise ArgumentError("say how long a step takes, --step-seconds 0.8, or what it computes, --flops 6e14")
+        step = step_s
+        if step is None and work is None and task is not None:
             step = measured_step_s(task, batch_size)
         size = parameters_of(task) if task is not None else count_of("--parameters", str(parameters))
         advice = predict(
@@ -159,10 +170,6 @@ def print_advice(advice: Advice, file: TextIO) -> None:
     if not console.is_terminal:
         print(advice, file=file)
         return
-    headers, rows = advice.table()
-    table = Table(*headers, box=None, pad_edge=False)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    for cells, row in zip(rows, advice.rows, strict=True):
-        table.add_row(*cells, style="bold" if row is advice.recommended else None)
-    console.print(table, "", *advice.notes(), sep="\n", markup=False, highlight=False)
+    bold = [row is advice.recommended for row in advice.rows]
+    tables = drawn(*advice.table(), console.width, bold)
+    console.print(*tables, *advice.notes(), sep="\n", markup=False, highlight=False)

@@ -129,7 +129,7 @@ class Communicator:
         """
         share = self.share(range(self.num_nodes))
         if share is not None:
-            x[0, start:stop].mul_(share[self.ranks[0]].to(x))
+            x[0, start:stop].mul_(float(share[self.ranks[0]]))  # a number is not rounded to half precision
         self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
 
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
@@ -155,6 +155,7 @@ class Communicator:
         if self.wire.packs:
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
+        self._check_op(op, decoded)
         flat = decoded.reshape(len(decoded), -1)
         if len(groups) == 1 and len(groups[0]) == self.num_nodes:
             self._record("all_gather", "ring", groups[0], size)
@@ -183,6 +184,7 @@ class Communicator:
                 for piece, part in zip(pieces, payload, strict=True)
             ]
             decoded = decode(*parts)
+            self._check_op(op, decoded)
             flat = decoded.reshape(len(group), -1)
             reduced = reduce_rows(flat, group, op, self.share(group, op)).view(1, *decoded.shape[1:])
             if result is None:

@@ -10,26 +10,32 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 18
+HALVES = (torch.float16, torch.bfloat16)
 
 
-def tree_sum(x: Tensor, ids: Sequence[int]) -> Tensor:
+def tree_sum(x: Tensor, ids: Sequence[int], weights: Tensor | None = None, divisor: int = 1) -> Tensor:
     """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
 
     Leaves stand at their ids; at each level positions 2k and 2k+1 are added, and a position whose
-    sibling is absent passes through. The result depends on ids and rows only.
+    sibling is absent passes through. The result depends on ids and rows only. Rows are multiplied by `weights` (n,)
+    first, and the sum is divided by `divisor`. Half-precision rows are weighted and summed in fp32 and rounded once.
 
     >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
     tensor([7.])
     """
     n, width = x.shape
-    if n == 1:
+    if n == 1 and weights is None:
         return x[0].clone()
+    exact = _exact(x)
+    shares = None if weights is None else weights[:, None].to(x.device, exact)
     out = torch.empty(width, dtype=x.dtype, device=x.device)
     step = max(1, CHUNK_ELEMENTS // n) if x.device.type == "cpu" else width
     dense = list(ids) == list(range(n))
     for start in range(0, width, step):
-        part = x[:, start : start + step]
-        out[start : start + step] = _tree_dense(part) if dense else _tree_sparse(part, ids)
+        part = x[:, start : start + step].to(exact)
+        part = part if shares is None else part * shares
+        total = _tree_dense(part) if dense else _tree_sparse(part, ids)
+        out[start : start + step] = total if divisor == 1 else total.div_(divisor)
     return out
 
 
@@ -186,7 +192,7 @@ class Wire:
             nobody = x.new_full(x.shape[1:], info.min if op == "max" else info.max)
             return self._combine((mine.amax(0) if op == "max" else mine.amin(0)) if here else nobody, op)
         if weights is not None:
-            return self._combine((mine * weights[here, None].to(mine)).sum(0), "sum")
+            return self._combine((mine * weights[here, None].to(x.device, _exact(x))).sum(0).to(x.dtype), "sum")
         total = self._combine(mine.sum(0), "sum")
         return total.div_(len(ids)) if op == "mean" else total
 
@@ -195,13 +201,14 @@ class Wire:
         return partial
 
 
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in HALVES else x.dtype
+
+
 def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
     """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min"."""
     if op == "max":
         return members.amax(0)
     if op == "min":
         return members.amin(0)
-    if weights is not None:
-        return tree_sum(members * weights[:, None].to(members), ids)
-    total = tree_sum(members, ids)
-    return total.div_(len(ids)) if op == "mean" else total
+    return tree_sum(members, ids, weights, len(ids) if op == "mean" and weights is None else 1)

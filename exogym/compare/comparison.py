@@ -229,15 +229,25 @@ def target_of(histories: Histories, given: float | None = None) -> tuple[float, 
 
 
 def find_first(rows: Sequence[Mapping[str, Any]], target_loss: float, why: str) -> str:
-    """Return as one sentence who came to the target loss first, in predicted time, and when DDP (or the next) did."""
+    """Return as one sentence who came to the target loss first, in predicted time, and when DDP (or the next) did.
+
+    First is who came there in all its runs and took the least time on average. Who came there in some runs only is
+    named too, and where the first did not stay there, what it ended at.
+    """
     loss = f"a validation loss of {target_loss:.4g} ({why})"
     there = sorted((row for row in rows if row["target_s"] is not None), key=lambda row: row["target_s"])
+    some = [row for row in rows if row["target_s"] is None and row["target_runs"]]
+    partly = "".join(f"; {row['title']} only in {row['target_runs']} of {row['seeds']} runs" for row in some)
     if not there:
-        return f"No strategy came to {loss} in all its runs."
+        return f"No strategy came to {loss} in all its runs{partly}."
     first, *others = there
-    text = f"{first['title']} came to {loss} first, after {readable_seconds(first['target_s'])}"
+    text = f"{first['title']} came to {loss} first{' of those that did in all runs' if some else ''}, "
+    text += f"after {readable_seconds(first['target_s'])}"
+    if first["val_loss"] > target_loss:
+        text += f" (and ended at {first['val_loss']:.4g})"
     after = next((row for row in others if _name(row["strategy"]) == BASELINE), others[0] if others else None)
-    return text + ("" if after is None else f"; {after['title']} after {readable_seconds(after['target_s'])}") + "."
+    after_it = "" if after is None else f"; {after['title']} after {readable_seconds(after['target_s'])}"
+    return f"{text}{after_it}{partly}."
 
 
 def _evaluating_share(history: History) -> float:

@@ -17,6 +17,8 @@ from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # Okabe & Ito 2008, told apart with every common kind of colour-blindness; without their yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -34,6 +36,8 @@ DOING = {
 }  # fmt: skip
 ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a strip: rounds shown, spans of a node at most, nodes at most
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
+End = tuple["Line2D", float | None, float]  # of a curve: where it ends on the axes; None for a level line
+LEGEND_POINTS = 30  # of the strokes beside the titles
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,17 @@ def _draw(
     x_label: str, readable: Callable[[float], str] | None = None, logarithmic: bool = False,
     target_loss: float | None = None,
 ) -> None:  # fmt: skip
-    """Draw each curve at its places on the x axis; one with none is a level line."""
+    """Draw each curve at its places on the x axis, into a PNG file; one with none is a level line."""
+    figure = _figure(curves, places, heading, x_label, readable, logarithmic, target_loss)
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _figure(
+    curves: Sequence[Curve], places: Sequence[np.ndarray | None], heading: str, x_label: str,
+    readable: Callable[[float], str] | None, logarithmic: bool, target_loss: float | None,
+) -> Figure:  # fmt: skip
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
@@ -162,39 +173,10 @@ def _draw(
     longest = max((len(curve.title) for curve in curves), default=0)
     room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
     figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
-    ends = []
-    looks = itertools.product(STYLES, COLOURS)
-    for curve, x in zip(curves, places, strict=True):
-        style, colour = ("-", LONER) if curve.is_silent else next(looks)
-        mean = curve.losses.mean(0)
-        if x is None:
-            axes.axhline(mean[-1], color=LONER, linestyle=(0, (4, 3)), linewidth=1.4)
-            ends.append((None, mean[-1], curve.title, LONER))
-            continue
-        shown = x > 0 if logarithmic else np.ones(len(x), bool)
-        axes.plot(x[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8, solid_capstyle="round")
-        if len(curve.losses) > 1:
-            low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
-            axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
-        ends.append((x[-1], mean[-1], curve.title, colour))
+    lines = _lines(axes, curves, places, logarithmic)
     if target_loss is not None:
         axes.axhline(target_loss, color="#555555", linestyle=(0, (1, 2)), linewidth=1)
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    subs = FEW_TICKS if high / low > 8 else SOME_TICKS if high / low > 2 else MANY_TICKS
-    axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylabel("validation loss")
-    there = [x for x in places if x is not None]
-    if logarithmic and there:
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
-        axes.set_xlim(0, max((float(x[-1]) for x in there), default=1.0) or 1.0)
-    if there and readable is not None:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
+    _scale(axes, [x for x in places if x is not None], readable, logarithmic)
     axes.set_xlabel(x_label)
     seeds = max((len(curve.losses) for curve in curves), default=1)
     note = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
@@ -204,8 +186,53 @@ def _draw(
     axes.grid(True, color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    _label(axes, ends)
-    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+    if not _label(axes, lines):
+        figure.subplots_adjust(right=0.99 - room - LEGEND_POINTS / 72 / SIZE_INCHES[0])
+        _legend(axes, lines)
+    return figure
+
+
+def _lines(
+    axes: Axes, curves: Sequence[Curve], places: Sequence[np.ndarray | None], logarithmic: bool
+) -> dict[str, End]:
+    """Draw the curves; return title to end."""
+    lines: dict[str, End] = {}
+    looks = itertools.product(STYLES, COLOURS)
+    for curve, x in zip(curves, places, strict=True):
+        style, colour = ("-", LONER) if curve.is_silent else next(looks)
+        mean = curve.losses.mean(0)
+        if x is None:
+            line = axes.axhline(mean[-1], color=LONER, linestyle=(0, (4, 3)), linewidth=1.4)
+        else:
+            shown = x > 0 if logarithmic else np.ones(len(x), bool)
+            (line,) = axes.plot(x[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8)
+            line.set_solid_capstyle("round")
+            if len(curve.losses) > 1:
+                low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
+                axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
+        lines[curve.title] = line, None if x is None else float(x[-1]), float(mean[-1])
+    return lines
+
+
+def _scale(
+    axes: Axes, places: Sequence[np.ndarray], readable: Callable[[float], str] | None, logarithmic: bool
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    subs = FEW_TICKS if high / low > 8 else SOME_TICKS if high / low > 2 else MANY_TICKS
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylabel("validation loss")
+    if logarithmic and places:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(0, max((float(x[-1]) for x in places), default=1.0) or 1.0)
+    if places and readable is not None:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
 
 
 def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
@@ -276,35 +303,47 @@ def _round_step(least: float) -> float:
     return next(k * power for k in (1, 2, 5, 10) if k * power >= least)
 
 
-def _label(axes: Axes, ends: list[tuple[Any, float, str, str]]) -> None:
-    """Write each title right of where its curve ends, moved up or down where titles would overlap."""
-    from matplotlib.patheffects import withStroke
+def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
+    """Write each title right of where its curve ends, moved up where titles would overlap.
 
-    figure = axes.figure
-    figure.draw_without_rendering()  # type: ignore[union-attr]
-    line = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
+    Return whether none of them lies on a curve or outside of the picture; if one would, none is written.
+    """
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    line_height = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
     right = axes.get_xlim()[1]
-    placed: list[list[float]] = []
     spots = []
-    for x, y, title, colour in ends:
-        across, up = axes.transData.transform((right if x is None else x, y))
-        spots.append((up, across, title, colour))
+    for title, (line, x, loss) in lines.items():
+        across, up = axes.transData.transform((right if x is None else x, loss))
+        spots.append((up, across, title, line.get_color()))
+    placed: list[list[float]] = []
+    labels = []
     for up, across, title, colour in sorted(spots):
-        width = len(title) * LETTER_POINTS / 72 * DOTS_PER_INCH
-        height = up
+        width, height = len(title) * LETTER_POINTS / 72 * DOTS_PER_INCH, up
         for other_left, other_right, other_up in sorted(placed, key=lambda box: box[2]):
-            if across < other_right and other_left < across + width and height < other_up + line:
-                height = max(height, other_up + line)
+            if across < other_right and other_left < across + width and height < other_up + line_height:
+                height = max(height, other_up + line_height)
         placed.append([across, across + width, height])
-        axes.annotate(
-            title,
-            xy=(across, up),
-            xycoords="figure pixels",
-            xytext=(6, (height - up) * 72 / DOTS_PER_INCH),
-            textcoords="offset points",
-            color=colour,
-            fontsize=LABEL_POINTS,
-            va="center",
-            annotation_clip=False,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-        )
+        offset = 6, (height - up) * 72 / DOTS_PER_INCH
+        label = axes.annotate(title, (across, up), offset, "figure pixels", "offset points", annotation_clip=False)
+        label.set(color=colour, fontsize=LABEL_POINTS, va="center")
+        labels.append(label)
+    boxes = [label.get_window_extent() for label in labels]
+    ways = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    is_free = not any(way.intersects_bbox(box, filled=False) for way in ways for box in boxes)
+    is_free = is_free and all(box.x1 < figure.bbox.x1 and box.y1 < figure.bbox.y1 for box in boxes)
+    if not is_free:
+        for label in labels:
+            label.remove()
+    return is_free
+
+
+def _legend(axes: Axes, lines: Mapping[str, End]) -> None:
+    """Write the titles right of the axes, from the highest loss at the end to the lowest."""
+    order = sorted(lines, key=lambda title: -lines[title][2])
+    legend = axes.legend(
+        [lines[title][0] for title in order], order, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0,
+        fontsize=LABEL_POINTS, frameon=False, handlelength=1.8,
+    )  # fmt: skip
+    for text, title in zip(legend.get_texts(), order, strict=True):
+        text.set_color(lines[title][0].get_color())

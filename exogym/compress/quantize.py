@@ -8,13 +8,15 @@ from torch import Tensor
 from exogym.errors import ArgumentError
 
 
-def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise each row of `x` (rows, k) to `bits` bits, with one scale per row.
 
     scale = max|x| / (2^(bits-1) - 1),  code = round(x / scale). The error is at most scale / 2; a zero row stays zero.
+    With `noise` u, uniform in [0, 1), code = floor(x / scale + u): the mean over u is x, the error below scale.
 
     Args:
         bits: 2 to 8, or 16.
+        noise: (rows, k) in fp32.
 
     Returns:
         (codes, scale): codes (rows, ceil(k bits / 8)) bytes, scale (rows, 1) fp32: k bits / 8 + 4 bytes per row.
@@ -28,7 +30,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     top = 2 ** (bits - 1) - 1
     scale = x.abs().amax(1, keepdim=True).float() / top if x.shape[1] else x.new_zeros(len(x), 1).float()
     safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = (x.float() / safe).round_().clamp_(-top, top).to(torch.int32) + top
+    steps = x.float() / safe
+    codes = (steps.round_() if noise is None else steps.add_(noise).floor_()).clamp_(-top, top).to(torch.int32) + top
     return _pack(codes, bits), scale
 
 

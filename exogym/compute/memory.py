@@ -5,11 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from exogym.base.devices import free_memory_bytes
 from exogym.compute.outputs import batch_examples, map_tensors, split_batch
 from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError
+
+
+def check_rows(model: nn.Module, num_nodes: int, processes: int, device: torch.device) -> None:
+    """Refuse rows that have no room in memory, before any are made.
+
+    Args:
+        processes: those that share the nodes and have memory of their own, as far as is known.
+
+    Raises:
+        ArgumentError: the parameters of the nodes here need more than is free.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
+    row_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    rows, free = -(-num_nodes // processes), free_memory_bytes(device)
+    if rows * row_bytes <= free:
+        return
+    fit = free // row_bytes * processes
+    most = f"at most {fit} nodes fit, fewer with gradients and optimizer" if fit else "not even one node fits"
+    share = f" in each of {processes} processes" if processes > 1 else ""
+    raise ArgumentError(
+        f"num_nodes={num_nodes}: {rows} rows of {sum(p.numel() for p in parameters)} parameters{share} need "
+        f"{rows * row_bytes / 1e9:.3g} GB for the parameters alone, and {free / 1e9:.3g} GB are free: {most}. "
+        "Train fewer nodes or a smaller model, or share the nodes out to more machines"
+    )
 
 
 def activation_bytes(worker: Worker, batch: Any) -> int:

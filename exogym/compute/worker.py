@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
+from exogym.compute.attributes import Attributes, refuse_carried
 from exogym.compute.outputs import Loss, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet, Stateful
@@ -65,17 +66,20 @@ class Worker:
 
     # Looking at the model before training
 
-    def probe(self, batch: Any) -> None:
+    def probe(self, batch: Any, another: Callable[[], Any] | None = None) -> None:
         """Run a training step and undo it, to learn what the model does.
 
         Buffers that the model makes, or brings to their size, in its first step are kept, and looked at in a second.
 
+        Args:
+            another: gives another batch of the kind; `batch` again if None.
+
         Raises:
             ModelError: no loss comes back, it depends on no trainable parameter, gradients are sparse, or the step
-                changes what cannot be a row.
+                changes what cannot be a row, or an attribute that goes into later steps.
         """
         self.model.train()
-        at_first = self._buffer_shapes()
+        attributes, at_first = Attributes(self.model), self._buffer_shapes()
         self._trial_step(batch)
         if (made := self._buffer_shapes()) != at_first:
             self._trial_step(batch)
@@ -85,15 +89,18 @@ class Worker:
                     f"the model makes or resizes buffers in its first step and goes on changing them ({late[:3]}), so "
                     "no node's own could start at the right value: make them in __init__, with their size"
                 )
+        other = (lambda: batch) if another is None else another
+        exact = self.device.type == "cpu"
+        refuse_carried(self.model, attributes, self._trial_step, batch, other, 0.0 if exact else 1e-4)
 
-    def _trial_step(self, batch: Any) -> None:
+    def _trial_step(self, batch: Any) -> Tensor:
         seed_torch(0, self.device)
         seed_python(0)
         states = self._random_states()
         frozen = {name: (p, _mark(p)) for name, p in self.model.named_parameters() if not p.requires_grad}
         before = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
         try:
-            self._trial_gradient(batch)
+            loss = self._trial_gradient(batch)
         finally:
             self.clear_grads(list(self.model.parameters()))
             self._undo(before)
@@ -104,8 +111,9 @@ class Worker:
                     f"a training step changes {name!r}, a parameter without requires_grad, which all nodes share: "
                     "make it a buffer (register_buffer), of which every node has its own"
                 )
+        return loss
 
-    def _trial_gradient(self, batch: Any) -> None:
+    def _trial_gradient(self, batch: Any) -> Tensor:
         with self.autocast():
             try:
                 loss = self.loss(self.to_device(batch))
@@ -125,6 +133,7 @@ class Worker:
                 raise ModelError(
                     f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
                 )
+        return loss.detach()
 
     @torch.no_grad()
     def _undo(self, before: dict[str, tuple[Tensor, int, Tensor]]) -> None:

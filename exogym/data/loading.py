@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ _OURS = {
     "batch_sampler": "the order follows from seed; use partitioner for who gets what",
     "drop_last": "the last batch of an epoch is kept, short",
     "generator": "random numbers follow from seed",
+    "in_order": "the order follows from seed",
 }
 
 
@@ -41,14 +44,39 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
             raise ArgumentError(
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
             )
-    return dict(given or {})
+    kwargs = dict(given or {})
+    workers = kwargs.get("num_workers", 0)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ArgumentError(f"dataloader_kwargs: num_workers={workers!r} must be a whole number, 0 or more")
+    for name in ("collate_fn", "worker_init_fn"):
+        if kwargs.get(name) is not None and not callable(kwargs[name]):
+            raise ArgumentError(f"dataloader_kwargs: {name}={kwargs[name]!r} cannot be called: wanted a function")
+    prefetch = kwargs.get("prefetch_factor")
+    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
+        raise ArgumentError(f"dataloader_kwargs: prefetch_factor={prefetch!r} must be a whole number of at least 1")
+    if not workers and kwargs.get("timeout"):
+        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} is for workers: give num_workers, too")
+    try:
+        DataLoader(_Nothing(), **kwargs)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ArgumentError(f"dataloader_kwargs={kwargs!r}: torch's DataLoader refuses that: {error}") from error
+    return kwargs
+
+
+class _Nothing(Dataset[Any]):
+    """A data set for a DataLoader that is never asked."""
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Loading:
     """One DataLoader, kept with its workers between calls, that is told before each iteration what to load."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
-        begin = functools.partial(_begin_worker, kwargs.get("worker_init_fn"))
+        begin = functools.partial(
+            _begin_worker, _parent(kwargs.get("multiprocessing_context")), kwargs.get("worker_init_fn")
+        )
         self._kwargs = {**kwargs, "collate_fn": _as_read, "worker_init_fn": begin}
         self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
         self._seed = seed
@@ -142,8 +170,19 @@ def _as_read(batch: Any) -> Any:
     return batch
 
 
-def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
-    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end."""
+def _parent(context: Any) -> int | None:
+    """Return this process's number where workers will be its own children, as by a fork server they are not."""
+    method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
+    return None if method == "forkserver" else os.getpid()
+
+
+def _begin_worker(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:
+    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end.
+
+    torch's worker ends when it gets another parent; one whose parent was killed before it looked would stay for ever.
+    """
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
     for name in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # not in a main thread
             signal.signal(name, _nothing)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from exogym.base import rng
+from exogym.base.devices import total_memory_bytes
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.data.loading import Loading, check_dataloader_kwargs
 from exogym.data.partition import Partitioner, check_shards, parse_partitioner
@@ -260,6 +261,15 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         raise DataError(f"{origin} ({kind}) has no length: give it a __len__") from None
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{origin} ({kind}) has a length that none can have ({error}): correct its __len__") from None
+    order_bytes, there_bytes = 16 * length, total_memory_bytes(torch.device("cpu"))  # a permutation, and its copy
+    if order_bytes > there_bytes:
+        raise DataError(
+            f"{origin} ({kind}) says that it has {length} examples: to put them in an order takes "
+            f"{order_bytes / 1e9:.3g} GB, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give "
+            f"a part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
+        )
     if length == 0:
         raise DataError(f"{origin} ({kind}) is empty: give at least one example")
     return dataset

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 
 from exogym.base import pulse
+from exogym.engine.hangs import shows_stacks
 from exogym.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
-from exogym.engine.watch import shows_stacks
 from exogym.errors import TrainingError, WorkerError
 
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SO_ATTACH_FILTER = 26  # of Linux; Python does not name it
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: of every packet keep 0 bytes
@@ -32,10 +32,12 @@ def sockets() -> Sockets:
 
 def shut(descriptor: int, inode: int) -> None:
     """Shut down the connection, if the descriptor still is that socket; it stays open for who holds it."""
-    with _double(descriptor, inode) as double:
-        if double is not None and double.family != socket.AF_UNIX:
-            double.getpeername()  # gloo does not survive the end of a socket that listens, which has no peer
-            double.shutdown(socket.SHUT_RDWR)
+
+    def act(one: socket.socket) -> None:
+        one.getpeername()  # gloo does not survive the end of a socket that listens, which has no peer
+        one.shutdown(socket.SHUT_RDWR)
+
+    _touch(descriptor, inode, act)
 
 
 @contextlib.contextmanager
@@ -50,24 +52,21 @@ def ports_closed_afterwards() -> Iterator[None]:
     yield
     if sys.platform == "linux":
         for descriptor, inode in sockets() - before:
-            with _double(descriptor, inode) as double:
-                if double is not None and _listens(double) and double.getsockname()[0] not in EVERYWHERE:
-                    program = ctypes.create_string_buffer(DROP_ALL)
-                    double.setsockopt(
-                        socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program))
-                    )
+            _touch(descriptor, inode, _close_port)
 
 
-def _listens(one: socket.socket) -> bool:
-    return one.family != socket.AF_UNIX and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _close_port(one: socket.socket) -> None:
+    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockname()[0] not in EVERYWHERE:
+        program = ctypes.create_string_buffer(DROP_ALL)
+        one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
-@contextlib.contextmanager
-def _double(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
-    """Give another handle of the socket, None where the descriptor is no longer that one; errors end the block."""
+def _touch(descriptor: int, inode: int, act: Callable[[socket.socket], None]) -> None:
+    """Act on the socket through another handle, if the descriptor still is that one, and not a local one."""
     with contextlib.suppress(OSError):
         double = socket.socket(fileno=os.dup(descriptor))
         try:
-            yield double if os.fstat(double.fileno()).st_ino == inode else None
+            if os.fstat(double.fileno()).st_ino == inode and double.family != socket.AF_UNIX:
+                act(double)
         finally:
             double.close()

@@ -126,6 +126,7 @@ class ProcessWire(Wire):
         parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
 
+    @pulse.waits
     def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
         """Only the two processes of a move take part in it; all of them are under way at once."""
         got, calls = {}, []

@@ -28,7 +28,6 @@ from types import TracebackType
 PR_SET_PDEATHSIG = 1
 # What torch says, always as a RuntimeError, where the process at the other end of a connection has ended.
 CUT = ("Connection reset by peer", "Connection closed by peer", "Connection was likely closed", "Broken pipe")
-OTHERS_SIGNAL = "a signal to another process"  # how a KeyboardInterrupt of ExoGym's own begins, see training/loop.py
 
 
 def end_with(launcher: int) -> None:
@@ -66,7 +65,7 @@ def is_lost(error: BaseException) -> bool:
     (True, False)
     """
     if isinstance(error, KeyboardInterrupt):
-        return str(error).startswith(OTHERS_SIGNAL)
+        return "exogym.errors.Stopped" in kinds(error) and error.elsewhere  # type: ignore[attr-defined]
     cut = isinstance(error, RuntimeError) and any(words in str(error) for words in CUT)
     return cut or "exogym.remote.elastic.wire.Lost" in kinds(error)
 

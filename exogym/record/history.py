@@ -394,7 +394,7 @@ class History(Sequence[Row]):
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(self.columns)
                 writer.writerows(row.values() for row in self)
-        except OSError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another one") from error
 
     def to_pandas(self) -> pandas.DataFrame:

@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.errors import ArgumentError, check_count, nearest
+from exogym.errors import ArgumentError, nearest
 
 MASTER_PORT = 29500
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029\ud800-\udfff]")
+MOST_SLOTS = 4096  # of a host; each is a process
 TOP = (
     *("master", "workers", "ssh_user", "ssh_key_path", "ssh_port", "ssh_config_path", "python_env", "project_path"),
     "master_port",
@@ -146,6 +147,8 @@ class HostsConfig:
             raise ArgumentError(
                 f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists without end
+            raise ArgumentError(f"{name}: not JSON that can be read ({error}); wanted {EXAMPLE}") from None
         if not isinstance(value, dict):
             raise ArgumentError(f"{name} holds a {type(value).__name__}, wanted an object such as {EXAMPLE}")
         return _Reader(name, value).config()
@@ -179,6 +182,15 @@ def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _shown(value: Any) -> str:
+    """Return `value` for a message, cut short; some have no text at all."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; a list of lists without end
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class _Reader:
     """Reads the fields of one hosts file; `name` stands before each complaint."""
 
@@ -192,7 +204,7 @@ class _Reader:
             raise self._wrong("master", "is missing", f"the address of the first host, as in {EXAMPLE}")
         workers = fields.get("workers", [])
         if not isinstance(workers, list | tuple):
-            raise self._wrong("workers", f"={workers!r}", "a list of hosts, which may be empty")
+            raise self._wrong("workers", f"={_shown(workers)}", "a list of hosts, which may be empty")
         hosts = [self._host("master", fields["master"])]
         hosts += [self._host(f"workers[{i}]", worker) for i, worker in enumerate(workers)]
         self._together(hosts)
@@ -214,7 +226,7 @@ class _Reader:
     def _host(self, where: str, given: Any) -> Host:
         own: Any = {"address": given} if isinstance(given, str) else given
         if not isinstance(own, Mapping):
-            raise self._wrong(where, f"={given!r}", 'an address, or an object such as {"address": "10.0.0.2"}')
+            raise self._wrong(where, f"={_shown(given)}", 'an address, or an object such as {"address": "10.0.0.2"}')
         self._known(f"{where}.", own, OWN)
         at = where if isinstance(given, str) else f"{where}.address"
         if "address" not in own:
@@ -226,7 +238,11 @@ class _Reader:
         python, path = self._pick(own, where, "python", "python_env"), self._pick(own, where, "path", "project_path")
         config = top.get("ssh_config_path")
         slots = own.get("slots", 1)
-        check_count(f"{self.name}: {where}.slots", slots)
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise ArgumentError(f"{self.name}: {where}.slots={_shown(slots)} must be a whole number of at least 1")
+        if slots > MOST_SLOTS:
+            wanted = f"at most {MOST_SLOTS}: each slot is a process on that host"
+            raise self._wrong(f"{where}.slots", f"={_shown(slots)}", wanted)
         return Host(
             address=address,
             ssh_host=self._address(f"{where}.ssh_host", own["ssh_host"]) if "ssh_host" in own else address,
@@ -261,42 +277,45 @@ class _Reader:
         wanted = "the path of a Python, such as /opt/env/bin/python or ~/env/bin/python, or its bare name"
         text = self._text(field, value, wanted)
         if text.startswith("-") or "\\" in text or ("/" in text and not text.startswith(("/", "~/"))):
-            raise self._wrong(field, f"={text!r}", wanted)
+            raise self._wrong(field, f"={_shown(text)}", wanted)
         return text
 
     def _folder(self, field: str, value: Any) -> str:
         wanted = "a folder by its whole path, or beginning with ~/"
         text = self._text(field, value, wanted)
         if not text.startswith(("/", "~/")) and text != "~":
-            raise self._wrong(field, f"={text!r}", wanted)
+            raise self._wrong(field, f"={_shown(text)}", wanted)
         return text
 
     def _local_file(self, field: str, value: Any) -> str:
         text = self._text(field, value, "the path of a file")
         if "%" in text or "${" in text:
-            raise self._wrong(field, f"={text!r}", "a path without % and ${, to which ssh gives a meaning")
+            raise self._wrong(field, f"={_shown(text)}", "a path without % and ${, to which ssh gives a meaning")
         return os.path.abspath(os.path.expanduser(text))
 
     def _port(self, field: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-            raise self._wrong(field, f"={value!r}", "a port, a whole number of 1 to 65535")
+            raise self._wrong(field, f"={_shown(value)}", "a port, a whole number of 1 to 65535")
         return value
 
     def _match(self, field: str, value: Any, pattern: re.Pattern[str], wanted: str) -> str:
         text = self._text(field, value, wanted)
         if not pattern.fullmatch(text):
-            raise self._wrong(field, f"={text!r}", wanted)
+            raise self._wrong(field, f"={_shown(text)}", wanted)
         return text
 
     def _text(self, field: str, value: Any, wanted: str) -> str:
         if not isinstance(value, str) or not value or CONTROL.search(value):
-            raise self._wrong(field, f"={value!r}", wanted)
+            raise self._wrong(field, f"={_shown(value)}", wanted)
         return value
 
     def _known(self, where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
         for key in given:
             if key not in known:
-                raise ArgumentError(f"{self.name}: there is no field {where + str(key)!r}: {nearest(str(key), known)}")
+                name = key if isinstance(key, str) else _shown(key)
+                raise ArgumentError(
+                    f"{self.name}: there is no field {_shown(where + name)}: {nearest(name[:200], known)}"
+                )
 
     def _wrong(self, field: str, what: str, wanted: str) -> ArgumentError:
         what = what if what.startswith("=") else f" {what}"

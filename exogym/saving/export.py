@@ -38,8 +38,8 @@ def save_model(model: nn.Module, path: str | Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary, metadata={"format": "pt"})
         os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        with contextlib.suppress(OSError, ValueError):
             temporary.unlink()
         raise ArgumentError(f"the model could not be written to {str(path)!r}: {error}; name another file") from error
     return path
@@ -54,7 +54,7 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
     """
     try:
         tensors = load_file(str(path))
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}; wanted a file that save_model wrote") from error
     wanted = model.state_dict()
     unlike = [f"{name}: only in the file" for name in sorted(tensors.keys() - wanted.keys())]

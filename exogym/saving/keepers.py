@@ -76,13 +76,13 @@ def check_folder(path: str | Path) -> list[Path]:
         ArgumentError: it cannot be written.
     """
     folder = Path(path)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    made = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial = folder / f".writable-{os.getpid()}"
         trial.write_text("")
         trial.unlink(missing_ok=True)  # another host's process may have the same number
-    except OSError as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
         remove_folders(made)
         raise _unwritable(path, error) from error
     return made
@@ -91,7 +91,7 @@ def check_folder(path: str | Path) -> list[Path]:
 def remove_folders(made: list[Path]) -> None:
     """Remove the folders that `check_folder` made, unless there is something in them."""
     for folder in made:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             folder.rmdir()
 
 
@@ -191,6 +191,6 @@ def _leave(mark: Path) -> None:
         raise _unwritable(mark.parent, error) from error
 
 
-def _unwritable(folder: str | Path, error: OSError) -> ArgumentError:
-    why = error.strerror or error
+def _unwritable(folder: str | Path, error: Exception) -> ArgumentError:
+    why = getattr(error, "strerror", None) or error
     return ArgumentError(f"save_dir={str(folder)!r} cannot be written: {why}; choose another folder")

@@ -26,7 +26,8 @@ from exogym.saving.checkpoint_files import SHARED, Snapshot
 from exogym.saving.segments import Segments
 
 MARK = "mark"
-FREE = "program."  # what a user's own strategy keeps in its attributes may come and go
+# May come and go: what a user's own strategy keeps in its attributes, and callbacks
+FREE = ("program.", "callback ")
 
 if TYPE_CHECKING:
     from exogym.training.loop import TrainingLoop
@@ -171,11 +172,13 @@ def check_counters(snapshot: Snapshot) -> None:
     meta, step = snapshot.meta, snapshot.meta["step"]
     end: Any = meta.get("begun_end")
     wall_s: Any = meta.get("wall_s")
+    apart: Any = meta.get("apart")
     history = meta.get("history")
     right = {
         "begun_end": "begun_end" in meta and (end is None or (type(end) is int and step < end < 1 << 62)),
         "logged": type(meta.get("logged")) is int and -1 <= meta["logged"] <= step,
         "evaluated": type(meta.get("evaluated")) is int and -1 <= meta["evaluated"] <= step,
+        "apart": apart is None or (isinstance(apart, dict) and all(type(x) is float for x in apart.values())),
         "wall_s": type(wall_s) in (int, float) and 0 <= wall_s < math.inf,
         "history": isinstance(history, dict) and history.get("last_step") == step,
         "description": isinstance(meta.get("description"), dict),

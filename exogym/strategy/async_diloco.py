@@ -66,6 +66,14 @@ class Server:
         self.t += 1
         self.version += any(changes)
 
+    def flush(self) -> None:
+        """Take the step of `fedbuff` that fewer than K arrivals wait for; each weighs 1/K, as ever."""
+        waiting = self.t % self.K if self.rule is _fedbuff else 0
+        for b, A in enumerate(self.A if waiting else []):
+            self.outer_step(b, A.div_(self.K))
+            A.zero_()
+        self.version += waiting > 0
+
     @property
     def completes_period(self) -> bool:
         """Whether the arrival at hand is the last of its K."""
@@ -152,9 +160,11 @@ class AsyncDiLoCoStrategy(Strategy):
     One step of the fleet is N local steps, whoever takes them. The evaluation model is theta. Every node draws from its
     own share of the data, and a fast one more of it. Memory: a node costs one row more, the theta it pulled.
 
-    Steps taken since a node's last push are pushed at the end of training (`final_sync`). Changing buffers travel
-    along: the server's are moved towards the mean of n nodes that pull together by n/N. Planned faults and
-    compute="vmap" are refused.
+    Steps taken since a node's last push are pushed at the end of training (`final_sync`); those nodes pull once more,
+    the others do not, so as many bytes go up as down. `fedbuff` then takes the step that fewer than K pushes wait for,
+    g = A/K. These rounds are half done, but a period that they complete takes the whole step along the momentum, so
+    the loss may jump there. Changing buffers travel along: the server's are moved towards the mean of n nodes that
+    pull together by n/N. Planned faults and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)

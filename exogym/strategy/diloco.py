@@ -12,7 +12,8 @@ rounds of warm-up it is eta (r+1)/W for r < W, and then, by name, eta shape((r-W
 steps). H may be a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
-tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1) and no momentum this is FedAvg.
+tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1), no momentum and the same
+weighting this is FedAvg.
 
 With absent nodes: Delta is the mean over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
 none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
@@ -107,7 +108,7 @@ class DiLoCoCommunicator(PeriodicModule):
                 f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
             )
         self.optimizer = self.outer.build(named, hidden=fleet.hidden)
-        eta, rounds = float(self.optimizer.param_groups[0]["lr"]), self.round_of(run.total_steps) + 1
+        eta, rounds = self.outer.base_lr(), self.round_of(run.total_steps) + 1
         self.outer_schedule = Schedule(self.outer_lr_scheduler, self.outer_warmup_rounds, rounds, eta)
 
     def communicate(self, fleet: Fleet, step: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 FULL = (torch.float32, torch.float64)
@@ -39,11 +40,19 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the step of one of torch's optimizers without the profiling wrapper (11 us a call); others' as it is."""
+    """Return the step of one of torch's optimizers without the profiling wrapper (11 us a call); others' as it is.
+
+    The wrapper calls hooks, too: where there are some, of this optimizer or of all, it stays.
+    """
     step = type(optimizer).step
-    if not is_torchs(type(optimizer)) or not getattr(step, "hooked", False):
+    if not is_torchs(type(optimizer)) or not getattr(step, "hooked", False) or _has_hooks(optimizer):
         return optimizer.step
     return functools.partial(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -72,6 +73,9 @@ class OptimSpec:
                 )
             if not (isinstance(pair[0], str) or callable(pair[0])):
                 raise ArgumentError(f"groups: {pair[0]!r} is neither text nor a function of name and parameter")
+            rate = pair[1].get("lr", 0)
+            if not (isinstance(rate, int | float) and rate >= 0):
+                raise ArgumentError(f"groups: lr={rate!r} of {_name(pair[0])} must be a number of at least 0")
         self.cls = cls
         self.groups = [(pattern, dict(options)) for pattern, options in groups]
         self.kwargs = kwargs
@@ -223,8 +227,7 @@ class OptimSpec:
                     f"groups: {_name(pattern)} comes too late: patterns before it match all that it matches, and the "
                     "first one counts"
                 )
-            near = nearest(pattern.strip("*."), named) if isinstance(pattern, str) else f"known: {', '.join(named)}"
-            raise ArgumentError(f"groups: {_name(pattern)} matches no parameter: {near}")
+            raise ArgumentError(f"groups: {_name(pattern)} matches no parameter; {_near(pattern, list(named))}")
         if self.cls is MuonAdamW and not any(group["use_muon"] for group in found.values()):
             raise ArgumentError(
                 "muon finds no hidden matrix in this model (a weight of two dimensions, no embedding and no head); a "
@@ -236,6 +239,16 @@ class OptimSpec:
 
 def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:
     return fnmatch.fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, p))
+
+
+def _near(pattern: Pattern, names: list[str]) -> str:
+    """Return the parameters whose names, or a part of them, are like the text of a pattern; else the first ones."""
+    if isinstance(pattern, str):
+        text = pattern.strip("*.?")
+        close = [n for n in names if difflib.get_close_matches(text, [n, *n.split("."), n.rpartition(".")[0]], n=1)]
+        if close:
+            return f"near: {', '.join(close[:4])}"
+    return f"there are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def _name(pattern: Pattern) -> str:

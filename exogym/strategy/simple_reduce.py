@@ -54,7 +54,7 @@ class GradientAverage(GradientModule):
 
 
 class SimpleReduceStrategy(CommunicateOptimizeStrategy):
-    """DDP, equal to `torch.nn.parallel.DistributedDataParallel`.
+    """DDP, equal to `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the

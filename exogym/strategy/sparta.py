@@ -7,6 +7,7 @@ workshop (openreview stFPf3gzq1). After the inner step, with an index set I_t th
 
 The index set is a function of (seed, step), so no index is sent: payload p P b bytes per node and step, ring
 all-reduce. Quantised to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight).
+Rounding stochastically costs no bytes.
 Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
 
 With absent nodes: the mean is over the n nodes that are there (ring: tx = rx = 2 (n-1)/n of the payload; quantised:
@@ -36,6 +37,7 @@ from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
 METHODS = ("random", "sequential", "partitioned", "topk")
+ROUNDINGS = ("nearest", "stochastic")
 
 
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
@@ -71,6 +73,9 @@ class SparseCommunicator(PeriodicModule):
                 furthest from their last averaged values; then all average those.
         quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values,
             really packed. The average of the decoded values is within scale / 2 of the exact one.
+        rounding: of the codes. "nearest" sets back each move under scale / 2, for ever where p is near 1; "stochastic"
+            rounds up or down so that the mean is right, each node with draws of its own from (seed, step, node), and
+            is off by less than scale.
         interval: steps between averages.
         final_average: average all parameters once at the end of training (`final_sync`), P b bytes.
 
@@ -86,6 +91,7 @@ class SparseCommunicator(PeriodicModule):
         compression_method: str = "random",
         quantization_bits: int | None = None,
         *,
+        rounding: str = "nearest",
         interval: int = 1,
         final_average: bool = True,
     ):
@@ -96,8 +102,11 @@ class SparseCommunicator(PeriodicModule):
         check_count("interval", interval)
         if quantization_bits not in (None, 32):
             quantize(torch.zeros(1, 1), quantization_bits)
+        check_choice("rounding", rounding, ROUNDINGS)
+        if rounding == "stochastic" and quantization_bits in (None, 32):
+            raise ArgumentError("rounding='stochastic' is of quantised values: give quantization_bits, such as 8")
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
-        self.bits = None if quantization_bits == 32 else quantization_bits
+        self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
         self.final_average = final_average
 
     def start(self, fleet: Fleet, run: Run) -> None:
@@ -115,7 +124,7 @@ class SparseCommunicator(PeriodicModule):
             if len(chosen) == 0:
                 continue
             chosen = chosen.to(x.device)
-            mean = self._average(fleet, x[:, chosen] if len(chosen) < x.shape[1] else x)
+            mean = self._average(fleet, x[:, chosen] if len(chosen) < x.shape[1] else x, b, step)
             x[:, chosen] = where_present(fleet, mean, x[:, chosen])
             if self.method == "topk":
                 reference = self.row_state[f"reference.{b}"]
@@ -158,11 +167,14 @@ class SparseCommunicator(PeriodicModule):
                 proposal[row] = (x[row] - reference[row]).abs().topk(k).indices.sort().values.int()
         return shared_row(fleet, fleet.comm.broadcast(proposal, src=announcer))[0].long()
 
-    def _average(self, fleet: Fleet, values: Tensor) -> Tensor:
+    def _average(self, fleet: Fleet, values: Tensor, b: int, step: int) -> Tensor:
         if self.bits is None:
             return fleet.comm.all_reduce(values, "mean")
-        count, bits = values.shape[1], self.bits
-        codes, scale = quantize(values, bits)
+        count, bits, noise = values.shape[1], self.bits, None
+        if self.rounding == "stochastic":
+            streams = [generator(self.run.seed, "sparta rounding", b, step, rank) for rank in fleet.ranks]
+            noise = torch.stack([torch.rand(count, generator=g) for g in streams]).to(values.device)
+        codes, scale = quantize(values, bits, noise)
         mean = fleet.comm.sum_decoded((codes, scale), lambda c, s: dequantize(c, s, bits, count), "mean")
         return mean.to(values.dtype)
 
@@ -172,7 +184,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
     Args:
         p_sparta: share of the parameters averaged at each step.
-        compression_method, quantization_bits, interval: as `SparseCommunicator`.
+        compression_method, quantization_bits, rounding, interval: as `SparseCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
 
     >>> strategy = SPARTAStrategy(p_sparta=0.001, inner_optim='adamw', lr=1e-4)
@@ -191,11 +203,15 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         warmup_steps: int = 0,
         compression_method: str = "random",
         quantization_bits: int | None = None,
+        rounding: str = "nearest",
         interval: int = 1,
     ):
+        sparta = SparseCommunicator(
+            p_sparta, compression_method, quantization_bits, rounding=rounding, interval=interval
+        )
         super().__init__(
-            inner_optim, [SparseCommunicator(p_sparta, compression_method, quantization_bits, interval=interval)],
-            lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+            inner_optim, [sparta], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
         )  # fmt: skip
 
 
@@ -208,7 +224,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     With absent nodes: as SPARTA and DiLoCo; a node that was down comes back with DiLoCo's theta, P b bytes.
 
     Args:
-        p_sparta, sparta_interval, compression_method, quantization_bits: of SPARTA.
+        p_sparta, sparta_interval, compression_method, quantization_bits, rounding: of SPARTA.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: of DiLoCo.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
 
@@ -234,10 +250,16 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         sparta_interval: int = 1,
         compression_method: str = "random",
         quantization_bits: int | None = None,
+        rounding: str = "nearest",
         weighting: str = "uniform",
     ):
         sparta = SparseCommunicator(
-            p_sparta, compression_method, quantization_bits, interval=sparta_interval, final_average=False
+            p_sparta,
+            compression_method,
+            quantization_bits,
+            rounding=rounding,
+            interval=sparta_interval,
+            final_average=False,
         )
         diloco = DiLoCoCommunicator(
             H, outer_optim, outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from exogym.balance import Balance
 from exogym.base.devices import total_memory_bytes
 from exogym.base.rng import seed_torch, stream_seed
+from exogym.callbacks import Callback
 from exogym.communicator import Wire
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
@@ -130,6 +131,12 @@ def _assemble(
         undo.callback(driver.close)
         if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
+        if wire.is_main and not is_factory(subject.train_dataset) and options.num_nodes > stream.total:
+            warnings.warn(
+                f"{options.num_nodes:,} nodes share {stream.total:,} examples: some train on the same ones at every "
+                "step, and an epoch is one step; lower num_nodes, or bring more data",
+                stacklevel=4,
+            )
         plan = Plan(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
@@ -139,6 +146,9 @@ def _assemble(
         loop = TrainingLoop(
             plan, driver, fleet, worker, evaluator, History(), observers, bar, options.callbacks, timing
         )
+        for callback in options.callbacks:
+            if snapshot is None and isinstance(callback, Callback):
+                callback.load_state({})
         if snapshot is not None:
             agree(wire, snapshot, lambda: restore(loop, snapshot))
             for complaint in complaints if wire.is_main else []:
@@ -178,7 +188,7 @@ def workplace(
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
-    worker.probe(first_batch)
+    worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
     undo.callback(worker.go_home)
     return stream, worker, first_batch

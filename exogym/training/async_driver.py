@@ -151,12 +151,13 @@ class AsyncDriver:
 
     @torch.no_grad()
     def finish(self, step: int) -> None:
-        """Push what nodes have not pushed yet, apply it in the order of their clocks, and let all of them pull."""
+        """Push what nodes have not pushed yet, apply it in the order of their clocks, and let these nodes pull."""
         for node in self.schedule.unfinished():
             if self.schedule.arrival[node] < 0:
                 self._push(node)
         for node in self.schedule.unfinished():
             self._apply(node)
+        self.server.flush()
         self._pull(self.schedule.interrupt())
 
     def consensus(self) -> list[Tensor]:

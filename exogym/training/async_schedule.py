@@ -144,12 +144,11 @@ class Schedule:
         return sorted(nodes, key=lambda node: (int(here[node]), node))
 
     def interrupt(self) -> list[int]:
-        """Break off all rounds if any has begun; return the nodes that pull then: all, or none."""
-        if not self.unfinished() and not self.waiting:
-            return []
+        """Break off all rounds; return the nodes that pull then: those that have begun one, or wait for theta."""
+        nodes = sorted([*self.unfinished(), *self.waiting])
         self.queue, self.waiting, self.closes = [], [], NOBODY
         self.arrival[:] = NOBODY
-        return list(range(len(self.work)))
+        return nodes
 
     # State
 

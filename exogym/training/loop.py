@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.callbacks import Every
+from exogym.callbacks import Callback
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
+from exogym.errors import Stopped
 from exogym.faults import Attendance
 from exogym.fleet import Fleet, Stateful
-from exogym.fleet.state import Tensors
+from exogym.fleet.state import Shared, Tensors
 from exogym.progress import Progress, notice
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
@@ -103,6 +104,10 @@ class TrainingLoop:
         self.begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
         self.begun_end = 0
         fleet.state.register("losses", _Begun(self))
+        for k, callback in enumerate(self.callbacks):
+            if isinstance(callback, Callback):
+                name = f"callback {k} {type(callback).__name__}"
+                fleet.state.register(name, Shared(callback.state, callback.load_state))
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = self._warm = False
@@ -246,15 +251,15 @@ class TrainingLoop:
         path = self.save()
         if self.wire.is_main:
             notice(
-                f"stopped by {_name(received)} after step {self.step}{self._in_stretch()}; saved in {path}. The same "
-                f"fit with save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
+                f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
+                f"save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
             )
 
     def _leave(self, received: signal.Signals | None) -> None:
         """End as the signal asks; one that came too late to stop the run, too."""
         if received is signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt(f"{_name(received)} after step {self.step}")
+        raise Stopped(received, self.step)
 
     def _in_stretch(self) -> str:
         if self.begun is None:
@@ -271,6 +276,22 @@ class TrainingLoop:
         vectors, buffers = self.model_of(node)
         values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
         return self._known_to_all(values)
+
+    def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate parameters, (P,) per block, and buffers on the validation set, in this process; {} without one."""
+        return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+
+    def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["average", None])
+        return self.model_of(None)
+
+    def rows(self) -> list[Tensor]:
+        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded."""
+        if self._calling_back and self.wire.is_shared:
+            self.wire.tell(["rows", None])
+        return [self.wire.rows(block.params, range(self.fleet.num_nodes)) for block in self.fleet.blocks]
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
@@ -306,7 +327,7 @@ class TrainingLoop:
         ]
         if self.evaluator is not None and plan.val_interval is None:
             intervals.append(plan.steps_per_epoch)
-        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Every)]
+        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
         ends += [(step // n + 1) * n for n in intervals if n]
         if plan.max_stretch is not None:
             ends.append(step + plan.max_stretch)
@@ -322,7 +343,7 @@ class TrainingLoop:
         """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
         if step == self.plan.total_steps or self._evaluation_due(step):
             return True
-        return any(isinstance(callback, Every) and self._due(callback.steps, step) for callback in self.callbacks)
+        return any(isinstance(callback, Callback) and self._due(callback.steps, step) for callback in self.callbacks)
 
     def _measure_apart(self) -> None:
         """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
@@ -377,9 +398,10 @@ class TrainingLoop:
         self.wire.tell(["go on", self.stopped])
 
     def _is_due(self, callback: Callable[[Any], Any], every: bool) -> bool:
-        if isinstance(callback, Every):
-            return every and self._due(callback.steps)
-        return self.evaluated_at == self.step
+        is_evaluated = self.evaluated_at == self.step
+        if not isinstance(callback, Callback):
+            return is_evaluated
+        return (every and self._due(callback.steps)) or (callback.at_evaluations and is_evaluated)
 
     def beat(self) -> None:
         """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
@@ -393,6 +415,10 @@ class TrainingLoop:
                 self.evaluate(value)
             elif wish == "save":
                 self.save()
+            elif wish == "average":
+                self.average()
+            elif wish == "rows":
+                self.rows()
             else:
                 self.stopped = value
                 return
@@ -494,7 +520,3 @@ class _Begun(Stateful):
     def load_row(self, row: int, tensors: Tensors) -> None:
         if self.loop.begun is not None:
             self.loop.begun[row] = tensors["begun"]
-
-
-def _name(received: signal.Signals | None) -> str:
-    return received.name if received is not None else "a signal to another process"

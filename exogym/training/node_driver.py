@@ -144,9 +144,13 @@ class NodeDriver:
         there = self._there(first)
         nodes = [self.nodes[rank] for rank in there]
         if self.vmap is not None and nodes:
+            if self.timing is not None:
+                self.timing.begin()
             batches = [next(iter(n.stream.batches(n.rank, int(self.steps[n.row]), 1))) for n in nodes]
             rows = [n.row for n in nodes]
             losses[rows, 0] = self.vmap(rows, batches)
+            if self.timing is not None:
+                self.timing.end(*rows)
             for node in nodes:
                 losses[node.row] = self.watch.losses(node.rank, node.row, losses[node.row], first)
         per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in self.nodes]

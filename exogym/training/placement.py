@@ -19,9 +19,10 @@ from torch import nn
 
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
+from exogym.compute.memory import check_rows
 from exogym.engine.forks import can_fork, run_forked
+from exogym.engine.hangs import watched
 from exogym.engine.shared import SharedWire
-from exogym.engine.watch import watched
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
@@ -49,11 +50,13 @@ def run_placed(
     """
     processes, nodes, native = options.processes, options.num_nodes, options.reduction == "native"
     world = world_size()
+    check_rows(subject.model, nodes, world, device)
     if world > 1:
         if processes not in (1, "auto", world):
             raise ArgumentError(f"processes={processes}, but this script runs as {world} processes: leave it out")
         place(nodes, world)  # refused before the processes meet, where there are too few nodes
         join_world(device)
+        _say_who_restarts(options.max_restarts)
         measure = lambda: _process_seconds(ProcessWire([[k] for k in range(world)]), subject, options, device)  # noqa: E731
         with watched(options.hang_s, dist.get_rank()):
             placement, options = _dealt(options, world, measure)
@@ -61,7 +64,7 @@ def run_placed(
     if processes == "auto":
         processes = _choose(subject, options, device)
     if processes == 1:
-        return body(options, Wire(range(nodes), native))
+        return _restarted(subject.model, options, lambda given: body(given, Wire(range(nodes), native)))
     place(nodes, int(processes))
     if device.type != "cpu" or not can_fork():
         raise ArgumentError(
@@ -74,10 +77,27 @@ def run_placed(
         options, len(alone),
         lambda: run_forked(alone, lambda wire: _process_seconds(wire, subject, options, device), hang_s=options.hang_s),
     )  # fmt: skip
-    for attempt, given in enumerate(_attempts(subject.model, options)):
+    return _restarted(
+        subject.model, options,
+        lambda given: run_forked(placement, functools.partial(body, given), native, options.hang_s),
+    )  # fmt: skip
+
+
+def _say_who_restarts(max_restarts: int) -> None:
+    """Say so where fewer new starts are made than are wanted: in a world its launcher makes them."""
+    made = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if made < max_restarts and dist.get_rank() == 0:
+        notice(
+            f"max_restarts={max_restarts}, but here whoever started the processes starts them again, {made} times at "
+            f"most: give --max_restarts {max_restarts} to it, and resume=True to fit"
+        )
+
+
+def _restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
+    """Train; where a new start may cure what failed, again from the last checkpoint, `max_restarts` times at most."""
+    for attempt, given in enumerate(_attempts(model, options)):
         try:
-            part = functools.partial(body, given)
-            return run_forked(placement, part, native, options.hang_s)
+            return train(given)
         except NOT_CURED:
             raise
         except Exception as error:

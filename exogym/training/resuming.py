@@ -88,17 +88,14 @@ def matching_snapshot(
 
 
 def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved lengths of rounds where the current ones are the same, as far as both runs go.
-
-    The last round of a run ends where the run does, so it is not compared.
-    """
+    """Return the saved lengths of rounds where the current ones are the same, as far as both runs go."""
     theirs, ours = saved.get("rounds"), current.get("rounds")
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         return {}
     found = dict(ours)
     for module, lengths in ours.items():
         if isinstance(before := theirs.get(module), list):
-            common = min(len(before), len(lengths)) - 1
+            common = min(len(before), len(lengths))
             found[module] = before if before[:common] == lengths[:common] else lengths
     return {"rounds": found}
 

@@ -184,13 +184,13 @@ class StackedDriver:
             self.inner.steps[row] = step if as_fleet else self.inner.steps[row]
 
     @contextlib.contextmanager
-    def _timed(self, node: TrainNode) -> Iterator[None]:
+    def _timed(self, *nodes: TrainNode) -> Iterator[None]:
         if self.timing is None:
             yield
             return
         self.timing.begin()
         yield
-        self.timing.end(node.row)
+        self.timing.end(*(node.row for node in nodes))
 
     def _step_with_gradients(
         self, step: int, losses: Tensor, counts: list[int], everyone: np.ndarray | int
@@ -202,7 +202,8 @@ class StackedDriver:
         if self.vmap is not None:
             if nodes:
                 rows = [n.row for n in nodes]
-                losses[rows, 0] = self.vmap(rows, [self._batch(n) for n in nodes])
+                with self._timed(*nodes):
+                    losses[rows, 0] = self.vmap(rows, [self._batch(n) for n in nodes])
             for node in nodes:
                 losses[node.row] = self.watch.losses(node.rank, node.row, losses[node.row], step - 1)
         else:
@@ -256,14 +257,16 @@ class StackedDriver:
             spans = zip(self.nodes, done, counts, strict=True)
             nodes = [node for node, start, count in spans if start <= k < count]
             rows = [node.row for node in nodes]
-            losses[rows, k] = self.vmap(rows, [self._batch(node) for node in nodes])
+            with self._timed(*nodes):
+                losses[rows, k] = self.vmap(rows, [self._batch(node) for node in nodes])
             for node in nodes:
                 step = int(self.inner.steps[node.row])
                 losses[node.row, k : k + 1] = self.watch.losses(node.rank, node.row, losses[node.row, k : k + 1], step)
                 self.worker.point(node.row)
                 self.inner.enter(node.row)
                 self._point_gradients(node.row)
-                self.inner.step(node.row)
+                with self._timed(node):
+                    self.inner.step(node.row)
                 if k + 1 == counts[node.row]:
                     self.watch.row(node.rank, node.row, step + 1)
 

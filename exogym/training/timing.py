@@ -56,9 +56,9 @@ class Timing:
         """A node starts to compute."""
         self._since = time.perf_counter()
 
-    def end(self, row: int) -> None:
-        """The node of `row` has computed since `begin`."""
-        self.taken_s[row] += time.perf_counter() - self._since
+    def end(self, *rows: int) -> None:
+        """The nodes of `rows` have computed since `begin`, together: each took its part of the time."""
+        self.taken_s[list(rows)] += (time.perf_counter() - self._since) / len(rows)
 
     def computed(self, counts: np.ndarray | int) -> None:
         """All nodes have taken `counts` steps, (N,) or one number, and are about to communicate."""

@@ -167,7 +167,7 @@ class Host(Machine):
             f"Port 22\nListenAddress {self.address}\nHostKey {self.key}\nPidFile {self.folder / 'sshd.pid'}\n"
             f"AuthorizedKeysFile {self.authorized_keys}\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
-            f"PrintMotd no\nMaxStartups 100\nSetEnv HOME={self.home}\n"
+            f"PrintMotd no\nMaxStartups 100\nPermitTunnel point-to-point\nSetEnv HOME={self.home}\n"
         )
         log = self.folder / "sshd.log"
         self.sshd = self.start([SSHD, "-D", "-f", config, "-E", log])

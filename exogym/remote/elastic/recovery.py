@@ -22,7 +22,7 @@ from safetensors.torch import save as packed
 from torch import Tensor
 
 from exogym.communicator import Wire
-from exogym.engine.watch import watched
+from exogym.engine.hangs import watched
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.remote.elastic.member import Epoch, Member
