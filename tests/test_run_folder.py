@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exogym import LocalTrainer
-from exogym.base.processes import identity
+from exogym.base.processes import described
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
@@ -121,7 +121,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     train(tmp_path)
     again = train(tmp_path)
     assert isinstance(again.ended, ArgumentError) and "holds a run already" in str(again.ended)
-    living = identity() | {"pid": os.getppid()} | {"started": identity(os.getppid())["started"]}
+    living = described() | {"pid": os.getppid()} | {"started": described(os.getppid())["started"]}
     status = read_status(tmp_path) | {"state": "running", "process": living}
     (tmp_path / "status.json").write_text(json.dumps(status))
     shared = train(tmp_path, resume=True)
@@ -172,7 +172,8 @@ def test_a_torn_line_of_events_stays_one(tmp_path):
 def test_a_run_elsewhere_is_lost_after_a_minute_of_silence(tmp_path):
     train(tmp_path)
     status = read_status(tmp_path) | {"state": "running"}
+    process = status["process"] | {"host": "elsewhere", "machine": "another"}
     for silence_s, state in ((5, "running"), (3600, "lost")):
-        elsewhere = {"process": {**status["process"], "host": "elsewhere"}, "heartbeat_s": time.time() - silence_s}
-        (tmp_path / "status.json").write_text(json.dumps(status | elsewhere))
+        heard = {"process": process, "heartbeat_s": time.time() - silence_s}
+        (tmp_path / "status.json").write_text(json.dumps(status | heard))
         assert read_status(tmp_path)["state"] == state

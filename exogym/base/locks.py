@@ -11,17 +11,16 @@ silent for so long that another took its folder finds out before it writes, and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import secrets
 import socket
 import stat
-import subprocess
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from exogym.base.processes import identity, started
 from exogym.errors import ArgumentError
 
 LOCK = ".lock"
@@ -61,31 +60,6 @@ class Holder:
             return now != self.started or (self.pid == os.getpid() and self.token not in _held)
         was_here = bool(system) and (self.system, self.host) == (system, socket.gethostname())
         return was_here and self.boot != boot
-
-
-@functools.cache
-def identity() -> tuple[str, str, str]:
-    """Return what names this machine's processes, its installation ("" where unknown) and its start."""
-    boot, space, system = _read("/proc/sys/kernel/random/boot_id"), "", _read("/etc/machine-id")
-    with contextlib.suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")  # a container numbers its processes anew
-    return (f"{boot} {space}" if boot else f"host {socket.gethostname()}"), system, boot
-
-
-def started(pid: int) -> str | None:
-    """Return when process `pid` began, as a text that no later one of that number has; None where it has ended."""
-    if os.path.exists("/proc/self/stat"):
-        state, *others = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
-        return None if state in "ZX" else others[18]
-    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 class Lock:

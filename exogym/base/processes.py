@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+@functools.cache
+def identity() -> tuple[str, str, str]:
+    """Return what names this machine's processes, its installation ("" where unknown) and its start."""
+    boot, space, system = _read("/proc/sys/kernel/random/boot_id"), "", _read("/etc/machine-id")
+    with contextlib.suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")  # a container numbers its processes anew
+    return (f"{boot} {space}" if boot else f"host {socket.gethostname()}"), system, boot
 
 
-def identity(pid: int | None = None) -> dict[str, Any]:
-    """Return host, boot, pid and start of a process of this machine, by default this one, as JSON.
+def started(pid: int) -> str | None:
+    """Return when process `pid` began, as a text that no later one of that number has; None where it has ended."""
+    if os.path.exists("/proc/self/stat"):
+        state, *others = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
+        return None if state in "ZX" else others[18]
+    done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
-    `boot` names the time since this machine was started, and `started` counts clock ticks in it; both are None where
-    the system has no /proc.
-    """
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def described(pid: int | None = None) -> dict[str, Any]:
+    """Return which process of this machine it is, by default this one, as JSON: host, machine, boot, pid, start."""
     pid = os.getpid() if pid is None else pid
-    boot = BOOT.read_text().strip() if BOOT.exists() else None
-    return {"host": socket.gethostname(), "boot": boot, "pid": pid, "started": _started(pid)}
+    machine, _, boot = identity()
+    return {"host": socket.gethostname(), "machine": machine, "boot": boot, "pid": pid, "started": started(pid)}
 
 
 def is_alive(known: dict[str, Any]) -> bool | None:
-    """Return whether the process that `identity` described is there; None: that cannot be known from here.
+    """Return whether the process that `described` told of is there; None: that cannot be known from here.
 
-    >>> is_alive(identity()), is_alive(identity() | {"started": 1}), is_alive(identity() | {"host": "elsewhere"})
+    >>> is_alive(described()), is_alive(described() | {"started": "1"}), is_alive(described() | {"machine": "other"})
     (True, False, None)
     """
-    here = identity()
-    if known.get("host") != here["host"] or here["boot"] is None:
-        return None
-    if known.get("boot") != here["boot"]:
-        return False
-    started = _started(int(known["pid"]))
-    return started is not None and started == known.get("started")
-
-
-def _started(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the machine was; None: it is not there, or is a zombie."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if after_name[0] in "ZX" else int(after_name[19])
+    machine, _, boot = identity()
+    if known.get("machine") == machine:
+        now = started(int(known["pid"]))
+        return now is not None and now == known.get("started")
+    return False if known.get("host") == socket.gethostname() and known.get("boot") != boot else None

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from exogym.base.files import replacing
-from exogym.base.processes import identity, is_alive
+from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
 from exogym.logger import JSONLinesLogger, in_json
 from exogym.record.observers import Fields, Observer
@@ -54,7 +54,7 @@ class RunFolder(Observer):
 
     def __init__(self, folder: str | os.PathLike[str], total_steps: int, resume: bool, more: Fields | None = None):
         self.folder, self.total_steps, self.more = Path(folder), total_steps, dict(more or {})
-        self._process = identity()
+        self._process = described()
         self._check(resume)
         self._records = JSONLinesLogger(self.folder / "records.jsonl")
         self._events: IO[str] | None = None
