@@ -28,6 +28,7 @@ from exogym.progress import notice
 from exogym.record.history import OF_THE_STEP, plain
 
 Record = Mapping[str, Any]
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once: half the time of a record
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
@@ -312,7 +313,7 @@ class JSONLinesLogger(_FileLogger):
 
     def _add(self, record: Record) -> None:
         try:
-            line = json.dumps(dict(record), allow_nan=False)
+            line = _encode(dict(record))
         except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
             line = json.dumps(in_json(record), allow_nan=False)
         self._opened().write(line + "\n")
