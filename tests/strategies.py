@@ -160,10 +160,11 @@ STRATEGIES: dict[str, Entry] = {
     "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
+OURS = {name: kind for name, kind in KNOWN.items() if kind.__module__.startswith("exogym.")}
 ENTERED = {type(entry.make()) for entry in STRATEGIES.values()}
 STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, other laws hold (test_async)
     name: Entry(functools.partial(parse_strategy, name, lr=0.02, H=4))
-    for name, kind in KNOWN.items()
+    for name, kind in OURS.items()
     if kind.driven_by != "clock" and kind not in ENTERED
 }
 
@@ -171,7 +172,7 @@ STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, 
 def table():
     """The table of docs/strategies.md: what each strategy is called, says of itself, and sends by default."""
     lines = ["| name | class | source | payload of a node per step | collectives |", "| --- | --- | --- | --- | --- |"]
-    for name, kind in sorted(KNOWN.items()):
+    for name, kind in sorted(OURS.items()):
         kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, NODES, 4).traffic)
         lines.append(f"| `{name}` | `{kind.__name__}` | {kind.paper} | {kind.payload} | {', '.join(kinds)} |")
     return "\n".join(lines) + "\n"
