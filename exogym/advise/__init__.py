@@ -4,9 +4,10 @@
 strategy came to a loss first. `plans` has what each strategy sends.
 """
 
-from exogym.advise.plans import Plan, Traffic, plan_of
+from exogym.advise.plans import plan_of
 from exogym.advise.prediction import Advice, Row, advise
 from exogym.advise.simulation import simulate
 from exogym.network import required_bandwidth
+from exogym.strategy.traffic import Plan, Traffic
 
 __all__ = ["Advice", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.advise.plans import Plan, plan_of
+from exogym.advise.plans import plan_of
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.clock.steps import TICKS_PER_S
@@ -32,6 +32,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
+from exogym.strategy.traffic import Plan
 
 DEFAULT_STRATEGIES = (
     "ddp",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exogym.advise.plans import FORMULA_ONLY, Plan, plan_of
+from exogym.advise.plans import FORMULA_ONLY, plan_of
 from exogym.advise.prediction import DEFAULT_STRATEGIES, Advice, Row, advise
 from exogym.compare import Standing, compare, measured_step_s, split_strategies
 from exogym.compare.comparison import Comparison
@@ -15,6 +15,7 @@ from exogym.compare.entries import Setting, entries_of, setting_of
 from exogym.compare.forecast import check_timed, forecast_of
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network
+from exogym.strategy.traffic import Plan
 from exogym.tasks import Task
 
 SHORT = 4  # a simulation takes so much less than the task's own number of steps

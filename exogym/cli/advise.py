@@ -12,6 +12,7 @@ from rich.console import Console
 
 from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
+from exogym.advise.plans import FORMULA_ONLY
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
 from exogym.cli.compare import NETWORK_HELP
@@ -23,6 +24,7 @@ from exogym.compare import measured_step_s, split_strategies
 from exogym.compare.forecast import MEASURED
 from exogym.errors import ArgumentError
 from exogym.network import Network
+from exogym.strategy.registry import STRATEGIES
 from exogym.tasks import load_task
 
 DEFAULT_DEVICE = "h100"
@@ -68,7 +70,12 @@ def advise(
         float | None, typer.Option(metavar="B", help="On the wire: 4 for fp32, 2 for bf16. [default: 4]")
     ] = None,
     strategies: Annotated[
-        str, typer.Option(metavar="LIST", help="To choose from, as in 'ddp,diloco:H=50,streaming:H=100:bits=4'.")
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="To choose from, as in 'ddp,diloco:H=50,streaming:H=100:bits=4'. "
+            f"Names: {', '.join([*sorted(STRATEGIES), *FORMULA_ONLY])}.",
+        ),
     ] = ",".join(DEFAULT_STRATEGIES),
     target_utilisation: Annotated[
         float, typer.Option(metavar="U", help="Share of its time that the slowest node must compute.")

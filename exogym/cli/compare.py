@@ -18,6 +18,7 @@ from exogym.compare.folder import saved_in
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.progress import notice
+from exogym.strategy.registry import STRATEGIES
 
 OPTIONS = (
     *("data", "strategies", "nodes", "steps", "batch_size", "seeds", "lr", "partition", "processes", "device"),
@@ -39,7 +40,7 @@ def compare(
         typer.Option(
             metavar="LIST",
             help="Strategies with their options, as in 'single,ddp,diloco:H=20:outer_lr=0.5,sparta:p_sparta=0.01'. "
-            "Names: single (one node alone), ddp, diloco, sparta, sparta_diloco, fedavg, demo, async_diloco.",
+            f"Names: single (one node alone), {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
     nodes: Annotated[int | None, typer.Option(help="Nodes of the fleet. [default: the task's]")] = None,

@@ -10,8 +10,7 @@ from typing import Any
 
 from exogym.compare.comparison import SINGLE
 from exogym.errors import ArgumentError, check_count, nearest
-from exogym.strategy.demo import DeMoStrategy
-from exogym.strategy.registry import DEFAULTS, STRATEGIES, TITLES, parse_strategy
+from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy
 from exogym.strategy.strategy import Inner, Strategy
 from exogym.tasks import Task
 
@@ -99,7 +98,7 @@ def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:
         else:
             raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
         inner = entry.strategy.inner
-        if isinstance(entry.strategy, DeMoStrategy):
+        if entry.strategy.own_rule:
             notes.append(f"own rule, lr={inner.base_lr:g}")
         elif (inner.spec.cls, inner.base_lr) != (common.spec.cls, common.base_lr):
             notes.append(f"{inner.spec.cls.__name__}, lr={inner.base_lr:g}")
@@ -114,7 +113,7 @@ def _parse(text: str, defaults: dict[str, Any]) -> Entry:
     if name not in (known := {SINGLE, *STRATEGIES}):
         raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
     alone = name == SINGLE
-    title = "one node alone" if alone else TITLES[name]
+    title = "one node alone" if alone else STRATEGIES[name].title or name
     title += f" ({options.replace(':', ', ')})" if options else ""
     return Entry(parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults), title, "", alone)
 

@@ -19,7 +19,6 @@ from exogym.data.partition import Partitioner
 from exogym.errors import TrainingError
 from exogym.record.history import History
 from exogym.record.metrics import Metric
-from exogym.strategy.registry import STRATEGIES
 from exogym.tasks import Task
 from exogym.trainer import LocalTrainer
 
@@ -114,7 +113,7 @@ class Session:
         )
         timing = {} if self.forecast is None else self.forecast.fit_options(entry.alone, timed)
         # A timeline is in no checkpoint, and a class of the user's may have a state that none can hold.
-        saved = self.folder is not None and not timed and type(entry.strategy) in STRATEGIES.values()
+        saved = self.folder is not None and not timed and entry.strategy.registered
         saving = {} if self.folder is None else self.folder.run_options(label, seed, saved)
         start, error = time.perf_counter(), None
         try:

@@ -33,6 +33,7 @@ from exogym.errors import ArgumentError, StrategyError, check_choice, check_coun
 from exogym.fleet import Fleet
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Strategy
+from exogym.strategy.traffic import Plan, Traffic
 
 
 class Server:
@@ -170,6 +171,9 @@ class AsyncDiLoCoStrategy(Strategy):
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)
     """
 
+    name, title, paper, payload = "async_diloco", "Async DiLoCo", "arXiv:2401.09135", "P b / H"
+    driven_by = "clock"
+
     @checked
     def __init__(
         self,
@@ -241,6 +245,12 @@ class AsyncDiLoCoStrategy(Strategy):
             return np.full(len(seconds), self.H)
         share = seconds.min() / seconds
         return np.maximum(1, np.floor(share * self.H + 1e-9).astype(np.int64))
+
+    def plan(self, P: float, N: int, b: float) -> Plan:
+        if self.grace_s:
+            raise ArgumentError("no formula is known for nodes that wait for a while: leave out grace_s")
+        both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
+        return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps)
 
     def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
         raise StrategyError(

@@ -14,6 +14,7 @@ part, and a module reads and writes their rows only. Nobody present: nobody comm
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from exogym.fleet.state import Shared, Tensors
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
+from exogym.strategy.traffic import Plan, Traffic
 
 NEVER = 2**62
 
@@ -60,6 +62,18 @@ class Module(Stateful, ABC):
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
+
+        Raises:
+            ArgumentError: no formula is known.
+        """
+        raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
+
+    def couples_every(self, N: int) -> float:
+        """Return the steps after which all of the model has been exchanged once."""
+        return 1
 
     # What `fleet.state` asks
 
@@ -170,6 +184,9 @@ class PeriodicModule(CommunicationModule):
             return self.rounds.end_after(step)
         return (step // self.interval_steps + 1) * self.interval_steps
 
+    def couples_every(self, N: int) -> float:
+        return self.interval_steps
+
     def is_turn(self, step: int) -> bool:
         return self.next_event(step - 1) == step
 
@@ -199,6 +216,7 @@ class CommunicateOptimizeStrategy(Strategy):
     ...     inner_optim='adamw')
     """
 
+    driven_by = "rounds"
     stacked = True
 
     @checked
@@ -231,6 +249,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     )
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         for name in ("step", "_init_node", "communicate_gradients", "update_parameters", "rejoin"):
             if name in cls.__dict__:
                 raise StrategyError(
@@ -272,12 +291,22 @@ class CommunicateOptimizeStrategy(Strategy):
         )
 
     @property
-    def needs_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:  # type: ignore[override]
         return bool(self.gradient_modules)
 
     @property
     def weighted_means(self) -> bool:  # type: ignore[override]
-        return all(module.weighted_means for module in self.modules)
+        return not self.unweighted()
+
+    def unweighted(self) -> list[str]:
+        return [type(module).__name__ for module in self.modules if not module.weighted_means]
+
+    def plan(self, P: float, N: int, b: float) -> Plan:
+        if self.round_lengths(1):
+            raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
+        traffic = tuple(t for module in self.modules for t in module.traffic(P, N, b))
+        couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
+        return Plan(type(self).__name__, traffic, couples)
 
     def next_event(self, step: int) -> int:
         if self.gradient_modules:
@@ -285,7 +314,6 @@ class CommunicateOptimizeStrategy(Strategy):
         return min((module.next_event(step) for module in self.communication_modules), default=NEVER)
 
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
-        """Return the steps of each round, by module, of modules whose H is a function of the round."""
         uneven = {
             f"{m}.{type(module).__name__}": getattr(module, "rounds", None) for m, module in enumerate(self.modules)
         }

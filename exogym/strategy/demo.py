@@ -20,6 +20,7 @@ bytes, broadcast. A lost synchronisation is a missed step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Gr
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
 
 
 class DCTMomentum(GradientModule):
@@ -57,6 +59,11 @@ class DCTMomentum(GradientModule):
         check_count("compression_topk", topk)
         check_count("compression_chunk", chunk)
         self.decay, self.topk, self.chunk = decay, topk, chunk
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        size = self.chunk**2
+        coefficient_bytes = b + _index_dtype(size).itemsize
+        return [Traffic("all_gather", math.ceil(P / size) * min(self.topk, size) * coefficient_bytes)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -134,6 +141,10 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
 
     >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)
     """
+
+    name, title, paper = "demo", "DeMo", "arXiv:2411.19870"
+    payload = "ceil(P / compression_chunk^2) compression_topk (b + 2)"
+    own_rule = True
 
     @checked
     def __init__(

@@ -38,6 +38,7 @@ from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None) -> OptimSpec:
@@ -89,6 +90,9 @@ class DiLoCoCommunicator(PeriodicModule):
         self.outer_lr_scheduler, self.outer_warmup_rounds = outer_lr_scheduler, outer_warmup_rounds
         self.outer = outer_spec(outer_optim, outer_lr)
         self.weighting = weighting
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b, self.interval_steps)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -187,6 +191,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """
+
+    name, title, paper, payload = "diloco", "DiLoCo", "arXiv:2311.08105", "P b / H"
 
     @checked
     def __init__(

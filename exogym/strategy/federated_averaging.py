@@ -36,6 +36,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Pe
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
 
 
 class AveragingCommunicator(PeriodicModule):
@@ -94,6 +95,24 @@ class AveragingCommunicator(PeriodicModule):
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
 
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        if self.local_epochs is not None:
+            raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
+        clients, island = self._sizes(N)
+        way = "server" if clients < N else None
+        members = clients if way else (None if island == N else island)
+        return [Traffic("all_reduce", P * b, self.interval_steps, members, way)]
+
+    def couples_every(self, N: int) -> float:
+        clients, island = self._sizes(N)
+        rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
+        return self.interval_steps * rounds * N / clients
+
+    def _sizes(self, N: int) -> tuple[int, int]:
+        """Return how many of N nodes take part in a round, and how many of them are an island."""
+        clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
+        return clients, min(self.island_size or clients, clients)
+
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self.weights = example_weights(run, self.weighting)
@@ -115,8 +134,7 @@ class AveragingCommunicator(PeriodicModule):
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
-        size = max(math.ceil(self.client_fraction * n - 1e-9), 1)
-        drawn = numpy_generator(self.run.seed, "clients", round_).choice(n, size, replace=False)
+        drawn = numpy_generator(self.run.seed, "clients", round_).choice(n, self._sizes(n)[0], replace=False)
         return sorted(drawn.tolist())
 
     def islands(self, round_: int) -> list[list[int]]:
@@ -190,6 +208,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """
+
+    name, title, paper, payload = "fedavg", "FedAvg", "arXiv:1602.05629", "P b / H"
 
     @checked
     def __init__(

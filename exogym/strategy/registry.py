@@ -6,32 +6,9 @@ import inspect
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.demo import DeMoStrategy
-from exogym.strategy.diloco import DiLoCoStrategy
-from exogym.strategy.federated_averaging import FedAvgStrategy
-from exogym.strategy.simple_reduce import SimpleReduceStrategy
-from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "ddp": SimpleReduceStrategy,
-    "diloco": DiLoCoStrategy,
-    "sparta": SPARTAStrategy,
-    "sparta_diloco": SPARTADiLoCoStrategy,
-    "fedavg": FedAvgStrategy,
-    "demo": DeMoStrategy,
-    "async_diloco": AsyncDiLoCoStrategy,
-}
-TITLES = {
-    "ddp": "DDP",
-    "diloco": "DiLoCo",
-    "sparta": "SPARTA",
-    "sparta_diloco": "SPARTA+DiLoCo",
-    "fedavg": "FedAvg",
-    "demo": "DeMo",
-    "async_diloco": "Async DiLoCo",
-}
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
 _WORDS = {"none": None, "true": True, "false": False}
 

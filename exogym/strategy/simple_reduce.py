@@ -21,6 +21,7 @@ from exogym.fleet import Fleet
 from exogym.fleet.presence import all_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.schedule import Scheduler
+from exogym.strategy.traffic import Traffic
 
 
 class GradientAverage(GradientModule):
@@ -40,6 +41,9 @@ class GradientAverage(GradientModule):
         if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:
             raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} must be a number over 0, in MiB")
         self.bucket_bytes = max(1, int(min(bucket_size_mb, 1e6) * 2**20))
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b)]
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         for block in fleet.blocks:
@@ -65,6 +69,8 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
     """
+
+    name, title, paper, payload = "ddp", "DDP", "arXiv:2006.15704", "P b"
 
     @checked
     def __init__(

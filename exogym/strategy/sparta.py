@@ -35,6 +35,7 @@ from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
 
 METHODS = ("random", "sequential", "partitioned", "topk")
 ROUNDINGS = ("nearest", "stochastic")
@@ -108,6 +109,18 @@ class SparseCommunicator(PeriodicModule):
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
         self.final_average = final_average
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        count, every = self.p * P, self.interval_steps
+        if not count or N == 1:
+            return []
+        indices = [Traffic("broadcast", 4 * count, every)] if self.method == "topk" else []
+        if self.bits is None:
+            return [*indices, Traffic("all_reduce", count * b, every)]
+        return [*indices, Traffic("all_gather", count * self.bits / 8 + 4, every)]
+
+    def couples_every(self, N: int) -> float:
+        return self.interval_steps / self.p if self.p and N > 1 else math.inf
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -190,6 +203,8 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
     >>> strategy = SPARTAStrategy(p_sparta=0.001, inner_optim='adamw', lr=1e-4)
     """
 
+    name, title, paper, payload = "sparta", "SPARTA", "openreview stFPf3gzq1", "p_sparta P b"
+
     @checked
     def __init__(
         self,
@@ -230,6 +245,9 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
     >>> strategy = SPARTADiLoCoStrategy(p_sparta=0.005, H=100, lr=3e-4)
     """
+
+    name, title, paper = "sparta_diloco", "SPARTA+DiLoCo", "openreview stFPf3gzq1"
+    payload = "p_sparta P b + P b / H"
 
     @checked
     def __init__(

@@ -8,18 +8,21 @@ at each collective. The strategies of this package act on rows instead (`Communi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
+from exogym.strategy.traffic import Plan
+
+STRATEGIES: dict[str, type[Strategy]] = {}  # by `name`; each enters when its class is made
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,20 @@ class Strategy:
     `communicate_gradients` among them. `weighted_means = True` says that all that is averaged is averaged so; without
     it `balance="batch"` is refused.
 
+    Others ask a strategy, never for its class. What a class says of itself:
+
+    Attributes:
+        name: what it is called on the command line, in lower case. A class that gives one enters `STRATEGIES`, so that
+            `exogym compare` and `advise` know it; a comparison then saves its runs, too. A subclass has none from its
+            parent.
+        title, paper, payload: for tables. `payload` is a formula of the bytes that a node hands over per step, of P, N
+            and b as in `plan` and the constructor's arguments: "P b / H".
+        driven_by: "programs": one instance for each node, all step together. "rounds": a
+            `CommunicateOptimizeStrategy`, between whose events nodes are independent; so hosts may be lost for good
+            (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
+        needs_gradients: whether nodes take every step together, since gradients meet there.
+        own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
+
     >>> class MyStrategy(Strategy):
     ...     def step(self):
     ...         self.communicate_gradients()
@@ -97,9 +114,15 @@ class Strategy:
     ...         super().step()
     """
 
+    name: str | None = None
+    title = paper = payload = ""
+    driven_by = "programs"
+    needs_gradients = True
+    own_rule = False
     stacked = False
     overflowed = False
     weighted_means = False
+    registered: ClassVar[bool] = False
     inner: Inner
     model: nn.Module
     rank: Any
@@ -109,6 +132,19 @@ class Strategy:
     schedule: Schedule
     local_step: int
     total_steps: int
+
+    def __init_subclass__(cls) -> None:
+        name = cls.__dict__.get("name")
+        cls.registered = isinstance(name, str)
+        if not isinstance(name, str):
+            return
+        other = STRATEGIES.get(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise StrategyError(
+                f"{cls.__module__}.{cls.__qualname__} and {other.__module__}.{other.__qualname__} both say "
+                f"name = {name!r}: give one of them another"
+            )
+        STRATEGIES[name] = cls
 
     @checked
     def __init__(
@@ -122,6 +158,24 @@ class Strategy:
         warmup_steps: int = 0,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+
+    def plan(self, P: float, N: int, b: float) -> Plan:
+        """Return what it sends with P parameters of b bytes on N nodes, as `exogym.advise` reckons with it.
+
+        Raises:
+            ArgumentError: no formula is known.
+        """
+        raise ArgumentError(
+            f"no formula is known for {type(self).__name__}, which is written for one node: give a Plan of its traffic"
+        )
+
+    def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
+        """Return the steps of each round, by module, of modules whose H is a function of the round."""
+        return {}
+
+    def unweighted(self) -> list[str]:
+        """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""
+        return []
 
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
         """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""

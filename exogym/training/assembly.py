@@ -40,8 +40,7 @@ from exogym.record.run_folder import RunFolder
 from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.communicate_optimize import NEVER, CommunicateOptimizeStrategy
+from exogym.strategy.communicate_optimize import NEVER
 from exogym.strategy.strategy import Run
 from exogym.training.async_driver import AsyncDriver
 from exogym.training.loop import Driver, Plan, TrainingLoop
@@ -53,6 +52,7 @@ from exogym.training.stacked_driver import StackedDriver
 from exogym.training.timing import Timing
 
 EVALUATION_BATCH = 256
+DRIVERS: dict[str, Any] = {"rounds": StackedDriver, "programs": NodeDriver, "clock": AsyncDriver}  # by `driven_by`
 
 
 @dataclass
@@ -217,17 +217,15 @@ def make_driver(
     shares: Sequence[Fraction] = (),
 ) -> Driver:  # fmt: skip
     """Return what takes the strategy, copied so that it starts fresh, through training."""
-    strategy = options.strategy
-    lockstep = not isinstance(strategy, CommunicateOptimizeStrategy) or strategy.needs_gradients
+    strategy = copy.deepcopy(options.strategy)
     uneven = [share for share in shares if share < 1]
     faults = Faults() if options.faults is None and uneven else options.faults
-    attendance = None if faults is None else faults.bind(options.num_nodes, lockstep, shares)
+    attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
-    if isinstance(strategy, AsyncDiLoCoStrategy):
-        return AsyncDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
-    if isinstance(strategy, CommunicateOptimizeStrategy):
-        return StackedDriver(copy.deepcopy(strategy), fleet, worker, stream, run, compute, attendance, timing, watch)
-    return NodeDriver(strategy, fleet, worker, stream, run, compute, attendance, timing, watch)
+    driver: Driver = DRIVERS[strategy.driven_by](
+        strategy, fleet, worker, stream, run, compute, attendance, timing, watch
+    )
+    return driver
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
@@ -263,8 +261,7 @@ def _description(
 
 def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
     """Return, by module, the steps of the rounds of `total_steps` steps, where H is a function of the round."""
-    strategy = options.strategy
-    lengths = strategy.round_lengths(total_steps) if isinstance(strategy, CommunicateOptimizeStrategy) else {}
+    lengths = options.strategy.round_lengths(total_steps)
     return {"rounds": lengths} if lengths else {}
 
 

@@ -19,8 +19,6 @@ from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.network import Network
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Strategy
 
 COMPUTE = ("loop", "vmap", "auto")
@@ -186,19 +184,17 @@ class FitOptions:
 def check_weighted(strategy: Strategy, kind: str) -> None:
     """Raise ArgumentError unless nodes of `strategy` can take other batches ("batch") or fewer steps ("steps")."""
     what = f"balance={kind!r} with {type(strategy).__name__}"
-    if isinstance(strategy, AsyncDiLoCoStrategy):
+    if strategy.driven_by == "clock":
         raise ArgumentError(
             f"{what}: there no node waits for another, and dylu=True gives slow nodes fewer steps: leave balance out"
         )
-    stacked = strategy if isinstance(strategy, CommunicateOptimizeStrategy) else None
-    if kind == "steps" and (stacked is None or stacked.needs_gradients):
+    if kind == "steps" and strategy.needs_gradients:
         raise ArgumentError(
             f"{what}: it takes every step of all nodes together; use balance='batch' or 'nodes', or a strategy with "
             "local steps (DiLoCo, FedAvg, SPARTA)"
         )
     if not strategy.weighted_means:
-        modules = [] if stacked is None else [type(m).__name__ for m in stacked.modules if not m.weighted_means]
-        whose = f" ({', '.join(modules)})" if modules else ""
+        whose = f" ({', '.join(modules)})" if (modules := strategy.unweighted()) else ""
         raise ArgumentError(
             f"{what}: nodes would weigh what they have done, and it averages in a way of its own{whose}; use "
             "balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. In a class of yours "

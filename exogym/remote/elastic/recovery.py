@@ -31,8 +31,6 @@ from exogym.remote.world import same_start
 from exogym.saving.checkpoint import Snapshot, differences
 from exogym.saving.keepers import check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import put_back, snapshot_of
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.trainer import LocalTrainer
 from exogym.training.assembly import assemble, constants
 from exogym.training.loop import TrainingLoop
@@ -54,7 +52,7 @@ def check(options: FitOptions) -> None:
         ArgumentError: an option or a strategy.
     """
     strategy = options.strategy
-    if not isinstance(strategy, CommunicateOptimizeStrategy) or isinstance(strategy, AsyncDiLoCoStrategy):
+    if strategy.driven_by != "rounds":
         raise ArgumentError(
             f"min_hosts with {type(strategy).__name__}: going on without lost nodes needs a strategy of communication "
             "modules (DiLoCo, FedAvg, SPARTA, DDP, ...); leave min_hosts out, or take one of these"
