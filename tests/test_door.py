@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from exogym.engine.sockets import ports_closed_afterwards, sockets
 from exogym.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, Refused, knock, listen, proof
-from exogym.launch.meeting import Host, Relay
+from exogym.launch.meeting import LEFT, NODE, Host, Link, Relay
 from exogym.launch.rendezvous import Node, OrderedRendezvous
-from exogym.launch.shelf import LineStore, Shelf
+from exogym.launch.shelf import SENSELESS, LineStore, Shelf, unpacked
 from exogym.remote.elastic.member import Member
 from exogym.remote.elastic.rollcall import Roll, Server
 
@@ -288,6 +288,37 @@ def test_a_store_is_reached_through_the_door_by_those_who_know_the_secret() -> N
     del server
     for end in (relay, wrong, host):
         end.close()
+
+
+SENSELESS_LINES = {
+    "infinite id": b'{"say": "store", "id": Infinity, "do": "set", "keys": []}\n',
+    "infinite sum": b'{"say": "store", "id": 1, "do": "add", "keys": ["x"], "by": 1e999}\n',
+    "deep": b"[" * 100_000 + b"\n",
+    "no end": b"x" * (1 << 21),
+    "named by an object": b'{"name": {"a": 1}}\n',
+    "named by a number": b'{"name": 5}\n',
+    "named by half a letter": b'{"name": "\\ud800"}\n',
+}
+
+
+@pytest.mark.parametrize("name", SENSELESS_LINES)
+def test_a_member_that_talks_nonsense_ends_its_own_line_only(name: str) -> None:
+    """The roll call, too, whose members meet on such a shelf."""
+    host = Host("127.0.0.1", 0, "secret")
+    mad = knock("127.0.0.1", host.port, "secret", NODE, PLACE_S)
+    with contextlib.suppress(OSError):
+        mad.sendall(SENSELESS_LINES[name])
+        mad.shutdown(socket.SHUT_WR)
+    assert heard(mad) == b""
+    mad.close()
+    link = Link("127.0.0.1", host.port, "secret", 1, PLACE_S)
+    assert unpacked(link.store.later("get", [LEFT]).result(PLACE_S)[0])  # those who are there are told
+    link.close()
+    host.close()
+    shelf = Shelf[str]()
+    if "infinite" in name:
+        with pytest.raises(SENSELESS):
+            shelf.take("a", json.loads(SENSELESS_LINES[name]))
 
 
 @pytest.mark.parametrize("lost", [0, 1])

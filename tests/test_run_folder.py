@@ -1,7 +1,9 @@
 """The run folder: it holds what happened, in whole lines at every moment, and tells a killed run from a living one."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,13 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import small_disk
 
 from exogym import LocalTrainer
+from exogym.base.locks import LOCK
 from exogym.base.processes import described
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
-from exogym.record.run_folder import FILES, read_status
+from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -121,11 +125,99 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     train(tmp_path)
     again = train(tmp_path)
     assert isinstance(again.ended, ArgumentError) and "holds a run already" in str(again.ended)
-    living = described() | {"pid": os.getppid()} | {"started": described(os.getppid())["started"]}
-    status = read_status(tmp_path) | {"state": "running", "process": living}
-    (tmp_path / "status.json").write_text(json.dumps(status))
-    shared = train(tmp_path, resume=True)
-    assert isinstance(shared.ended, ArgumentError) and f"process {os.getppid()}" in str(shared.ended)
+
+
+def test_a_folder_of_a_living_run_is_refused_and_that_of_a_dead_one_is_taken_over(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)]) as process:
+        try:
+            while read_status(tmp_path).get("step", 0) == 0:
+                assert process.poll() is None
+                time.sleep(0.05)
+            shared = train(tmp_path, save_dir=tmp_path / "another", resume=True)
+        finally:
+            process.kill()
+    assert isinstance(shared.ended, ArgumentError) and f"run_dir={str(tmp_path)!r} is in use" in str(shared.ended)
+    assert f"process {process.pid} on this machine" in str(shared.ended)
+    assert train(tmp_path, resume=True).ended is None
+    assert read_status(tmp_path)["state"] == "done" and not (tmp_path / LOCK).exists()
+
+
+def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path):
+    """Both see an empty folder; one of them begins while the other one is still put together."""
+    process, about = described(), {"strategy": "x"}
+    first, second = RunFolder(tmp_path, 10, resume=False), RunFolder(tmp_path, 10, resume=False)
+    first.start(about)
+    with pytest.raises(ArgumentError, match=f"in use by another run, process {process['pid']}"):
+        second.start(about)
+    first.finish({})
+    with pytest.raises(ArgumentError, match="holds a run already"):
+        second.start(about)
+    assert len(events(tmp_path, "start")) == 1 and not (tmp_path / LOCK).exists()
+
+
+def test_the_records_of_another_run_are_not_replaced(tmp_path):
+    train(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = train(tmp_path, seed=1, resume=True)  # there is no checkpoint, so it starts anew
+    assert isinstance(other.ended, ArgumentError)
+    assert "holds another run" in str(other.ended) and "seed: 0, now 1" in str(other.ended)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert train(tmp_path, max_steps=16, resume=True).ended is None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_no_plain_file_is_neither_waited_for_nor_written_through(name, resume, tmp_path):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    folder.mkdir()
+    for make in (os.mkfifo, lambda path: path.symlink_to(elsewhere)):
+        make(folder / name)
+        assert read_status(folder) == {}
+        trainer = train(folder, resume=resume)
+        assert isinstance(trainer.ended, ArgumentError) and f"{name} is a link, a folder, a pipe" in str(trainer.ended)
+        (folder / name).unlink()
+    assert not elsewhere.exists()
+
+
+NO_STATUS = {
+    "list": "[]", "deep": "[" * 100_000, "nothing": '{"state": "running"}', "number": '{"process": 5}', "nul": "\0",
+    "text": '{"state": "running", "process": {"pid": "x"}, "heartbeat_s": 1}',
+    "silent": '{"state": "running", "process": {"pid": 1, "host": "h"}}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_STATUS)
+def test_a_status_that_says_nothing_is_none(name, tmp_path):
+    (tmp_path / "status.json").write_text(NO_STATUS[name])
+    assert read_status(tmp_path) == {}
+    assert train(tmp_path, resume=True).ended is None
+
+
+def test_on_a_full_disk_the_training_goes_on_and_says_so(tmp_path, capsys):
+    whole = fingerprint(train(None, max_steps=40).model)
+    with small_disk(tmp_path / "disk", 256 * 1024):
+        folder, big = tmp_path / "disk" / "run", tmp_path / "disk" / "big"
+
+        def fill(loop):
+            with open(big, "ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+
+        trainer = train(folder, max_steps=40, callbacks=[Every(8, fill), Every(40, lambda loop: big.unlink())])
+        assert trainer.ended is None and fingerprint(trainer.model) == whole
+        status = read_status(folder)
+        assert status["state"] == "done" and "No space left on device" in status["trouble"]
+        assert all(event["step"] < 40 for event in lines(folder / "events.jsonl"))
+        assert not (folder / LOCK).exists()
+    said = [line for line in capsys.readouterr().err.splitlines() if "no longer written" in line]
+    assert len([line for line in said if f"{folder} is" in line]) == 1
+
+
+def test_a_folder_that_is_taken_away_stays_away(tmp_path, capsys):
+    folder = tmp_path / "run"
+    trainer = train(folder, callbacks=[Every(4, lambda loop: shutil.rmtree(folder, ignore_errors=True))])
+    assert trainer.ended is None and trainer.history[-1]["step"] == 12
+    assert not folder.exists() and "no longer written" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):

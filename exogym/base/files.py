@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from exogym.errors import ArgumentError
 
@@ -19,12 +20,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "w", encoding="utf-8", newline="") as file:
+        beside.unlink(missing_ok=True)  # of a killed process of the same number; a link there would lead elsewhere
+        with open(beside, "x", encoding="utf-8", newline="") as file:
             yield file
         os.replace(beside, path)
     finally:
         with contextlib.suppress(OSError, ValueError):
             beside.unlink(missing_ok=True)
+
+
+def is_plain(path: str | os.PathLike[str]) -> bool:
+    """Say whether there is a plain file: a link leads elsewhere, a pipe never ends, and a device may do something.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    return stat.S_ISREG(os.lstat(path).st_mode)
+
+
+def opened_plain(path: str | os.PathLike[str]) -> Any:
+    """Open a plain file for reading bytes.
+
+    Raises:
+        OSError: it is something else, or cannot be read.
+    """
+    if not is_plain(path):
+        raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
+    return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -99,8 +99,8 @@ class Lock:
             _held.discard(self.holder.token)
 
 
-def acquire(folder: Path, run: str) -> Lock:
-    """Hold `folder` for `run`, taking it over from a process of the same run, or one that is dead.
+def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
+    """Hold `folder`, the argument `what`, for `run`; take it over from a process of the same run, or one that is dead.
 
     Raises:
         ArgumentError: another run holds it, or it cannot be written.
@@ -119,11 +119,11 @@ def acquire(folder: Path, run: str) -> Lock:
                 continue
             age_s = _age_s(path, beside)
             if other.run != run and not other.is_dead() and age_s < STALE_S:
-                raise _in_use(path, other, age_s)
+                raise _in_use(path, other, age_s, what)
             _clear(path, other, beside)
-        raise ArgumentError(f"save_dir={str(folder)!r}: several runs want it at once: give each a folder of its own")
+        raise ArgumentError(f"{what}={str(folder)!r}: several runs want it at once: give each a folder of its own")
     except OSError as error:
-        raise ArgumentError(f"save_dir={str(folder)!r} cannot be written: {error}; choose another folder") from error
+        raise ArgumentError(f"{what}={str(folder)!r} cannot be written: {error}; choose another folder") from error
     finally:
         if lock is None:
             _held.discard(holder.token)
@@ -199,11 +199,11 @@ def _clear(path: Path, other: Holder, beside: Path) -> None:
         return
 
 
-def _in_use(path: Path, other: Holder, age_s: float) -> ArgumentError:
+def _in_use(path: Path, other: Holder, age_s: float, what: str) -> ArgumentError:
     here = identity()[0] == other.machine
     who = f"process {other.pid} on {'this machine' if here else other.host}" if other.pid else "another process"
     wait = "" if here else f", whose last sign of life is {max(0.0, age_s):.0f} s old ({STALE_S:g} s count as death)"
     return ArgumentError(
-        f"save_dir={str(path.parent)!r} is in use by another run, {who}{wait}: choose another folder, or wait until it "
+        f"{what}={str(path.parent)!r} is in use by another run, {who}{wait}: choose another folder, or wait until it "
         f"has ended. If you are sure that it has, remove {path}"
     )

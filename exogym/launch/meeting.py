@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exogym.launch.door import Door, knock, listen
-from exogym.launch.shelf import LineStore, Shelf, packed
+from exogym.launch.shelf import SENSELESS, LineStore, Shelf, packed
 
 LOOPBACK = "127.0.0.1"
 NODE, STORE = "node", "store"  # what one may come to the door for
@@ -98,9 +98,9 @@ class Host:
         for text in whole:
             try:
                 said = json.loads(text)
-                line.name = said.get("name", line.name)
+                line.name = ascii(said["name"]).strip("'")[:99] if "name" in said else line.name
                 told = self.shelf.take(line, said) if said["say"] == "store" else []
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except SENSELESS:
                 return self._lose(line)
             self._tell(told)
         return None

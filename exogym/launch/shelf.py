@@ -22,6 +22,8 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 
 Who = TypeVar("Who")
+# What a line that nobody understands can raise.
+SENSELESS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Shelf(Generic[Who]):
@@ -42,7 +44,7 @@ class Shelf(Generic[Who]):
         """Do what `who` asks; return what is to be told to whom.
 
         Raises:
-            ValueError, KeyError, TypeError: nobody understands it.
+            one of SENSELESS: nobody understands it.
         """
         number, keys = int(said["id"]), [str(key) for key in said["keys"]]
         if said["do"] == "get":

@@ -8,31 +8,41 @@
     checkpoints/    where the run saves and was given no other place
 
 A run that goes on in its folder adds to the events, and drops the records after the step that it goes on from.
+
+While it goes on it holds the folder (see `exogym.base.locks`), so no two runs write to one. A disk that is full, or a
+folder that is taken away, does not end the training: that is said once, here and as `trouble` in status.json as soon as
+that can be written again, and no record or event is added behind one that is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
-from exogym.base.files import replacing
+from exogym.base.files import is_plain, opened_plain, replacing
+from exogym.base.locks import Lock, acquire
 from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
 from exogym.logger import JSONLinesLogger, in_json
+from exogym.progress import notice
 from exogym.record.observers import Fields, Observer
 
 BEAT_S = 1.0  # between two heartbeats at least
 LOST_S = 60.0  # without one, a run on another machine counts as lost
 ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
+STATUS_BYTES = 1 << 20  # of a status.json, at most
+FREE = ("limits", "placement", "chosen", "rounds", "shared")  # of a description, what a run that goes on may have else
 FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")
 
 
@@ -46,30 +56,30 @@ class RunFolder(Observer):
         more: what else belongs into run.json.
 
     Raises:
-        ArgumentError: the folder holds a run and `resume` is False, a living process writes to it, or it cannot be
-            written.
+        ArgumentError: the folder holds a run and `resume` is False, or another run; a living process writes to it; one
+            of its files is no plain one; or it cannot be written.
     """
 
     reads_records = True
 
     def __init__(self, folder: str | os.PathLike[str], total_steps: int, resume: bool, more: Fields | None = None):
         self.folder, self.total_steps, self.more = Path(folder), total_steps, dict(more or {})
-        self._process = described()
-        self._check(resume)
+        self._process, self.resume = described(), resume
+        self._check()
         self._records = JSONLinesLogger(self.folder / "records.jsonl")
         self._events: IO[str] | None = None
+        self._lock: Lock | None = None
+        self._trouble: str | None = None
         self._state, self._step, self._beat, self._started = "running", 0, 0.0, time.time()
 
-    def _check(self, resume: bool) -> None:
-        if not self.folder.exists() or not any((self.folder / name).exists() for name in FILES):
-            return
-        status = read_status(self.folder)
-        if status.get("state") == "running" and status.get("process") != self._process:
+    def _check(self) -> None:
+        there = [name for name in FILES if os.path.lexists(self.folder / name)]
+        if strange := [name for name in there if not is_plain(self.folder / name)]:
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r}: process {status['process']['pid']} on {status['process']['host']} is "
-                "training in it: give another folder"
+                f"run_dir={str(self.folder)!r}: {strange[0]} is a link, a folder, a pipe or a device there: remove it, "
+                "or give another folder"
             )
-        if not resume:
+        if there and not self.resume:
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} holds a run already: give another folder, or go on with it by "
                 "resume=True"
@@ -78,28 +88,50 @@ class RunFolder(Observer):
     def start(self, run: Fields) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-            self._end_torn_line()
+            self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
+            self._check()  # again: another run may have come and gone
+            self._begin(run)
         except OSError as error:
+            self._let_go()
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} cannot be written ({error}): give another folder"
             ) from error
-        self._records.start(run)
-        self._step = run.get("resumed_step") or 0
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self, run: Fields) -> None:
         described = {key: value for key, value in run.items() if key != "resumed_step"}
+        self._check_same(in_json(described))
+        self._records.start(run)
+        self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._end_torn_line()
+        self._step = run.get("resumed_step") or 0
         about = {"description": described, "command": sys.argv, "versions": versions(), "process": self._process}
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
             _write(self.folder / "run.json", about | {"started_s": self._started} | self.more)
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
         self._say()
 
+    def _check_same(self, now: Fields) -> None:
+        """Refuse to write into the folder of another run."""
+        before = _read(self.folder / "run.json").get("description")
+        common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
+        if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
+                      if before[name] != now[name]]:  # fmt: skip
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds another run: give another folder. They differ in\n  "
+                + "\n  ".join(unlike)
+            )
+
     def record(self, row: Fields) -> None:
         self._records.log(row)
 
     def event(self, event: Fields) -> None:
-        assert self._events is not None
         self._state = ENDS.get(event["kind"], self._state)
-        self._events.write(json.dumps(in_json({"at_s": round(time.time(), 3), **event})) + "\n")
+        with self._going_on():
+            if self._events is not None:
+                self._events.write(json.dumps(in_json({"at_s": round(time.time(), 3), **event})) + "\n")
 
     def beat(self, step: int, figures: Fields) -> None:
         self._step = step
@@ -108,14 +140,18 @@ class RunFolder(Observer):
 
     def finish(self, summary: Fields) -> None:
         self._records.finish(summary)
-        if self._events is None:
+        if self._lock is None:
             return
-        self._events.close()
-        self._events = None
         if self._state == "running":  # nothing has said how it ended: it could not even begin
             self._state = "failed"
-        _write(self.folder / "summary.json", {"state": self._state, **summary})
+        with self._going_on():
+            if self._events is not None:
+                self._events.close()
+        with self._going_on():
+            self._lock.check()
+            _write(self.folder / "summary.json", {"state": self._state, **summary})
         self._say()
+        self._let_go()
 
     def _say(self) -> None:
         """Write where the run stands."""
@@ -124,7 +160,34 @@ class RunFolder(Observer):
             "state": self._state, "step": self._step, "total_steps": self.total_steps, "process": self._process,
             "started_s": self._started, "heartbeat_s": time.time(),
         }  # fmt: skip
-        _write(self.folder / "status.json", status)
+        with self._going_on():
+            assert self._lock is not None
+            self._lock.check()
+            self._lock.beat()
+            _write(self.folder / "status.json", status | ({"trouble": self._trouble} if self._trouble else {}))
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What cannot be written does not end the training; nothing is added to the events from then on."""
+        try:
+            yield
+        except OSError as error:
+            if self._trouble is None:
+                self._trouble = str(error)
+                notice(f"{self.folder} is no longer written: {error}; the training goes on")
+            self._leave_events()
+
+    def _leave_events(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(OSError):  # what is still held back cannot be written either
+                self._events.close()
+            self._events = None
+
+    def _let_go(self) -> None:
+        self._leave_events()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _end_torn_line(self) -> None:
         """Begin on a new line where a run that was killed left half a one."""
@@ -140,15 +203,25 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
     A run that says it is running and whose process is gone is "lost", as is one on another machine that has not been
     heard of for a minute.
     """
-    try:
-        status = json.loads((Path(folder) / "status.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    status = _read(Path(folder) / "status.json")
+    process, heard_s = status.get("process"), status.get("heartbeat_s")
+    if not isinstance(process, dict) or type(process.get("pid")) is not int or type(heard_s) not in (int, float):
         return {}
     if status.get("state") == "running":
-        alive = is_alive(status["process"])
-        if alive is False or (alive is None and time.time() - status["heartbeat_s"] > LOST_S):
+        alive = is_alive(process)
+        if alive is False or (alive is None and not time.time() - heard_s <= LOST_S):
             status["state"] = "lost"
     return status
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object of a file of JSON; {} where there is none."""
+    try:
+        with opened_plain(path) as file:
+            found = json.loads(file.read(STATUS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:

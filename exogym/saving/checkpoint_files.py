@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import re
-import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exogym.base.files import is_plain, opened_plain
 from exogym.errors import CheckpointError
 from exogym.saving.segments import Segments, joined
 
@@ -173,11 +173,9 @@ def _check_names(file: Path, sums: Any) -> None:
 
 def _opened(file: Path) -> Any:
     """Open a plain file for reading; nothing that is a link, and nothing that never ends."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    if not stat.S_ISREG(os.lstat(file).st_mode):  # opening a device may do something
+    if not is_plain(file):
         raise CheckpointError(f"{file} is a link, a folder, a pipe or a device: wanted the file that was written")
-    descriptor = os.open(file, flags)
-    return os.fdopen(descriptor, "rb")
+    return opened_plain(file)
 
 
 def file_sum(file: Path) -> str:

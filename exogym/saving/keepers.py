@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,9 +80,8 @@ def check_folder(path: str | Path) -> list[Path]:
     made = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f".writable-{os.getpid()}"
-        trial.write_text("")
-        trial.unlink(missing_ok=True)  # another host's process may have the same number
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
         remove_folders(made)
         raise _unwritable(path, error) from error

@@ -38,7 +38,7 @@ from types import FrameType
 from typing import Any
 
 from exogym.launch.door import SECRET, Door, listen
-from exogym.launch.shelf import Shelf
+from exogym.launch.shelf import SENSELESS, Shelf
 from exogym.remote.elastic.member import DONE, ROLL_CALL
 from exogym.remote.orders import SILENCE_S
 
@@ -286,7 +286,7 @@ class Server:
         for text in whole:
             try:
                 self._take(line, json.loads(text))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except SENSELESS:
                 self._lose(line, "says what nobody understands")
             if line.seat is None or self.lines.get(line.seat) is not line:
                 return  # it was lost, or refused
