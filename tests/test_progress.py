@@ -127,10 +127,10 @@ def test_a_long_run_says_something_without_a_terminal(
 def test_a_run_that_is_to_be_quiet_does_not_say_that_it_goes_on(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    for progress, said in ((None, ""), (None, "going on from step 2"), (False, "")):
+    for wanted, said in ((None, ""), (None, "going on from step 2"), (False, "")):
         model, data = small_problem()
         trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
-        trainer.fit(DiLoCoStrategy(H=2, lr=0.01), max_steps=2, save_dir=tmp_path, resume=True, progress=progress)
+        trainer.fit(DiLoCoStrategy(H=2, lr=0.01), max_steps=2, save_dir=tmp_path, resume=True, progress=wanted)
         told = capfd.readouterr().err
         assert said in told and bool(said) == bool(told)
 

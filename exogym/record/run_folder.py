@@ -28,6 +28,7 @@ from exogym.base.files import replacing
 from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
 from exogym.logger import JSONLinesLogger, in_json
+from exogym.progress import notice
 from exogym.record.observers import Fields, Observer
 
 BEAT_S = 1.0  # between two heartbeats at least
@@ -75,11 +76,25 @@ class RunFolder(Observer):
                 "resume=True"
             )
 
+    def _check_nothing_is_lost(self) -> None:
+        """Of a run that starts at its beginning: refuse to write over one that was whole, and say so of any other."""
+        state = read_status(self.folder).get("state")
+        if state == "done":
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
+                "another folder"
+            )
+        if state is not None:
+            notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")
+
     def start(self, run: Fields) -> None:
+        if "resumed_step" not in run:
+            self._check_nothing_is_lost()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
             self._end_torn_line()
+            (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
         except OSError as error:
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} cannot be written ({error}): give another folder"
