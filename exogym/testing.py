@@ -98,7 +98,9 @@ def check_strategy(
     '17088 bytes per node'
     """
     if not callable(factory):
-        raise ArgumentError(f"factory={factory!r}: give a function that makes a new one, as lambda: DiLoCoStrategy(H=5)")
+        raise ArgumentError(
+            f"factory={factory!r}: give a function that makes a new one, as lambda: DiLoCoStrategy(H=5)"
+        )
     if payload_bytes is not None and not callable(payload_bytes):
         raise ArgumentError(
             f"payload_bytes={payload_bytes!r}: give a function, as lambda row_bytes, steps: row_bytes * steps"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, plots
+from exogym import LocalTrainer
 from exogym.base.files import new_folder
-from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
+from exogym.compare import DEFAULT_STRATEGIES, Standing, compare, plots
 from exogym.compare.comparison import FILES, Comparison, find
 from exogym.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.errors import ArgumentError, DataError, TrainingError

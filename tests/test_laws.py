@@ -7,8 +7,8 @@ from strategies import STRATEGIES, Broken
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.errors import StrategyError
-from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule
+from exogym.errors import ArgumentError, StrategyError
+from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, SimpleReduceStrategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 
