@@ -1,5 +1,6 @@
 """Every snippet and every command of the documentation runs."""
 
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -41,7 +42,11 @@ def test_commands_run(command, tmp_path):
         assert recipe.returncode == 0 and recipe.stdout, recipe.stderr
         return
     if words[0] in ("git", "pip", "cd"):
-        assert command in ("pip install -e .", "git clone https://github.com/exo-explore/gym.git exogym", "cd exogym")
+        assert command in (
+            "pip install -e '.[demo]'",
+            "git clone https://github.com/exo-explore/gym.git exogym",
+            "cd exogym",
+        )
         return
     assert words[0] in ("exogym", "python"), f"no test knows how to run {command!r}"
     if words[1].startswith("benchmarks/"):  # takes minutes, and some need root: its options are to be known
@@ -73,8 +78,102 @@ def test_what_is_run_is_what_is_written():
     assert runnable(["python", *launch, "run/x.py"]) == [sys.executable, *launch, str(ROOT / "run" / "x.py")]
 
 
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a heading of a page may be linked by."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target, anchor in LINK.findall(page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                other = page.parent / target if target else page
+                assert other.exists(), f"{page.name} links to {target}"
+                assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [page.parent / target for target, _ in LINK.findall(page.read_text()) if target.endswith(".md")]
+            ahead += [target.resolve() for target in targets if "://" not in str(target)]
+    assert reached >= {*PAGES, ROOT / "benchmarks" / "RESULTS.md"}
+
+
+def unknown_names(text: str) -> set[str]:
+    """Return the files and the modules, functions and classes of ours that a text names and that are not there."""
+    files = set(re.findall(r"(?<![\w./])(?:exogym|tests|benchmarks|docs)/[\w/]+\.(?:py|md|png)", text))
+    unknown = {file for file in files if not (ROOT / file).exists()}
+    for name in set(re.findall(r"(?<![\w./-])exogym(?:\.[A-Za-z_]\w*)+", text)):
+        module, rest, folder = "exogym", name.split(".")[1:], ROOT / "exogym"
+        while rest and ((folder / rest[0] / "__init__.py").exists() or (folder / f"{rest[0]}.py").exists()):
+            module, folder = f"{module}.{rest[0]}", folder / rest.pop(0)
+        try:
+            pkgutil.resolve_name(f"{module}:{'.'.join(rest)}")
+        except AttributeError:
+            unknown.add(name)
+    return unknown
+
+
+@pytest.mark.parametrize("where", ["README.md", "CONTRIBUTING.md", "docs", "exogym", "run", "benchmarks"])
+def test_names_of_ours_in_prose_and_messages_are_there(where):
+    top = ROOT / where
+    files = [top] if top.is_file() else [p for p in sorted(top.rglob("*")) if p.suffix in (".py", ".md")]
+    found = {str(file.relative_to(ROOT)): names for file in files if (names := unknown_names(file.read_text()))}
+    assert files and not found
+
+
+def test_a_name_of_a_room_that_was_left_is_found():
+    assert unknown_names("exogym.training.loop and exogym/training/loop.py, exogym.LocalTrainer.fit") == set()
+    assert unknown_names("see `exogym.loop`") == {"exogym.loop"}
+    assert unknown_names("in exogym/loop.py: exogym.training.loop.Loop") == {
+        "exogym/loop.py",
+        "exogym.training.loop.Loop",
+    }
+
+
+ONLY = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions, requires
+from packaging.requirements import Requirement
+
+def plain(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+wanted, ahead = set(), [("exogym", extra) for extra in ["", *sys.argv[1].split(",")]]
+while ahead:
+    name, extra = ahead.pop()
+    if (name, extra) not in wanted:
+        wanted.add((name, extra))
+        for needed in map(Requirement, requires(name) or []):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                ahead += [(plain(needed.name), more) for more in ["", *needed.extras]]
+names = {name for name, _ in wanted}
+missing = {top for top, owners in packages_distributions().items() if not names & set(map(plain, owners))}
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in missing else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+exec(compile(sys.stdin.read(), "page", "exec"))
+"""
+
+
+@pytest.mark.parametrize("extras", ["page", ""])
+def test_what_the_first_page_installs_is_enough_for_its_first_run(extras, tmp_path):
+    page = ROOT / "docs" / "getting_started.md"
+    (named,) = re.findall(r"^pip install -e '\.\[([\w,]+)\]'$", page.read_text(), re.M)
+    words = [sys.executable, "-c", ONLY, named if extras == "page" else extras]
+    done = subprocess.run(words, input=blocks(page, "python")[0], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (extras == "page"), done.stderr
+    assert extras or "the data set digits was not found" in done.stderr  # the control

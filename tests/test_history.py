@@ -319,6 +319,12 @@ def test_a_notebook_shows_a_short_table(history: History) -> None:
     assert "0 rows" in History()._repr_html_()
 
 
+def test_a_prompt_shows_how_much_it_holds(history: History) -> None:
+    rows = history.rows(None)
+    assert f"{len(rows)} rows of {len(history)}, up to step {rows[-1]['step']}" in repr(history)
+    assert "0 rows" in repr(History())
+
+
 def test_plot_draws_the_averaged_model(history: History) -> None:
     pytest.importorskip("matplotlib")
     losses = history.plot()

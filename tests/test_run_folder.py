@@ -112,7 +112,11 @@ def test_a_stopped_run_goes_on_in_its_folder(tmp_path):
     stopped = train(tmp_path / "run", checkpoint_interval=4, callbacks=[stop])
     assert isinstance(stopped.ended, KeyboardInterrupt)
     assert read_status(tmp_path / "run")["state"] == "stopped"
-    resumed = train(tmp_path / "run", checkpoint_interval=4, resume=True)
+    summary, ended = tmp_path / "run" / "summary.json", []
+    look = Every(4, lambda loop: ended.append(summary.exists()))
+    assert summary.exists()
+    resumed = train(tmp_path / "run", checkpoint_interval=4, resume=True, callbacks=[look])
+    assert summary.exists() and not any(ended) and ended
     assert fingerprint(resumed.model) == fingerprint(whole.model)
     steps = [(row["step"], row["node"]) for row in lines(tmp_path / "run" / "records.jsonl")]
     assert steps == [(row["step"], row["node"]) for row in whole.history]  # none twice, none missing
@@ -218,6 +222,23 @@ def test_a_folder_that_is_taken_away_stays_away(tmp_path, capsys):
     trainer = train(folder, callbacks=[Every(4, lambda loop: shutil.rmtree(folder, ignore_errors=True))])
     assert trainer.ended is None and trainer.history[-1]["step"] == 12
     assert not folder.exists() and "no longer written" in capsys.readouterr().err
+
+
+def test_a_whole_run_is_not_written_over_for_want_of_a_checkpoint(tmp_path, capsys):
+    train(tmp_path)
+    records = (tmp_path / "records.jsonl").read_text()
+    again = train(tmp_path, resume=True)
+    assert isinstance(again.ended, ArgumentError) and "no checkpoint to go on from" in str(again.ended)
+    assert (tmp_path / "records.jsonl").read_text() == records and read_status(tmp_path)["state"] == "done"
+    status = json.loads((tmp_path / "status.json").read_text())
+    (tmp_path / "status.json").write_text(json.dumps(status | {"state": "failed"}))
+    assert train(tmp_path, resume=True).ended is None and "starting at the beginning" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_no_folder():
+    for name in ("run_dir", "save_dir"):
+        ended = train(None, save_dir="").ended if name == "save_dir" else train("").ended
+        assert isinstance(ended, ArgumentError) and f"{name}=''" in str(ended)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path):

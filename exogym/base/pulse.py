@@ -5,7 +5,7 @@ says beside it what it is at: a step must not take longer than `hang_s`; what is
 step, an evaluation, a checkpoint, a callback) may take `PATIENCE` times as long between two beats; who waits for
 others does not hang.
 
-Run as a script, by its path, it looks after the process that started it (see `exogym.engine.watch`). So it imports the
+Run as a script, by its path, it looks after the process that started it (see `exogym.engine.hangs`). So it imports the
 standard library only.
 """
 

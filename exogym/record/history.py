@@ -18,7 +18,7 @@ import numpy as np
 
 from exogym.base.files import replacing
 from exogym.errors import ArgumentError, ExoGymError, nearest
-from exogym.record.views import figure_of, table_of
+from exogym.record.views import caption_of, figure_of, table_of
 
 if TYPE_CHECKING:
     import pandas
@@ -377,6 +377,9 @@ class History(Sequence[Row]):
             ExoGymError: matplotlib is not installed.
         """
         return figure_of(self, columns, against)
+
+    def __repr__(self) -> str:
+        return f"<History: {caption_of(self)}>"
 
     def _repr_html_(self) -> str:
         return table_of(self)

@@ -85,7 +85,20 @@ class RunFolder(Observer):
                 "resume=True"
             )
 
+    def _check_nothing_is_lost(self) -> None:
+        """Of a run that starts at its beginning: refuse to write over one that was whole, and say so of any other."""
+        state = read_status(self.folder).get("state")
+        if state == "done":
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
+                "another folder"
+            )
+        if state is not None:
+            notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")
+
     def start(self, run: Fields) -> None:
+        if "resumed_step" not in run:
+            self._check_nothing_is_lost()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
@@ -106,6 +119,7 @@ class RunFolder(Observer):
         self._records.start(run)
         self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._end_torn_line()
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
         self._step = run.get("resumed_step") or 0
         about = {"description": described, "command": sys.argv, "versions": versions(), "process": self._process}
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):

@@ -32,9 +32,14 @@ def table_of(history: History) -> str:
     for row in shown:
         cells = ["&hellip;"] * len(names) if row is None else [_cell(row[name]) for name in names]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
-    caption = f"the averaged model: {len(rows)} rows of {len(history)}, up to step {rows[-1]['step'] if rows else 0}"
     body = "".join(f"<tr>{line}</tr>" for line in lines) if rows else ""
-    return f"<table><caption>{caption}</caption>{body}</table>"
+    return f"<table><caption>{caption_of(history)}</caption>{body}</table>"
+
+
+def caption_of(history: History) -> str:
+    """Return in a line how much a history holds."""
+    rows = history.rows(None)
+    return f"the averaged model: {len(rows)} rows of {len(history)}, up to step {rows[-1]['step'] if rows else 0}"
 
 
 def _cell(value: Any) -> str:

@@ -118,7 +118,7 @@ class FitOptions:
         if not isinstance(self.callbacks, Sequence):
             raise ArgumentError(f"callbacks={self.callbacks!r} must be a list of functions of the training loop")
         for name in ("save_dir", "run_dir"):
-            if not isinstance(getattr(self, name), str | os.PathLike | None):
+            if not isinstance(getattr(self, name), str | os.PathLike | None) or getattr(self, name) == "":
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
         object.__setattr__(self, "save_dir", folder_of_checkpoints(vars(self)))
         if self.network is not None:
