@@ -129,7 +129,7 @@ class RunFolder(Observer):
 
     def _check_same(self, now: Fields) -> None:
         """Refuse to write into the folder of another run."""
-        before = _read(self.folder / "run.json").get("description")
+        before: Any = _read(self.folder / "run.json").get("description")
         common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if before[name] != now[name]]:  # fmt: skip
@@ -218,7 +218,8 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
     heard of for a minute.
     """
     status = _read(Path(folder) / "status.json")
-    process, heard_s = status.get("process"), status.get("heartbeat_s")
+    process: Any = status.get("process")
+    heard_s: Any = status.get("heartbeat_s")
     if not isinstance(process, dict) or type(process.get("pid")) is not int or type(heard_s) not in (int, float):
         return {}
     if status.get("state") == "running":
