@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from exogym.base.files import is_plain, opened_plain, replacing
+from exogym.base.files import cut_torn_line, is_plain, opened_plain, replacing
 from exogym.base.locks import Lock, acquire
 from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
@@ -115,7 +115,7 @@ class RunFolder(Observer):
 
     def _check_same(self, now: Fields) -> None:
         """Refuse to write into the folder of another run."""
-        before = _read(self.folder / "run.json").get("description")
+        before: Any = _read(self.folder / "run.json").get("description")
         common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if before[name] != now[name]]:  # fmt: skip
@@ -125,7 +125,8 @@ class RunFolder(Observer):
             )
 
     def record(self, row: Fields) -> None:
-        self._records.log(row)
+        if self._trouble is None:
+            self._records.log(row)
 
     def event(self, event: Fields) -> None:
         self._state = ENDS.get(event["kind"], self._state)
@@ -176,6 +177,8 @@ class RunFolder(Observer):
                 self._trouble = str(error)
                 notice(f"{self.folder} is no longer written: {error}; the training goes on")
             self._leave_events()
+            if self._lock is not None and self._lock.is_ours():
+                cut_torn_line(self.folder / "events.jsonl")
 
     def _leave_events(self) -> None:
         if self._events is not None:
@@ -204,7 +207,8 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
     heard of for a minute.
     """
     status = _read(Path(folder) / "status.json")
-    process, heard_s = status.get("process"), status.get("heartbeat_s")
+    process: Any = status.get("process")
+    heard_s: Any = status.get("heartbeat_s")
     if not isinstance(process, dict) or type(process.get("pid")) is not int or type(heard_s) not in (int, float):
         return {}
     if status.get("state") == "running":
