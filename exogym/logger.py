@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from exogym.base.files import replacing
+from exogym.base.files import cut_torn_line, replacing
 from exogym.errors import ArgumentError, ExoGymError, checked
 from exogym.progress import notice
 from exogym.record.history import OF_THE_STEP, plain
@@ -238,6 +238,7 @@ class _FileLogger(_OnDisk):
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+            cut_torn_line(self.path)
 
     def log(self, record: Record) -> None:
         """Write one record."""

@@ -265,3 +265,24 @@ def test_sigterm_keeps_them_too(tmp_path: Path, undisturbed: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     asked(folder, resume=True)
     assert tables(folder) == tables(undisturbed)
+
+
+def test_a_run_under_way_is_not_removed_by_another_comparison(tmp_path: Path) -> None:
+    """A strategy that no checkpoint holds starts again in an empty folder, which must not be a living run's."""
+
+    class Mine(SimpleReduceStrategy):
+        pass
+
+    def ask(out: Path, **more: Any) -> Comparison:
+        return asked(out, strategies={"mine": Mine("sgd", lr=0.1)}, seeds=1, **more)
+
+    refused: list[str] = []
+
+    def look(at: Standing) -> None:
+        if at.label == "mine" and not refused:
+            with pytest.raises(ArgumentError, match="in use by another run") as error:
+                ask(next(tmp_path.iterdir()), resume=True)
+            refused.append(str(error.value))
+
+    folder = ask(tmp_path, watch=look).folder
+    assert refused and folder is not None and read_status(folder / "mine-seed-0")["state"] == "done"

@@ -49,6 +49,14 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
 
 
+def cut_torn_line(path: str | os.PathLike[str]) -> None:
+    """Drop what follows the last whole line of a plain file, as after a disk was full."""
+    with contextlib.suppress(OSError):
+        if is_plain(path):
+            with open(path, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def missing_folders(path: Path) -> list[Path]:
     """Return which of `path` and the folders above it are not there, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]

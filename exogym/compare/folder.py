@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.base.files import missing_folders, new_folder, replacing
+from exogym.base.locks import acquire
 from exogym.clock import Span
 from exogym.compare.comparison import plain_name
 from exogym.compare.plots import Strip
@@ -98,6 +100,8 @@ class Folder:
         child = self.child(label, seed)
         if saved:
             return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
+        if child.is_dir():
+            acquire(child, secrets.token_hex(8), "out").release()  # refused where another process trains in it
         shutil.rmtree(child, ignore_errors=True)
         return {"run_dir": child}
 

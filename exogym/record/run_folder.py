@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from exogym.base.files import is_plain, opened_plain, replacing
+from exogym.base.files import cut_torn_line, is_plain, opened_plain, replacing
 from exogym.base.locks import Lock, acquire
 from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
@@ -139,7 +139,8 @@ class RunFolder(Observer):
             )
 
     def record(self, row: Fields) -> None:
-        self._records.log(row)
+        if self._trouble is None:
+            self._records.log(row)
 
     def event(self, event: Fields) -> None:
         self._state = ENDS.get(event["kind"], self._state)
@@ -190,6 +191,8 @@ class RunFolder(Observer):
                 self._trouble = str(error)
                 notice(f"{self.folder} is no longer written: {error}; the training goes on")
             self._leave_events()
+            if self._lock is not None and self._lock.is_ours():
+                cut_torn_line(self.folder / "events.jsonl")
 
     def _leave_events(self) -> None:
         if self._events is not None:
