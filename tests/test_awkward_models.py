@@ -429,6 +429,17 @@ def test_a_submodule_s_attribute_may_be_allowed_by_the_model():
     assert simulated(Allowed)[1].middle.count == NODES * STEPS
 
 
+@pytest.mark.parametrize("listed", ["count", "x_count", 5, [3], None])
+def test_a_list_of_harmless_attributes_that_is_none_is_refused(listed):
+    """A bare name would be taken letter by letter."""
+
+    class Allowed(Counter):
+        shared_attributes = listed
+
+    with pytest.raises(ModelError, match=r"shared_attributes of Allowed is .*wanted a tuple of names"):
+        simulated(Allowed)
+
+
 def test_the_table_in_the_documents_is_this_one():
     rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
     verdicts = {cells[0]: cells[1] for cells in ([c.strip() for c in row.strip("|").split("|")] for row in rows)}

@@ -140,3 +140,13 @@ def test_in_fp32_it_is_within_rounding() -> None:
     assert (t.decode(t.encode(x)) - x).abs().max() <= 1e-5
     coefficients = t.encode(x)
     torch.testing.assert_close(coefficients.norm(), x.norm(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8,), (10,), (12,), (31, 17), (200, 784), (7, 5, 3, 3), ()])
+def test_a_node_s_coefficients_do_not_depend_on_who_is_beside_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    t = BlockDCT(torch.Size(shape), 64, dtype, torch.device("cpu"))
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    together = t.encode(x)
+    assert torch.equal(together, torch.cat([t.encode(one[None]) for one in x]))
+    assert torch.equal(t.decode(together), torch.cat([t.decode(one[None]) for one in together]))

@@ -20,9 +20,11 @@ from exogym.base.processes import described
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
+from exogym.record.observers import Observer
 from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem
+from exogym.training.loop import SIGN_PAUSE_S
 
 
 def train(run_dir, model=None, **fit):
@@ -291,3 +293,28 @@ def test_a_run_elsewhere_is_lost_after_a_minute_of_silence(tmp_path):
         heard = {"process": process, "heartbeat_s": time.time() - silence_s}
         (tmp_path / "status.json").write_text(json.dumps(status | heard))
         assert read_status(tmp_path)["state"] == state
+
+
+def test_observers_hear_of_the_run_in_a_stretch_now_and_then():
+    """Each step asks whether to stop, and small steps are many."""
+    heard, counts = [], []
+
+    class Ear(Observer):
+        def beat(self, step, figures):
+            heard.append(step)
+
+    def look(loop):
+        loop.observers.all.append(Ear())
+        ask = loop._between_steps(lambda: False)
+        for _ in range(1000):
+            ask()
+        counts.append(len(heard))
+        time.sleep(1.5 * SIGN_PAUSE_S)
+        ask()
+        counts.append(len(heard))
+
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(DiLoCoStrategy(lr=0.02, H=4), max_steps=4, batch_size=8, device="cpu", callbacks=[Every(4, look)])
+    assert 1 <= counts[0] < 1000 and counts[1] > counts[0]
+    assert set(heard[: counts[1]]) == {4}

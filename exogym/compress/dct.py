@@ -27,6 +27,9 @@ class BlockDCT:
     A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `chunk`; a
     1-D tensor into blocks of w; more dimensions are folded to (first, rest). A scalar is one block of one.
 
+    Nodes are transformed one by one, each in memory of its own: a product over several may round differently than one
+    over a single node, and where a node is held must change nothing.
+
     >>> t = BlockDCT(torch.Size([128, 64, 3]), 64, torch.float64, torch.device("cpu"))
     >>> t.blocks, t.size
     (6, 4096)
@@ -45,10 +48,16 @@ class BlockDCT:
 
     def encode(self, x: Tensor) -> Tensor:
         """Transform `x` (nodes, *shape) to coefficients (nodes, blocks, size)."""
-        blocks = x.reshape(-1, self.rows, self.h, self.columns, self.w).transpose(2, 3)
-        return (self.ch @ blocks @ self.cw.T).reshape(-1, self.blocks, self.size)
+        return torch.stack([self._encode_one(node.clone()) for node in x])
 
     def decode(self, coefficients: Tensor) -> Tensor:
         """Transform coefficients (nodes, blocks, size) back to (nodes, *shape)."""
-        blocks = coefficients.reshape(-1, self.rows, self.columns, self.h, self.w)
-        return (self.ch.T @ blocks @ self.cw).transpose(2, 3).reshape(-1, *self.shape)
+        return torch.stack([self._decode_one(node.clone()) for node in coefficients])
+
+    def _encode_one(self, x: Tensor) -> Tensor:
+        blocks = x.reshape(self.rows, self.h, self.columns, self.w).transpose(1, 2)
+        return (self.ch @ blocks @ self.cw.T).reshape(self.blocks, self.size)
+
+    def _decode_one(self, coefficients: Tensor) -> Tensor:
+        blocks = coefficients.reshape(self.rows, self.columns, self.h, self.w)
+        return (self.ch.T @ blocks @ self.cw).transpose(1, 2).reshape(self.shape)

@@ -41,8 +41,18 @@ class Attributes:
         }
 
     def allowed(self) -> set[str]:
-        """Return the paths that modules list as harmless."""
-        named = [(name, getattr(module, ALLOWED, None) or ()) for name, module in self.modules.items()]
+        """Return the paths that modules list as harmless.
+
+        Raises:
+            ModelError: a module's list is none, such as a bare name.
+        """
+        named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
+        for name, keys in named:
+            if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
+                raise ModelError(
+                    f"{ALLOWED} of {type(self.modules[name]).__name__} is {keys!r}: wanted a tuple of names, as in "
+                    f"{ALLOWED} = ('cache',)"
+                )
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
     def differing(self, other: Attributes, tolerance: float) -> list[str]:

@@ -57,7 +57,8 @@ class InnerOptimizer(Stateful):
 
     def step(self, row: int, clip: bool = True, skip: bool = False) -> None:
         """Take the row's next step with the gradients in `.grad`, and drop them. `skip` counts without stepping."""
-        set_rates(self.optimizer, self.schedule, int(self.steps[row]))
+        if not self.schedule.is_constant:
+            set_rates(self.optimizer, self.schedule, int(self.steps[row]))
         if not skip:
             if clip and self.max_norm is not None:
                 clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)

@@ -39,6 +39,9 @@ class Schedule:
         total_steps: T.
         spec_lr: the learning rate at factor 1.
 
+    Attributes:
+        is_constant: whether each group's rate is its own base rate at every step, so that there is none to set.
+
     >>> [round(Schedule("linear", 2, 4, 1.0).lr(t), 2) for t in range(4)]
     [0.5, 1.0, 1.0, 0.5]
     """
@@ -46,6 +49,7 @@ class Schedule:
     def __init__(self, scheduler: Scheduler, warmup_steps: int, total_steps: int, spec_lr: float):
         self.warmup_steps, self.total_steps, self.base_lr = warmup_steps, total_steps, spec_lr
         self._tables: dict[float, list[float]] | None = None
+        self.is_constant = scheduler in (None, "constant") and not warmup_steps
         if scheduler is None or isinstance(scheduler, str):
             self._shape = _SHAPES[scheduler or "constant"]
         elif is_torch_scheduler(scheduler):

@@ -325,6 +325,8 @@ class _Kept(Stateful):
 class _FleetRate:
     """The learning rate of a node's steps from number `start` on, which fall into `steps` (K,) of the fleet."""
 
+    is_constant = False
+
     def __init__(self, rates: LearningRate, start: int, steps: np.ndarray):
         self.rates, self.start, self.steps = rates, start, steps
 
