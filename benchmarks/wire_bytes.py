@@ -48,9 +48,10 @@ def worker(names: list[str], result: str) -> None:
     sys.path.insert(0, str(TESTS))
     from strategies import NODES, STRATEGIES
 
-    from exogym import LocalTrainer, loop
+    from exogym import LocalTrainer
     from exogym.callbacks import Every
     from exogym.testing import small_problem
+    from exogym.training import loop
 
     # Looking how far nodes are apart gathers their rows. That is no traffic of the training, and the ledger is right.
     loop.spread = lambda fleet: {"consensus_distance": 0.0}

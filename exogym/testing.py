@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from exogym.base.rng import generator
 from exogym.callbacks import Every
 from exogym.communicator import Communicator, Wire
-from exogym.errors import StrategyError, checked
+from exogym.errors import ArgumentError, StrategyError, check_choice, checked
 from exogym.fleet import Fleet
 from exogym.record.history import History
 from exogym.strategy import communicate
@@ -90,12 +90,23 @@ def check_strategy(
 
     Raises:
         StrategyError: a law does not hold.
+        ArgumentError: what is given is no function, or no law.
 
     >>> from exogym.strategy import SimpleReduceStrategy
     >>> seen = check_strategy(lambda: SimpleReduceStrategy(lr=0.02), payload_bytes=lambda row, steps: row * steps)
     >>> seen["bytes"]
     '17088 bytes per node'
     """
+    if not callable(factory):
+        raise ArgumentError(
+            f"factory={factory!r}: give a function that makes a new one, as lambda: DiLoCoStrategy(H=5)"
+        )
+    if payload_bytes is not None and not callable(payload_bytes):
+        raise ArgumentError(
+            f"payload_bytes={payload_bytes!r}: give a function, as lambda row_bytes, steps: row_bytes * steps"
+        )
+    for name in skip:
+        check_choice("skip", name, LAWS)
     battery = _Battery(factory, num_nodes, steps, payload_bytes, learning)
     seen = {}
     for law in LAWS:

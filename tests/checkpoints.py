@@ -1,7 +1,12 @@
 """Short runs that save checkpoints, and a folder of one put right after it was changed by hand."""
 
+import contextlib
+import ctypes
 import json
+import os
+from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,6 +73,20 @@ RUNS = {
     "by hand": (lambda: ByHand("adamw", lr=0.02, lr_scheduler="cosine"), {}),
     "by hand fp16": (lambda: ByHand(SGD), {"precision": "fp16"}),
 }
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_bytes: int):
+    """A file system of its own of so many bytes; skips where one cannot be mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder.mkdir(exist_ok=True)
+    options = f"size={size_bytes}".encode()
+    if os.geteuid() != 0 or libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, options) != 0:
+        pytest.skip("no permission to mount a small file system")
+    try:
+        yield
+    finally:
+        libc.umount2(str(folder).encode(), 2)
 
 
 def sign(path, meta):

@@ -1,8 +1,6 @@
 """Law 2: stopped anywhere and resumed, a run ends in the same bits. And what becomes of a checkpoint under attack."""
 
-import contextlib
 import csv
-import ctypes
 import functools
 import json
 import os
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import RUNS, SGD, STEPS, examples, fit, network, rows, trainer_of
+from checkpoints import RUNS, SGD, STEPS, examples, fit, network, rows, small_disk, trainer_of
 from torch import nn
 
 from exogym import LocalTrainer
@@ -369,20 +367,6 @@ def test_every_checkpoint_by_its_name_is_whole_after_kill_9(tmp_path):
 
 
 # A full disk
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int):
-    """A file system of its own of so many bytes; skips where one cannot be mounted."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    folder.mkdir(exist_ok=True)
-    options = f"size={size_bytes}".encode()
-    if os.geteuid() != 0 or libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, options) != 0:
-        pytest.skip("no permission to mount a small file system")
-    try:
-        yield
-    finally:
-        libc.umount2(str(folder).encode(), 2)
 
 
 def big_snapshot(step, count=50_000):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, plots
+from exogym import LocalTrainer
 from exogym.base.files import new_folder
-from exogym.compare import DEFAULT_STRATEGIES, Standing, compare
+from exogym.compare import DEFAULT_STRATEGIES, Standing, compare, plots
 from exogym.compare.comparison import FILES, Comparison, find
 from exogym.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.errors import ArgumentError, DataError, TrainingError
@@ -281,6 +281,15 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+ONE_MODEL = TASK.build()
+
+
+def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torch.nn.Module:  # noqa: B008
+    model = TASK.build()
+    next(model.parameters()).data.fill_(draw.random())
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -295,7 +304,11 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
         ({"strategies": ()}, "names none"),
         ({"partition": "shard:2"}, "did you mean 'shards'"),
         ({"device": "tpu"}, "device='tpu'"),
+        ({"strategies": [SimpleReduceStrategy()]}, "has no name: give a dict"),
         ({"problem": 3}, "not a Task"),
+        ({"problem": (TASK.build(), TASK.train, TASK.val)}, "instead of a model give a function"),
+        ({"problem": (lambda: ONE_MODEL, TASK.train, TASK.val)}, "gave the same weights twice"),
+        ({"problem": (lambda: unseeded_model(), TASK.train, TASK.val)}, "other weights from the same seed"),
         ({"problem": "digit"}, "did you mean 'digits'"),
         ({"problem": TASK, "data": "here"}, "data='here' is for a task that is named"),
         ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),

@@ -17,6 +17,8 @@ from exogym.cli import main
 from exogym.compare import ComparisonInterrupted, Standing, compare, session
 from exogym.compare.comparison import FILES, Comparison
 from exogym.errors import ArgumentError
+from exogym.record.run_folder import FILES as OF_A_RUN
+from exogym.record.run_folder import read_status
 from exogym.saving.checkpoint import list_checkpoints
 from exogym.strategy import SimpleReduceStrategy, Strategy
 
@@ -69,8 +71,10 @@ def test_each_run_is_a_child_of_the_comparison(undisturbed: Path) -> None:
     children = sorted(path.name for path in undisturbed.iterdir() if path.is_dir())
     assert children == sorted(f"{name}-seed-{seed}" for name in ("single", "ddp", "diloco-H-5") for seed in (0, 1))
     for child in children:
-        assert sorted(path.name for path in (undisturbed / child).iterdir()) == ["history.safetensors", "run.json"]
-        facts = json.loads((undisturbed / child / "run.json").read_text())
+        found = {path.name for path in (undisturbed / child).iterdir()}
+        assert found == {"history.safetensors", "outcome.json", *OF_A_RUN}
+        facts = json.loads((undisturbed / child / "outcome.json").read_text())
+        assert read_status(undisturbed / child)["state"] == "done"
         assert facts["state"] == "finished" and facts["strategy"] in STRATEGIES and facts["wall_s"] > 0
     assert json.loads((undisturbed / "run.json").read_text())["state"] == "finished"
 
@@ -81,7 +85,7 @@ def test_stopped_and_gone_on_with(stop: Callable[[], None], at: int, tmp_path: P
     with pytest.raises((RuntimeError, KeyboardInterrupt)) as stopped:
         asked(tmp_path, watch=after(at, stop))
     (folder,) = tmp_path.iterdir()
-    ended = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    ended = sorted(path.parent.name for path in folder.glob("*/outcome.json"))
     assert len(ended) == (at - 1) // 11
     if stop is ctrl_c:
         assert isinstance(stopped.value, ComparisonInterrupted) and stopped.value.result is not None
@@ -89,11 +93,11 @@ def test_stopped_and_gone_on_with(stop: Callable[[], None], at: int, tmp_path: P
         assert "1 of 2 runs have ended" in stopped.value.result.to_markdown()
         assert {path.name for path in folder.iterdir() if path.is_file()} == set(FILES)
         assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
-    before = {name: (folder / name / "run.json").stat().st_mtime_ns for name in ended}
+    before = {name: (folder / name / "outcome.json").stat().st_mtime_ns for name in ended}
     seen: list[Standing] = []
     result = asked(folder, resume=True, watch=seen.append)
     assert result.folder == folder and tables(folder) == tables(undisturbed)
-    assert before == {name: (folder / name / "run.json").stat().st_mtime_ns for name in ended}
+    assert before == {name: (folder / name / "outcome.json").stat().st_mtime_ns for name in ended}
     assert [at.label for at in seen if at.is_last] == STRATEGIES.split(",")
     assert seen[0].step == 20 and seen[0].left_s is None and seen[-1].left_s == 0
     assert not list(folder.glob("*/checkpoints"))
@@ -143,7 +147,9 @@ def test_time_timelines_and_failures_are_kept(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ComparisonInterrupted):
         asked(tmp_path / "stopped", **options, watch=after(20, ctrl_c))
     (folder,) = (tmp_path / "stopped").iterdir()
-    assert whole is not None and "nan" in json.loads((folder / "ddp-lr-1e30-seed-0" / "run.json").read_text())["error"]
+    assert (
+        whole is not None and "nan" in json.loads((folder / "ddp-lr-1e30-seed-0" / "outcome.json").read_text())["error"]
+    )
     monkeypatch.setattr("exogym.compare.run.measured_step_s", lambda *given: pytest.fail("measured anew"))
     result = asked(folder, **options, resume=True)
     assert "1 of 1 runs failed" in result.rows[1]["notes"]

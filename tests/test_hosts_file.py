@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from exogym.errors import ArgumentError
+from exogym.launch.door import SECRET
 from exogym.remote import Host, HostsConfig, ssh
 from exogym.remote.onhost.interfaces import addresses, interface_of
 from exogym.remote.orders import inside, orders
@@ -206,7 +207,9 @@ def test_what_a_host_is_told() -> None:
         start_timeout_s=60,
     )  # fmt: skip
     assert (first.folder, second.folder, list(second.ranks)) == ("/p", "~/w", [1, 2])
+    secret = second.environment.pop(SECRET)
     assert second.environment == {"OMP_NUM_THREADS": "1", "EXOGYM_DEVICE": "mps", "A": "b c"}
+    assert secret == first.environment[SECRET] and len(secret) >= 32
     line = " ".join(second.words)
     assert line.startswith("-m exogym.launch --nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 ")
     assert second.words[-4:] == ["./train.py", "--", "--name", "$(x)"]

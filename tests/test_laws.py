@@ -7,8 +7,8 @@ from strategies import STRATEGIES, Broken
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.errors import StrategyError
-from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule
+from exogym.errors import ArgumentError, StrategyError
+from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, SimpleReduceStrategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 
@@ -90,3 +90,16 @@ def test_a_broken_law_is_caught(law):
             lambda: CommunicateOptimizeStrategy("adamw", [Broken(law)], lr=0.02),
             payload_bytes=lambda row, steps: row * steps / 3,
         )
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "words"),
+    [
+        (SimpleReduceStrategy(), {}, "give a function that makes a new one"),
+        (SimpleReduceStrategy, {"payload_bytes": 100}, "payload_bytes=100: give a function"),
+        (SimpleReduceStrategy, {"skip": ("lerns",)}, "did you mean 'learns'"),
+    ],
+)
+def test_what_cannot_be_held_against_the_laws_is_said(factory, options, words):
+    with pytest.raises(ArgumentError, match=words):
+        check_strategy(factory, **options)

@@ -284,3 +284,34 @@ def test_what_tests_share_lies_in_rooms(path: Path) -> None:
 )
 def test_a_test_that_is_imported_is_caught(source: str, found: set[str]) -> None:
     assert imported_tests(source, "test_this") == found
+
+
+# What tests, scripts and benchmarks import of the package
+
+
+def strangers(source: str) -> set[str]:
+    """Return what a source imports of `exogym` that its files here do not have, whatever else is installed."""
+    top, found = Path(exogym.__path__[0]), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "exogym":
+            folder = top.joinpath(*str(node.module).split(".")[1:])
+            file = folder / "__init__.py" if (folder / "__init__.py").exists() else folder.with_suffix(".py")
+            text = file.read_text("utf-8") if file.exists() else ""
+            for name in (alias.name for alias in node.names):
+                is_module = (folder / name / "__init__.py").exists() or (folder / f"{name}.py").exists()
+                if not is_module and not re.search(rf"\b{name}\b", text):
+                    found.add(f"{node.module}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["tests", "run", "benchmarks"])
+def test_what_is_imported_of_the_package_is_there(folder):
+    files = sorted((Path(__file__).parent.parent / folder).rglob("*.py"))
+    found = {file.name: names for file in files if (names := strangers(file.read_text("utf-8")))}
+    assert files and not found
+
+
+def test_an_import_of_a_room_that_was_left_is_found():
+    assert strangers("from exogym import LocalTrainer\nfrom exogym.training import loop") == set()
+    assert strangers("def f():\n    from exogym import LocalTrainer, keepers") == {"exogym.keepers"}
+    assert strangers("from exogym.keepers import Keeper") == {"exogym.keepers.Keeper"}

@@ -9,7 +9,7 @@ import time
 import traceback
 
 import pytest
-from test_checkpoint import RUNS, fit, rows, trainer_of
+from checkpoints import RUNS, fit, rows, trainer_of
 
 from exogym.base import locks
 from exogym.base.locks import LOCK, STALE_S, Holder, acquire, identity, started

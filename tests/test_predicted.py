@@ -46,6 +46,7 @@ def predict(monkeypatch):
     return predicted.predict
 
 
+@pytest.mark.slow  # it measures time, which needs a machine with nothing else to do
 def test_predictions_hold(rows):
     assert [row["job"]["strategy"] for row in rows] == ["ddp", "diloco:H=10"] * 2
     for row in rows:
@@ -53,6 +54,7 @@ def test_predictions_hold(rows):
         assert row["measured"]["small_s"] < row["measured"]["comm_s"] < row["measured"]["run_s"]
 
 
+@pytest.mark.slow
 def test_links_of_twice_the_rate_would_be_noticed(rows, predict):
     """The control: what holds of these links does not hold of others."""
     for row in rows:

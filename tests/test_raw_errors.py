@@ -8,7 +8,7 @@ import resource
 
 import pytest
 import torch
-from test_checkpoint import RUNS, examples, fit, network, small_disk
+from checkpoints import RUNS, examples, fit, network, small_disk
 from torch import nn
 
 from exogym import LocalTrainer, load_model, save_model

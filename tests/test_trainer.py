@@ -175,6 +175,8 @@ def test_max_memory_usage_finds_a_micro_batch_and_says_so(monkeypatch, capsys):
 class Recording(nn.Module):
     """Says which precision its first product had."""
 
+    shared_attributes = ("dtypes",)
+
     def __init__(self):
         super().__init__()
         self.body, self.dtypes = network(), []

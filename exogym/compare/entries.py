@@ -62,6 +62,9 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     if isinstance(strategies, Mapping):
         return dict(strategies)
     texts = strategies.split(",") if isinstance(strategies, str) else list(strategies)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ArgumentError(f"strategies: {text!r} has no name: give a dict, as {{'mine': DiLoCoStrategy(H=5)}}")
     labels = [text.strip() for text in texts]
     for label in labels:
         if labels.count(label) > 1:

@@ -1,10 +1,10 @@
 """The folder of a comparison, in which a kill at any moment loses no run but the one under way.
 
 run.json                   what is compared, from the start; what came out, when it has ended
-diloco-H-20-seed-0/        a child for each strategy and seed
+diloco-H-20-seed-0/        a child for each strategy and seed: the folder of that run (`exogym.record.run_folder`), and
     history.safetensors    its history
     timeline.json          what its nodes did when, where that was wanted
-    run.json               how it ended, its seconds and its description; written last, so what has it is whole
+    outcome.json           how it ended, its seconds and its description; written last, so what has it is whole
     checkpoints/           only while the run is under way
 """
 
@@ -28,7 +28,8 @@ from exogym.record.history import History
 from exogym.saving.checkpoint import differences, list_checkpoints
 from exogym.saving.export import load_history, save_history
 
-RUN, HISTORY, TIMELINE, CHECKPOINTS = "run.json", "history.safetensors", "timeline.json", "checkpoints"
+RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
+OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,13 @@ class Folder:
     def child(self, label: str, seed: int) -> Path:
         return self.path / f"{self._names[label]}-seed-{seed}"
 
-    def save_dir(self, label: str, seed: int) -> Path:
-        """Return where the checkpoints of a run go while it is under way."""
-        return self.child(label, seed) / CHECKPOINTS
+    def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
+        """Return what `fit` is given to write the run's folder, and with `saved` to go on in it; else it is new."""
+        child = self.child(label, seed)
+        if saved:
+            return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
+        shutil.rmtree(child, ignore_errors=True)
+        return {"run_dir": child}
 
     def keep(self, label: str, seed: int, outcome: Outcome) -> None:
         """Write what came out of a run; its checkpoints are needed no more."""
@@ -109,16 +114,16 @@ class Folder:
                 json.dump(strip, file)
         facts = {"strategy": label, "seed": seed, "state": "failed" if outcome.error else "finished"}
         facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
-        with replacing(child / RUN) as file:
+        with replacing(child / OUTCOME) as file:
             file.write(json.dumps(facts, indent=1) + "\n")
         shutil.rmtree(child / CHECKPOINTS, ignore_errors=True)
 
     def outcome(self, label: str, seed: int) -> Outcome | None:
         """Return what `keep` wrote of a run, or None where the run is still to be taken to its end."""
         child = self.child(label, seed)
-        if not (child / RUN).exists():
+        if not (child / OUTCOME).exists():
             return None
-        facts, strip = _read(child / RUN), None
+        facts, strip = _read(child / OUTCOME), None
         if (child / TIMELINE).exists():
             saved = _read(child / TIMELINE)
             strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from exogym.base.devices import resolve_device
@@ -123,6 +124,7 @@ def compare(
     task = _as_task(problem, data)
     setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
     entries = entries_of(strategies, setting)
+    _check_models(task, setting.seeds[0])
     split = partition or task.partitioner or IID()
     split = parse_partitioner(split) if isinstance(split, str) else split
     place = resolve_device(device)
@@ -252,6 +254,11 @@ def _as_task(problem: Any, data: Any) -> Task:
         raise ArgumentError(f"data={os.fspath(data)!r} is for a task that is named, as 'digits': leave it out")
     elif isinstance(problem, Task):
         task = problem
+    elif isinstance(problem, tuple) and len(problem) == 3 and isinstance(problem[0], nn.Module):
+        raise ArgumentError(
+            "problem: instead of a model give a function that makes a new one, such as "
+            f"lambda: copy.deepcopy({type(problem[0]).__name__.lower()}): all runs start from the same weights"
+        )
     elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
         build, train, val = problem
         task = Task(
@@ -283,3 +290,19 @@ def _versions() -> dict[str, str]:
         "exogym": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
         "machine": machine,
     }  # fmt: skip
+
+
+def _check_models(task: Task, seed: int) -> None:
+    """Refuse a `build` by which strategies would not start from the same weights."""
+    first, second = (list(task.make_model(seed).parameters()) for _ in range(2))
+    if {id(p) for p in first} & {id(p) for p in second}:
+        raise ArgumentError(
+            "make_model() gave the same weights twice, so a run would start where the one before it ended: make a new "
+            "model in each call, such as lambda: copy.deepcopy(model)"
+        )
+    plain = [(a, b) for a, b in zip(first, second, strict=True) if not (is_lazy(a) or a.is_meta)]
+    if not all(a.shape == b.shape and torch.equal(a, b) for a, b in plain):
+        raise ArgumentError(
+            "make_model() gave other weights from the same seed, so strategies would not start alike: draw them from "
+            "torch's generator, which is seeded before each call"
+        )

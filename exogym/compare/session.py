@@ -115,9 +115,7 @@ class Session:
         timing = {} if self.forecast is None else self.forecast.fit_options(entry.alone, timed)
         # A timeline is in no checkpoint, and a class of the user's may have a state that none can hold.
         saved = self.folder is not None and not timed and type(entry.strategy) in STRATEGIES.values()
-        saving: dict[str, Any] = {}
-        if saved and self.folder is not None:
-            saving = {"save_dir": self.folder.save_dir(label, seed), "resume": True}
+        saving = {} if self.folder is None else self.folder.run_options(label, seed, saved)
         start, error = time.perf_counter(), None
         try:
             trainer.fit(

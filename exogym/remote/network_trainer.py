@@ -33,7 +33,7 @@ from exogym.remote.launcher import SSHLauncher, from_here
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
-from exogym.training.options import FitOptions, option_names
+from exogym.training.options import FitOptions, folder_of_checkpoints, option_names
 
 ONE_FIT = (
     "a script has one fit with min_hosts: who comes back in the middle of a later one could not know what came of the "
@@ -137,6 +137,7 @@ class NetworkTrainer(Trainer):
         resume: bool = False,
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
+        run_dir: str | Path | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
@@ -147,6 +148,7 @@ class NetworkTrainer(Trainer):
             processes: leave it out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
             save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
+            run_dir: written by rank 0, on the master; a relative one lies in the project's folder.
             max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
             strategy and the others: as for `LocalTrainer.fit`.
 
@@ -159,6 +161,7 @@ class NetworkTrainer(Trainer):
         """
         given = locals()
         given = {name: given[name] for name in option_names()}
+        given["save_dir"] = folder_of_checkpoints(given)
         number, part = next(_fits), Part.of_this_process()
         if part is not None:
             return self._on_host(part, number, given)

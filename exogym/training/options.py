@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,7 @@ class FitOptions:
         for name in ("save_dir", "run_dir"):
             if not isinstance(getattr(self, name), str | os.PathLike | None) or getattr(self, name) == "":
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
-        if self.save_dir is None and self.run_dir is not None and (self.checkpoint_interval or self.resume):
-            object.__setattr__(self, "save_dir", Path(self.run_dir) / "checkpoints")
+        object.__setattr__(self, "save_dir", folder_of_checkpoints(vars(self)))
         if self.network is not None:
             object.__setattr__(self, "network", Network.of(self.network))
         for name in ("step_seconds", "timeline"):
@@ -205,6 +204,14 @@ def check_weighted(strategy: Strategy, kind: str) -> None:
             "balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. In a class of yours "
             "weighted_means = True says that all it averages are means of the communicator (op='mean')"
         )
+
+
+def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:
+    """Return `save_dir` of the options `given`, or where they ask for checkpoints the place for them in `run_dir`."""
+    asked = given["checkpoint_interval"] or given["resume"] or given["max_restarts"]
+    if given["save_dir"] is None and asked and isinstance(given["run_dir"], str | os.PathLike):
+        return Path(given["run_dir"]) / "checkpoints"
+    return given["save_dir"]
 
 
 def is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +62,15 @@ def matching_snapshot(
     snapshot, complaints = load_newest(folder, wire, keepers, refused)
     if snapshot is None:
         return None, complaints
-    agree(wire, snapshot, lambda: _check_meta(snapshot, options))
+    agree(wire, snapshot, lambda: check_counters(snapshot))
     saved = snapshot.meta["description"]
+    own = description | _rounds_as_far(saved, description)
+    _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first: what another run chose for itself says nothing
+    agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
     description["chosen"] = dict(saved["chosen"])
     if options.weighs_nodes and options.balance.speeds is not None:
         description["chosen"]["speeds"] = options.balance.speeds
-    own = description | _rounds_as_far(saved, description)
-    unlike = differences({k: v for k, v in saved.items() if k not in FREE}, {k: own[k] for k in own if k not in FREE})
-    remedy = ""
-    if saved.get("num_nodes") != description["num_nodes"]:
-        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
-        remedy = f"\nGive num_nodes={saved.get('num_nodes')}: fewer processes or hosts share the nodes out"
-    if unlike:
-        lines = "\n  ".join(unlike) + remedy
-        raise CheckpointError(
-            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
-        )
+    _refuse_another(folder, saved, own | {"chosen": description["chosen"]}, but=FREE)
     stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
     if stands_at > description["limits"]["total_steps"]:
         raise CheckpointError(
@@ -85,6 +78,20 @@ def matching_snapshot(
             "steps asked for: raise max_steps or num_epochs"
         )
     return snapshot, complaints
+
+
+def _refuse_another(folder: Path, saved: dict[str, Any], own: dict[str, Any], but: Collection[str]) -> None:
+    """Raise CheckpointError where two descriptions differ, but for what is named."""
+    theirs, ours = ({key: value for key, value in of.items() if key not in but} for of in (saved, own))
+    unlike, remedy = differences(theirs, ours), ""
+    if saved.get("num_nodes") != own["num_nodes"]:
+        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
+        remedy = f"\nGive num_nodes={saved.get('num_nodes')}: fewer processes or hosts share the nodes out"
+    if unlike:
+        lines = "\n  ".join(unlike) + remedy
+        raise CheckpointError(
+            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
+        )
 
 
 def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
@@ -100,9 +107,8 @@ def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, 
     return {"rounds": found}
 
 
-def _check_meta(snapshot: Snapshot, options: FitOptions) -> None:
-    """Raise CheckpointError where counters, or what the run had chosen for itself, are not such."""
-    check_counters(snapshot)
+def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
+    """Raise CheckpointError where what the run had chosen for itself is nothing that this one could."""
     chosen = snapshot.meta["description"].get("chosen")
     compute, micro, speeds = (chosen.get(name) if isinstance(chosen, dict) else 0 for name in CHOSEN)
     right = {
