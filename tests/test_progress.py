@@ -7,15 +7,11 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import torch
 
-from exogym import LocalTrainer, progress
+from exogym import progress
 from exogym.progress import Progress, notice
-from exogym.strategy import DiLoCoStrategy
-from exogym.testing import small_problem
 
 
 class Terminal(io.StringIO):
@@ -122,17 +118,6 @@ def test_a_long_run_says_something_without_a_terminal(
         bar._due = 0.0
         bar.update(2, loss=2.25)
     assert capfd.readouterr().err == ""
-
-
-def test_a_run_that_is_to_be_quiet_does_not_say_that_it_goes_on(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for wanted, said in ((None, ""), (None, "going on from step 2"), (False, "")):
-        model, data = small_problem()
-        trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
-        trainer.fit(DiLoCoStrategy(H=2, lr=0.01), max_steps=2, save_dir=tmp_path, resume=True, progress=wanted)
-        told = capfd.readouterr().err
-        assert said in told and bool(said) == bool(told)
 
 
 def test_true_without_a_terminal_prints_plain_lines(

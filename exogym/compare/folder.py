@@ -27,6 +27,7 @@ from exogym.compare.comparison import plain_name
 from exogym.compare.plots import Strip
 from exogym.errors import ArgumentError
 from exogym.record.history import History
+from exogym.record.run_folder import read_status
 from exogym.saving.checkpoint import differences, list_checkpoints
 from exogym.saving.export import load_history, save_history
 
@@ -99,6 +100,8 @@ class Folder:
         """Return what `fit` is given to write the run's folder, and with `saved` to go on in it; else it is new."""
         child = self.child(label, seed)
         if saved:
+            if read_status(child).get("state") == "done":  # killed before its outcome was kept
+                (child / "status.json").unlink()
             return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
         if child.is_dir():
             acquire(child, secrets.token_hex(8), "out").release()  # refused where another process trains in it

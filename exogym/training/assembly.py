@@ -153,7 +153,7 @@ def _assemble(
             agree(wire, snapshot, lambda: restore(loop, snapshot))
             for complaint in complaints if wire.is_main else []:
                 notice(f"{complaint}; using the one before")
-            if wire.is_main and options.progress is not False:
+            if wire.is_main:
                 notice(f"going on from step {loop.step} ({snapshot.path})")
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
