@@ -167,7 +167,9 @@ class TrainingLoop:
                 else:
                     self.worker.set_home(*self._what_is_left())
         finally:
-            self.driver.before_sync = None  # else the loop would hold itself, and the memory that processes share
+            # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
+            self.driver.before_sync, self.worker.should_stop = None, lambda: False
+            self.fleet.state.parts.clear()
             try:
                 for ending in self.endings:
                     ending()
