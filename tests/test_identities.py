@@ -362,6 +362,7 @@ def test_a_sparta_average_right_before_the_outer_step_leaves_theta_unchanged() -
         outer.start(fleet, run_of(4))
         fleet.blocks[0].params.copy_(values)
         if before is not None:
+            fleet.state.parts.clear()  # two strategies on one fleet, of which none is saved
             before.start(fleet, run_of(4))
             before.communicate(fleet, 1)
             unlike(fleet.blocks[0].params, values)

@@ -162,13 +162,13 @@ def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path):
 
 
 def test_the_records_of_another_run_are_not_replaced(tmp_path):
-    train(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    other = train(tmp_path, seed=1, resume=True)  # there is no checkpoint, so it starts anew
+    train(tmp_path, checkpoint_interval=6, save_dir=tmp_path / "saved")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    other = train(tmp_path, seed=1, resume=True, save_dir=tmp_path / "none")  # no checkpoint there: it starts anew
     assert isinstance(other.ended, ArgumentError)
     assert "holds another run" in str(other.ended) and "seed: 0, now 1" in str(other.ended)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    assert train(tmp_path, max_steps=16, resume=True).ended is None
+    assert train(tmp_path, max_steps=16, resume=True, save_dir=tmp_path / "saved").ended is None
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -97,8 +97,6 @@ class RunFolder(Observer):
             notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")
 
     def start(self, run: Fields) -> None:
-        if "resumed_step" not in run:
-            self._check_nothing_is_lost()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
@@ -116,6 +114,8 @@ class RunFolder(Observer):
     def _begin(self, run: Fields) -> None:
         described = {key: value for key, value in run.items() if key != "resumed_step"}
         self._check_same(in_json(described))
+        if "resumed_step" not in run:
+            self._check_nothing_is_lost()
         self._records.start(run)
         self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._end_torn_line()
