@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exogym.training.async_schedule import ARRIVAL, CLOSE, STEP, Schedule, seconds_of_steps
 from problems import BATCH, MixedRegressor, Regressor, distance, factory, loss_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
@@ -30,7 +31,6 @@ from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec
 from exogym.strategy.async_diloco import RULES, Server
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
-from exogym.training.async_schedule import ARRIVAL, CLOSE, STEP, Schedule, seconds_of_steps
 from exogym.training.interrupt import Interrupt
 
 P, SIZE = 57, 57 * 8
