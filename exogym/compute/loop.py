@@ -53,11 +53,11 @@ class Loop:
             self.buckets = Buckets(worker, self.fleet, bucket_bytes)
             worker.before_last_backward = self.buckets.arm
 
-    def steps(self, spans: Sequence[Span], losses: Losses) -> None:
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
         for span in spans:
-            if self.worker.should_stop():
+            if may_stop and self.worker.should_stop():
                 return
-            losses.add(span.row, span.columns, self.nodes[span.row].train(len(span.columns), span.at))
+            losses.add(span.row, span.columns, self.nodes[span.row].train(len(span.columns), span.at, may_stop))
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         for block in self.fleet.blocks:

@@ -115,8 +115,8 @@ class Compute(Protocol):
     overflowed: bool
     spoilt: list[int]
 
-    def steps(self, spans: Sequence[Span], losses: Losses) -> None:
-        """Take the local steps of `spans`; ends early, between two steps, where the run is to stop.
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+        """Take the local steps of `spans`; if it `may_stop`, up to a moment between two steps where the run is to stop.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.

@@ -32,8 +32,10 @@ class TrainNode:
         self.rank, self.row, self.taken = rank, row, taken
         self.worker, self.stream, self.inner, self.watch = worker, stream, inner, watch
 
-    def train(self, count: int, at: np.ndarray | None = None) -> Tensor:
-        """Take `count` local steps one after the other; return their losses, (count,), or fewer if told to stop.
+    def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
+        """Take `count` local steps one after the other; return their losses, (count,).
+
+        Told to stop, and if it `may_stop`, it ends after the step at hand, with fewer.
 
         A node that is to be skipped when its numbers are not finite rests from then on; such a step's loss is inf.
 
@@ -65,7 +67,7 @@ class TrainNode:
             inner.step(row, first + k if at is None else int(at[k]), skip=worker.overflowed)
             self.taken[row] += 1
             worker.update_scale(row)
-            if worker.should_stop():
+            if worker.should_stop() and may_stop:
                 break
         worker.check(row)
         if watch.at_once:

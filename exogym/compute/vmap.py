@@ -124,10 +124,10 @@ class Vmap(Loop):
         super().__init__(worker, stream, inner, watch)
         self.gradients_at_once = VmapGradients(worker)
 
-    def steps(self, spans: Sequence[Span], losses: Losses) -> None:
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
         assert self.inner is not None
         for k in range(max((len(span.columns) for span in spans), default=0)):
-            if self.worker.should_stop():
+            if self.worker.should_stop() and may_stop:
                 return
             now = [span for span in spans if k < len(span.columns)]
             found = self._losses([span.row for span in now])

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from exogym.compute.finite import Watch
-from exogym.compute.inner import InnerOptimizer
+from exogym.compute.inner import Correction, InnerOptimizer
 from exogym.compute.loop import Loop
 from exogym.compute.spans import Compute, Losses, Span
 from exogym.compute.vmap import Vmap
@@ -40,15 +40,19 @@ class Setting:
     timing: Timing | None
     watch: Watch
 
-    def compute(self, inner: Inner | None, bucket_bytes: int | None = None) -> Compute:
+    def compute(
+        self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Correction] = ()
+    ) -> Compute:
         """Return the way of computing, with `inner` as each row's optimizer (None: somebody else takes the steps).
 
-        A further way of computing is an entry here.
+        A further way of computing is an entry here. `corrections` rewrite a row's own gradients before each inner step.
 
         Raises:
             ModelError: the model cannot be computed so.
         """
         optimizer = None if inner is None else InnerOptimizer(inner, self.worker, self.run.total_steps)
+        if optimizer is not None:
+            optimizer.corrections += corrections
         if self.how == "vmap":
             return Vmap(self.worker, self.stream, optimizer, self.watch)
         overlapping = bucket_bytes if self.attendance is None else None

@@ -139,9 +139,9 @@ class ByClock(Algorithm):
         return node, ends
 
     def _compute(self, losses: Losses) -> None:
-        """Let the nodes here take the steps they are behind."""
+        """Let the nodes here take the steps they are behind; once something was sent, the stretch is finished."""
         with torch.enable_grad():
-            self.compute.steps(self._behind(losses), losses)
+            self.compute.steps(self._behind(losses), losses, may_stop=False)
         self.computed = self.order.taken.copy()
 
     def _behind(self, losses: Losses) -> list[Span]:

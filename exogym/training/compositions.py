@@ -24,7 +24,7 @@ class Compositions(Algorithm):
         super().__init__(strategy, setting)
         self.strategy, self.worker, self.watch = strategy, setting.worker, setting.watch
         self.needs_gradients = strategy.needs_gradients
-        self.compute = setting.compute(strategy.inner, strategy.bucket_bytes)
+        self.compute = setting.compute(strategy.inner, strategy.bucket_bytes, strategy.corrections)
         strategy.start(self.fleet, setting.run)
 
     def next_event(self, step: int) -> int:
