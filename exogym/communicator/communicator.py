@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator.ledger import FACTORS, Event, Ledger, children
+from exogym.communicator.ledger import FACTORS, Event, Ledger, children, tree_factors
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
+TRANSPORTS = ("ring", "tree", "server")  # of an all-reduce
 Groups = Sequence[Sequence[int]]
 
 
@@ -29,7 +30,8 @@ class Communicator:
         wire: what carries the rows; one process by default.
 
     `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
-    or None, weigh the nodes in every mean that is given no weights of its own.
+    or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
+    how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -45,6 +47,7 @@ class Communicator:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self.weights: Tensor | None = None
+        self.transport: str | None = None
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -77,7 +80,7 @@ class Communicator:
             weights: (num_nodes,) weights of a weighted mean, normalised within each group, instead of the fleet's.
             out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
                 keep what they hold.
-            algorithm: "ring" or "server", for the bytes.
+            algorithm: "ring", "tree" or "server", for the bytes, where no `transport` was chosen.
 
         Returns:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
@@ -97,7 +100,7 @@ class Communicator:
         for group in groups:
             share = self.share(group, op) if weights is None else _share(weights, group)
             result = self._reduced(flat, group, op, share, everywhere=not apart)
-            self._record("all_reduce", algorithm, group, _row_bytes(x))
+            self._record("all_reduce", self.transport or algorithm, group, _row_bytes(x))
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result
@@ -361,7 +364,10 @@ class Communicator:
     def _record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
-        moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
+        if (kind, algorithm) == ("all_reduce", "tree"):
+            moved = tree_factors(n) * size
+        else:
+            moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
         self._add(kind, algorithm, members, size, moved, moved)
 
     def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:

@@ -27,6 +27,7 @@ from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.presence import take_rows
 from exogym.fleet.state import Shared, Tensors
+from exogym.strategy.averaging import Averaging, with_options
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
@@ -202,6 +203,8 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
+        transport: how the means over nodes are taken, as `exogym.strategy.averaging.Averaging`. Every subclass takes
+            it, though its constructor does not name it.
 
     Bytes are the sum over the modules.
 
@@ -231,6 +234,7 @@ class CommunicateOptimizeStrategy(Strategy):
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
         gradient_modules: Sequence[GradientModule] = (),
+        transport: str | None = None,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
@@ -247,6 +251,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     raise ArgumentError(
                         f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
                     )
+        self.average_by(transport=transport)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -256,11 +261,27 @@ class CommunicateOptimizeStrategy(Strategy):
                     f"{cls.__name__} overrides {name}() of a strategy that acts on rows, where it is never called: "
                     "subclass Strategy to write for one node, or pass your own CommunicationModule"
                 )
+        if "__init__" in cls.__dict__:
+            cls.__init__ = with_options(cls.__init__)  # type: ignore[method-assign]
+
+    def average_by(self, **options: Any) -> None:
+        """Take means as `Averaging(**options)` says.
+
+        Raises:
+            ArgumentError: an unknown way, or one that the modules cannot take.
+        """
+        self.averaging = Averaging(**options)
+        try:
+            traffic, is_known = [t for module in self.modules for t in module.traffic(1e6, 1000, 4)], True
+        except ArgumentError:
+            traffic, is_known = [], False
+        self.averaging.check(type(self).__name__, traffic, is_known)
 
     # What the training loop asks
 
     def start(self, fleet: Fleet, run: Run) -> None:
         self.last_events = [0] * len(self.communication_modules)
+        self.averaging.bind(fleet.comm)
         fleet.state.register("strategy", Shared(self._events, self._load_events))
         for name, module in named(self.modules).items():
             module.start(fleet, run)
@@ -304,7 +325,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        traffic = tuple(t for module in self.modules for t in module.traffic(P, N, b))
+        sent = (t for module in self.modules for t in module.traffic(P, N, b))
+        traffic = tuple(way for t in sent for way in self.averaging.traffic(t))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 
