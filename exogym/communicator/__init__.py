@@ -19,16 +19,23 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 
 from exogym.communicator.communicator import TRANSPORTS, Communicator
 from exogym.communicator.ledger import Event, Ledger
+from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "CHUNK_ELEMENTS",
+    "RULES",
     "TRANSPORTS",
     "Communicator",
     "Event",
+    "Krum",
     "Ledger",
+    "Median",
     "Parcel",
+    "Rule",
+    "TrimmedMean",
     "Wire",
     "reduce_rows",
+    "rule_of",
     "tree_sum",
 ]

@@ -87,6 +87,7 @@ class Ledger:
 # Traffic of a member as a multiple of its payload, by (collective, algorithm), for n members
 FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("all_reduce", "exact"): lambda n: 2 * (n - 1) / n,  # slices to all, results gathered
     ("all_reduce", "server"): lambda n: 1.0,
     ("all_reduce", "tree"): lambda n: 2 * (n - 1) / n,  # in the mean; see `tree_factors`
     ("all_gather", "ring"): lambda n: n - 1.0,

@@ -14,6 +14,7 @@ part, and a module reads and writes their rows only. Nobody present: nobody comm
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import Rule
 from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.faults import Faults
 from exogym.fleet import Fleet
 from exogym.fleet.presence import take_rows
 from exogym.fleet.state import Shared, Tensors
-from exogym.strategy.averaging import Averaging, with_options
+from exogym.strategy.averaging import Averaging, NormCap, with_options
 from exogym.strategy.modules import (
     CommunicationModule,
     GradientModule,
@@ -38,6 +41,7 @@ from exogym.strategy.modules import (
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 from exogym.strategy.traffic import Plan
+from exogym.strategy.updates import Updates
 
 __all__ = [
     "NEVER",
@@ -58,8 +62,8 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport: how the means over nodes are taken, as `exogym.strategy.averaging.Averaging`. Every subclass takes
-            it, though its constructor does not name it.
+        transport, robust: how the means over nodes are taken, as `exogym.strategy.averaging.Averaging`. Every subclass
+            takes them, though its constructor does not name them.
 
     Bytes are the sum over the modules.
 
@@ -90,6 +94,7 @@ class CommunicateOptimizeStrategy(Strategy):
         warmup_steps: int = 0,
         gradient_modules: Sequence[GradientModule] = (),
         transport: str | None = None,
+        robust: str | Rule | NormCap | None = None,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
@@ -106,7 +111,8 @@ class CommunicateOptimizeStrategy(Strategy):
                     raise ArgumentError(
                         f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
                     )
-        self.average_by(transport=transport)
+        self.faults: Faults | None = None
+        self.average_by(transport=transport, robust=robust)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -126,22 +132,34 @@ class CommunicateOptimizeStrategy(Strategy):
             ArgumentError: an unknown way, or one that the modules cannot take.
         """
         self.averaging = Averaging(**options)
+        self._look_at_updates()
         try:
             traffic, is_known = [t for module in self.modules for t in module.traffic(1e6, 1000, 4)], True
         except ArgumentError:
             traffic, is_known = [], False
-        self.averaging.check(type(self).__name__, traffic, is_known)
+        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
+        self.averaging.check(type(self).__name__, traffic, is_known, own_ways)
+
+    def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:
+        other = copy.copy(self)
+        other.faults = faults
+        other._look_at_updates()
+        return other
+
+    def _look_at_updates(self) -> None:
+        wanted = self.averaging.cap is not None or self.faults is not None
+        self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     # What the training loop asks
 
     def start(self, fleet: Fleet, run: Run) -> None:
         self.last_events = [0] * len(self.communication_modules)
-        self.averaging.bind(fleet.comm)
         fleet.state.register("strategy", Shared(self._events, self._load_events))
         for name, module in named(self.modules).items():
             module.start(fleet, run)
             fleet.state.register(name, module)
             module.shared()  # what cannot be saved is to be known now
+        self.averaging.bind(fleet.comm, any(getattr(module, "weights", None) is not None for module in self.modules))
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
@@ -166,15 +184,14 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def modules(self) -> list[Module]:
-        return [*self.gradient_modules, *self.communication_modules]
+        return [*self.gradient_modules, *self.communication_modules, *([self.updates] if self.updates else [])]
 
     @property
     def bucket_bytes(self) -> int | None:
         """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
         first = self.gradient_modules[:1]
-        return (
-            None if any(module.clip_first for module in self.gradient_modules) or not first else first[0].bucket_bytes
-        )
+        seen_whole = any(module.clip_first for module in self.gradient_modules) or self.updates or self.averaging.rule
+        return None if seen_whole or not first else first[0].bucket_bytes
 
     @property
     def needs_gradients(self) -> bool:  # type: ignore[override]
@@ -185,13 +202,13 @@ class CommunicateOptimizeStrategy(Strategy):
         return not self.unweighted()
 
     def unweighted(self) -> list[str]:
-        return [type(module).__name__ for module in self.modules if not module.weighted_means]
+        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
+        return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        sent = (t for module in self.modules for t in module.traffic(P, N, b))
-        traffic = tuple(way for t in sent for way in self.averaging.traffic(t))
+        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)]))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 
@@ -220,6 +237,8 @@ class CommunicateOptimizeStrategy(Strategy):
         clip_first = any(module.clip_first for module in self.gradient_modules)
         if clip_first:
             self._clip(fleet)
+        if self.updates is not None and self.gradient_modules:
+            self.updates.before_gradients(fleet, step)
         for module in self.gradient_modules:
             module.transform(fleet, step, lr)
         if not clip_first:
@@ -230,11 +249,16 @@ class CommunicateOptimizeStrategy(Strategy):
         fresh = False
         if not fleet.comm.present:
             return fresh
-        for index, module in enumerate(self.communication_modules):
-            if module.next_event(step - 1) == step:
-                module.communicate(fleet, step)
-                self.last_events[index] = step
-                fresh = fresh or module.fresh_inner_state
+        acting = [m for m, module in enumerate(self.communication_modules) if module.next_event(step - 1) == step]
+        if self.updates is not None and acting:
+            self.updates.before_parameters(fleet, step)
+        for index in acting:
+            module = self.communication_modules[index]
+            module.communicate(fleet, step)
+            self.last_events[index] = step
+            fresh = fresh or module.fresh_inner_state
+        if self.updates is not None and acting:
+            self.updates.after_meeting(fleet)
         return fresh
 
     def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
@@ -269,6 +293,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def finish(self, fleet: Fleet, step: int) -> None:
         if not fleet.comm.present:
             return
+        if self.updates is not None and self.communication_modules and step > max(self.last_events):
+            self.updates.before_parameters(fleet, step)
         for index, module in enumerate(self.communication_modules):
             module.finish(fleet, step, step - self.last_events[index])
             self.last_events[index] = step
