@@ -185,6 +185,8 @@ class Wire:
 
     def _reduce_native(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None) -> Tensor:
         """Reduce the rows here, then those results over the processes: equal to the tree up to rounding."""
+        if op.startswith("trimmed "):
+            return reduce_rows(self.rows(x, ids), ids, op)
         here = [k for k, i in enumerate(ids) if i in self.row_of]
         mine = x[[self.row_of[ids[k]] for k in here]]
         if op in ("max", "min"):
@@ -206,7 +208,13 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min"."""
+    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min".
+
+    "trimmed 2" is the mean without the two largest and the two smallest values of each column (NaN is the largest).
+    """
+    if op.startswith("trimmed "):
+        f, n = int(op.removeprefix("trimmed ")), len(ids)
+        return tree_sum(members.sort(0).values[f : n - f], range(n - 2 * f), None, n - 2 * f)
     if op == "max":
         return members.amax(0)
     if op == "min":
