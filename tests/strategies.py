@@ -16,10 +16,15 @@ from exogym.strategy import (
     DiLoCoStrategy,
     FedAvgStrategy,
     PeriodicModule,
+    PowerSGDStrategy,
+    QSGDStrategy,
+    QuantizedReduceStrategy,
+    SignSGDStrategy,
     SimpleReduceStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    TopKStrategy,
 )
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -157,6 +162,18 @@ STRATEGIES: dict[str, Entry] = {
         lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
     ),
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
+    # compressed gradients
+    "topk": Entry(lambda: TopKStrategy(lr=0.1, density=0.1), lambda row, steps: steps * 18 * 8),
+    "qsgd": Entry(lambda: QSGDStrategy(lr=0.02, bucket=50), lambda row, steps: steps * (math.ceil(P * 4 / 8) + 4 * 4)),
+    "signsgd": Entry(lambda: SignSGDStrategy(lr=0.003), lambda row, steps: steps * math.ceil(P / 8)),
+    "ef-signsgd": Entry(
+        lambda: SignSGDStrategy(lr=0.1, error_feedback=True), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
+    ),
+    "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
+    "powersgd": Entry(
+        lambda: PowerSGDStrategy(lr=0.02, rank=1, start_step=2),  # of (16, 6) and (2, 16) the first is worth it
+        lambda row, steps: 2 * row + (steps - 2) * 4 * (16 + 6 + P - 16 * 6),
+    ),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
     "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),

@@ -90,6 +90,7 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "server"): lambda n: 1.0,
     ("all_gather", "ring"): lambda n: n - 1.0,
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
 }
 

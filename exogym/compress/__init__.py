@@ -1,6 +1,15 @@
 """Compressors: quantisers that really pack, top-k, error feedback, and the block cosine transform."""
 
-from exogym.compress.compressor import Compressor, Quantized, TopK, buckets, noise_of, tensors, with_feedback
+from exogym.compress.compressor import (
+    Compressor,
+    Quantized,
+    TopK,
+    buckets,
+    mean_in_shards,
+    noise_of,
+    tensors,
+    with_feedback,
+)
 from exogym.compress.dct import BlockDCT
 from exogym.compress.quantize import E3M0, Absmax, Quantizer, ScaledSign, Stochastic, dequantize, quantize
 
@@ -16,6 +25,7 @@ __all__ = [
     "TopK",
     "buckets",
     "dequantize",
+    "mean_in_shards",
     "noise_of",
     "quantize",
     "tensors",

@@ -18,11 +18,13 @@ class Quantizer(ABC):
         bits: of a code.
         table: fp32 numbers that a group's codes need.
         draws: whether rounding draws: `encode` then wants noise, uniform in [0, 1).
+        sums: whether it adds up numbers of a group, so that nodes are encoded one by one: a sum over several rows may
+            round otherwise than over one.
     """
 
     bits: int
     table = 1
-    draws = False
+    draws = sums = False
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,8 +76,8 @@ class E3M0(Quantizer):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scale = _absmax(x)
-        exponents = (x.float().abs() / _nonzero(scale)).log2_().round_().clamp_(-7, 0)
-        codes = exponents.to(torch.int32) + 7  # 0 is zero, 1 to 7 are 2^-6 to 1
+        mantissa, exponent = torch.frexp(x.float().abs() / _nonzero(scale))  # exact, unlike a logarithm
+        codes = (exponent - (mantissa < 0.5**0.5).int() + 7).clamp_(0, 7) * (mantissa > 0)  # 0 is zero, 7 is 1
         return codes + 8 * ((x < 0) & (codes > 0)).int(), scale
 
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class ScaledSign(Quantizer):
     A delta-contraction: |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
     """
 
-    bits = 1
+    bits, sums = 1, True
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return (x >= 0).to(torch.int32), x.abs().mean(1, keepdim=True).float()
@@ -106,7 +108,7 @@ class Stochastic(Quantizer):
     E Q(x) = x and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. bits = 1 + ceil(log2(s + 1)).
     """
 
-    draws = True
+    draws = sums = True
 
     def __init__(self, levels: int):
         check_count("levels", levels)

@@ -17,9 +17,14 @@ from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.powersgd import PowerSGDStrategy
+from exogym.strategy.qsgd import QSGDStrategy
+from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
+from exogym.strategy.signsgd import SignSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
+from exogym.strategy.topk import TopKStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",
@@ -31,11 +36,16 @@ __all__ = [
     "GradientModule",
     "OptimSpec",
     "PeriodicModule",
+    "PowerSGDStrategy",
+    "QSGDStrategy",
+    "QuantizedReduceStrategy",
     "Run",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
+    "SignSGDStrategy",
     "SimpleReduceStrategy",
     "Strategy",
+    "TopKStrategy",
 ]
 
 for _file in pkgutil.iter_modules(__path__):
