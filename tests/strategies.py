@@ -21,6 +21,7 @@ from exogym.strategy import (
     QuantizedReduceStrategy,
     SignSGDStrategy,
     SimpleReduceStrategy,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
@@ -173,6 +174,11 @@ STRATEGIES: dict[str, Entry] = {
     "powersgd": Entry(
         lambda: PowerSGDStrategy(lr=0.02, rank=1, start_step=2),  # of (16, 6) and (2, 16) the first is worth it
         lambda row, steps: 2 * row + (steps - 2) * 4 * (16 + 6 + P - 16 * 6),
+    ),
+    "sparseloco": Entry(
+        lambda: SparseLoCoStrategy(lr=0.02, H=4, topk=8, chunk=64),
+        # chunks of (8, 6), 16, 16, 16, (2, 8) and 2: 6, 2, 2, 2, 2 and 1 of each, indices of 6, 4, 4, 4, 4 and 1 bits
+        lambda row, steps: steps / 4 * (9 + 3 + 3 * (1 + 1) + 2 + 1 + 1 + 1 + 6 * 16),
     ),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),

@@ -1,6 +1,7 @@
 """Compressors: quantisers that really pack, top-k, error feedback, and the block cosine transform."""
 
 from exogym.compress.compressor import (
+    ChunkTopK,
     Compressor,
     Quantized,
     TopK,
@@ -11,16 +12,18 @@ from exogym.compress.compressor import (
     with_feedback,
 )
 from exogym.compress.dct import BlockDCT
-from exogym.compress.quantize import E3M0, Absmax, Quantizer, ScaledSign, Stochastic, dequantize, quantize
+from exogym.compress.quantize import E3M0, Absmax, Quantizer, ScaledSign, Statistical, Stochastic, dequantize, quantize
 
 __all__ = [
     "E3M0",
     "Absmax",
     "BlockDCT",
+    "ChunkTopK",
     "Compressor",
     "Quantized",
     "Quantizer",
     "ScaledSign",
+    "Statistical",
     "Stochastic",
     "TopK",
     "buckets",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from exogym.base.rng import generator
 from exogym.communicator import Communicator
 from exogym.communicator.wire import reduce_rows
+from exogym.compress.dct import Blocks
 from exogym.compress.quantize import Quantizer, pack, unpack
 from exogym.errors import ArgumentError, check_count
 from exogym.fleet import Fleet
@@ -114,6 +116,64 @@ class TopK(Compressor):
     def decode(self, *payload: Tensor) -> Tensor:
         indices, values = payload
         return values.new_zeros(len(values), self.count).scatter_(1, indices.long(), values)
+
+
+class ChunkTopK(Compressor):
+    """Of each tensor's chunks the largest entries, and their values by a quantiser with one table for each tensor.
+
+    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. Of
+    one of s entries k' = max(1, round(k s / chunk)) are sent: indices of ceil(log2 s) bits, really packed, and values.
+    Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes, and of values c k' b, or with a quantiser
+    ceil(c k' bits / 8) and its table.
+
+    Args:
+        k: of a whole chunk.
+        chunk: a square number.
+    """
+
+    def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
+        side = math.isqrt(chunk)
+        if side * side != chunk or not 1 <= k <= chunk:
+            raise ArgumentError(f"topk={k} of chunk={chunk}: wanted a square number, as 4096 = 64 x 64, and 1 to it")
+        self.count, self.quantizer = layout.numel, quantizer
+        self.slots = list(layout)
+        self.cuts = [Blocks(slot.shape, side, chunk) for slot in layout]
+        self.kept = [max(1, round(k * cut.size / chunk)) for cut in self.cuts]
+        self.index_bits = [(cut.size - 1).bit_length() for cut in self.cuts]
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        payload: Payload = []
+        for slot, cut, k, bits in zip(self.slots, self.cuts, self.kept, self.index_bits, strict=True):
+            blocks = cut.cut(slot.of(x))
+            indices = blocks.abs().topk(k, dim=-1).indices.sort(-1).values
+            values = blocks.gather(-1, indices).flatten(1)
+            payload += [pack(indices.flatten(1).int(), bits)] if bits else []
+            payload += self._values(values.shape[1]).encode(values) if self.quantizer else [values]
+        return payload
+
+    def decode(self, *payload: Tensor) -> Tensor:
+        return self._scattered(payload, lambda values: values)
+
+    def mask(self, *payload: Tensor) -> Tensor:
+        """Return (rows, count) ones where an entry was sent, zeros elsewhere."""
+        return self._scattered(payload, torch.ones_like)
+
+    def _scattered(self, payload: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
+        parts, out = iter(payload), []
+        for cut, k, bits in zip(self.cuts, self.kept, self.index_bits, strict=True):
+            shape = (-1, cut.blocks, k)
+            indices = unpack(next(parts), bits, cut.blocks * k).long().view(shape) if bits else None
+            given = self._values(cut.blocks * k).decode(next(parts), next(parts)) if self.quantizer else next(parts)
+            values = what(given).view(shape)
+            if indices is None:  # chunks of one entry
+                indices = torch.zeros_like(values, dtype=torch.int64)
+            dense = values.new_zeros(len(values), cut.blocks, cut.size)
+            out.append(cut.join(dense.scatter_(-1, indices, values)).reshape(len(values), -1))
+        return torch.cat(out, 1)
+
+    def _values(self, count: int) -> Quantized:
+        assert self.quantizer is not None
+        return Quantized(self.quantizer, [(1, count)])
 
 
 def with_feedback(

@@ -129,6 +129,37 @@ class Stochastic(Quantizer):
         return torch.where(codes >= 2 ** (self.bits - 1), -values, values)
 
 
+class Statistical(Quantizer):
+    """Bins over 6 standard deviations of a group, as SparseLoCo sends values (arXiv:2508.15706).
+
+    With n = 2^bits, step = 6 sigma / n, code = clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table holds
+    the mean of the members of each bin, so the mean of the decoded numbers is that of x.
+
+    >>> q = Statistical(2)
+    >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()
+    [[1.0, 5.0, 1.0, 5.0]]
+    """
+
+    sums = True
+
+    def __init__(self, bits: int):
+        if bits not in range(1, 9):
+            raise ArgumentError(f"bits={bits!r} must be 1 to 8, or 32 for no quantisation")
+        self.bits, self.table = bits, 2**bits
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x.double()
+        off = x - x.mean(1, keepdim=True)
+        step = 6 * off.square().mean(1, keepdim=True).sqrt() / self.table
+        codes = ((off / _nonzero(step)).round_() + self.table // 2).clamp_(0, self.table - 1).long()
+        totals = x.new_zeros(len(x), self.table).scatter_add_(1, codes, x)
+        members = torch.zeros_like(totals).scatter_add_(1, codes, torch.ones_like(x))
+        return codes.to(torch.int32), (totals / members.clamp(min=1)).float()
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        return table.gather(1, codes.long())
+
+
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise each row of `x` (rows, k) to `bits` bits, with one scale per row, as `Absmax`.
 

@@ -22,6 +22,7 @@ from exogym.strategy.qsgd import QSGDStrategy
 from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
 from exogym.strategy.signsgd import SignSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
+from exogym.strategy.sparseloco import SparseLoCoStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
 from exogym.strategy.topk import TopKStrategy
@@ -44,6 +45,7 @@ __all__ = [
     "SPARTAStrategy",
     "SignSGDStrategy",
     "SimpleReduceStrategy",
+    "SparseLoCoStrategy",
     "Strategy",
     "TopKStrategy",
 ]
