@@ -137,6 +137,7 @@ def collectives(comm, x):
         comm.all_reduce(x, "mean", weights=torch.arange(1.0, n + 1)),
         comm.reduce(x, dst=3),
         comm.reduce_scatter(parts),
+        comm.all_to_all(x[:, : 2 * n].reshape(rows, n, 2)),
         comm.broadcast(x, src=n - 1),
         comm.broadcast(x, src=1, members=[0, 1, 4]),
         comm.all_gather(x)[:rows],
@@ -145,6 +146,7 @@ def collectives(comm, x):
         comm.mix(x, ring),
         comm.sum_decoded([x[:, :5].contiguous(), x[:, 5:].to(torch.bfloat16)], lambda a, b: torch.cat([a, b.to(a)], 1)),
         comm.sum_decoded([x], lambda a: a * 2, groups=[[0, 1, 3], [2, 4]]),
+        comm.sum_decoded([x[:, :3].to(torch.uint8), x], lambda a, b: b, groups=[[0, 1, 3], [2], [4]]),
     ]
     return [result.clone() for result in results] + [comm.gather(x, dst=1).expand(rows, -1, -1)]
 

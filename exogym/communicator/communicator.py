@@ -208,7 +208,7 @@ class Communicator:
             self.record("all_gather", "ring", group, size)
             pieces = self.wire.rows(packed, group).split(widths, 1)
             parts = [
-                piece.contiguous().view(part.dtype).view(len(group), *part.shape[1:])
+                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
                 for piece, part in zip(pieces, payload, strict=True)
             ]
             decoded = decode(*parts)
@@ -290,6 +290,28 @@ class Communicator:
         sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
         self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
         return self._dealt(row)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Give the k-th present node slice k of everyone; `x` is (rows, n, ...), and other rows keep theirs.
+
+        Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
+        """
+        self._per_member(x, "all_to_all")
+        self._record("all_to_all", "pairwise", self.present, _row_bytes(x))
+        result, members, n = x.clone(), self.present, len(self.present)
+        if not self.wire.packs:  # all rows are at hand, or in memory that is shared
+            everyone = self.wire.rows(x, members)
+            for k, rank in enumerate(members):
+                result[self._rows_here([rank])] = everyone[:, k]
+            return result
+        for shift in range(1, n):
+            parcels = [Parcel(i, members[(k + shift) % n], x.shape[2:], x.dtype, False) for k, i in enumerate(members)]
+            mine = [(k, row) for k, i in enumerate(members) for row in self._rows_here([i])]
+            given = {members[k]: x[row, (k + shift) % n].contiguous() for k, row in mine}
+            got = self.wire.hand_over(given, parcels)
+            for k, row in mine:
+                result[row, (k - shift) % n] = got[members[k]]
+        return result
 
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
         """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""

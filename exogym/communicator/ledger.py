@@ -92,6 +92,7 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "tree"): lambda n: 2 * (n - 1) / n,  # in the mean; see `tree_factors`
     ("all_gather", "ring"): lambda n: n - 1.0,
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
 }
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
     taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
     rows = rows_of(fleet, nodes)
     x[rows] = taken[rows]
+
+
+def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
+    """Record that `nodes`, which come back, get what all share: a broadcast from one that stayed, of its bytes each."""
+    stayed = [rank for rank in fleet.comm.present if rank not in nodes]
+    for x in tensors if stayed else ():
+        fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
 
 
 def take_state(

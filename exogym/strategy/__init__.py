@@ -16,10 +16,20 @@ from exogym.strategy.communicate_optimize import (
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
+from exogym.strategy.fednova import FedNovaStrategy
+from exogym.strategy.fedopt import FedOptStrategy
+from exogym.strategy.fedprox import FedProxStrategy
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.powersgd import PowerSGDStrategy
+from exogym.strategy.qsgd import QSGDStrategy
+from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
+from exogym.strategy.scaffold import ScaffoldStrategy
+from exogym.strategy.signsgd import SignSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
+from exogym.strategy.sparseloco import SparseLoCoStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
+from exogym.strategy.topk import TopKStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",
@@ -28,14 +38,24 @@ __all__ = [
     "DeMoStrategy",
     "DiLoCoStrategy",
     "FedAvgStrategy",
+    "FedNovaStrategy",
+    "FedOptStrategy",
+    "FedProxStrategy",
     "GradientModule",
     "OptimSpec",
     "PeriodicModule",
+    "PowerSGDStrategy",
+    "QSGDStrategy",
+    "QuantizedReduceStrategy",
     "Run",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
+    "ScaffoldStrategy",
+    "SignSGDStrategy",
     "SimpleReduceStrategy",
+    "SparseLoCoStrategy",
     "Strategy",
+    "TopKStrategy",
 ]
 
 for _file in pkgutil.iter_modules(__path__):
