@@ -15,8 +15,11 @@ from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    MuLoCoStrategy,
     PeriodicModule,
+    PostLocalSGDStrategy,
     SimpleReduceStrategy,
+    SlowMoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
@@ -121,6 +124,29 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "diloco uneven rounds": Entry(
         lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
+    ),
+    "diloco delayed": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=5, delay=3, outer_momentum=0.6, outer_restarts=2),
+        lambda row, steps: row * math.ceil(steps / 5),
+    ),
+    "diloco a round late": Entry(
+        lambda: DiLoCoStrategy(lr=0.01, H=4, delay=4, outer_lr=0.4, outer_momentum=0.3),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco eager": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=4, eager=True, outer_lr=0.4, outer_momentum=0.5),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco islands": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=6, island_size=2, island_H=2), lambda row, steps: row * steps / 2
+    ),
+    "muloco": Entry(lambda: MuLoCoStrategy(lr=0.02, H=4, outer_lr=0.7), lambda row, steps: row * steps / 4),
+    "post-local sgd": Entry(
+        lambda: PostLocalSGDStrategy("adamw", lr=0.02, H=4, start_step=8),
+        lambda row, steps: row * (8 + (steps - 8) / 4),
+    ),
+    "slowmo": Entry(
+        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
     ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(

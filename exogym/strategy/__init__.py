@@ -16,8 +16,11 @@ from exogym.strategy.communicate_optimize import (
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
+from exogym.strategy.muloco import MuLoCoStrategy
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
+from exogym.strategy.slowmo import SlowMoStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
 
@@ -29,12 +32,15 @@ __all__ = [
     "DiLoCoStrategy",
     "FedAvgStrategy",
     "GradientModule",
+    "MuLoCoStrategy",
     "OptimSpec",
     "PeriodicModule",
+    "PostLocalSGDStrategy",
     "Run",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "SimpleReduceStrategy",
+    "SlowMoStrategy",
     "Strategy",
 ]
 
