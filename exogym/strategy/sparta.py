@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from exogym.base.rng import generator
-from exogym.compress import dequantize, quantize
+from exogym.compress import dequantize, noise_of, quantize
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Block, Fleet
 from exogym.fleet.presence import rows_of, shared_row, where_present
@@ -185,8 +185,7 @@ class SparseCommunicator(PeriodicModule):
             return fleet.comm.all_reduce(values, "mean")
         count, bits, noise = values.shape[1], self.bits, None
         if self.rounding == "stochastic":
-            streams = [generator(self.run.seed, "sparta rounding", b, step, rank) for rank in fleet.ranks]
-            noise = torch.stack([torch.rand(count, generator=g) for g in streams]).to(values.device)
+            noise = noise_of(fleet, count, self.run.seed, "sparta rounding", b, step).to(values.device)
         codes, scale = quantize(values, bits, noise)
         mean = fleet.comm.sum_decoded((codes, scale), lambda c, s: dequantize(c, s, bits, count), "mean")
         return mean.to(values.dtype)
