@@ -23,6 +23,7 @@ from exogym.strategy import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -147,6 +148,15 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "slowmo": Entry(
         lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
+    ),
+    "streaming diloco": Entry(  # at the end the last layer is sent once more
+        lambda: StreamingDiLoCoStrategy(
+            lr=0.02, H=8, fragment_sync_delay=1, fragment_update_alpha=0.5, outer_lr=0.4, pattern="sequential"
+        ),
+        lambda row, steps: row * steps / 8 + 4 * (2 * 16 + 2),
+    ),
+    "streaming diloco 4 bit": Entry(
+        lambda: StreamingDiLoCoStrategy(lr=0.02, H=4, num_fragments=3, bits=4, outer_lr=0.4),
     ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(

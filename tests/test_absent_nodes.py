@@ -27,6 +27,7 @@ from exogym.strategy import (
     SlowMoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
+    StreamingDiLoCoStrategy,
 )
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
@@ -125,6 +126,8 @@ ANY: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "diloco eager": lambda: DiLoCoStrategy("sgd", H=4, eager=True),
     "post-local sgd": lambda: PostLocalSGDStrategy("sgd", lr=RATE, H=3, start_step=7),
     "slowmo": lambda: SlowMoStrategy("adamw", lr=RATE, H=4, buffers="average"),
+    "streaming": lambda: StreamingDiLoCoStrategy("sgd", H=4, fragment_sync_delay=1, fragment_update_alpha=0.5),
+    "streaming 8 bit": lambda: StreamingDiLoCoStrategy("sgd", H=4, bits=8),
     "sparta": lambda: SPARTAStrategy("sgd", p_sparta=0.3),
     "sparta all": lambda: SPARTAStrategy("sgd", p_sparta=1.0),
     "sparta sequential": lambda: SPARTAStrategy("sgd", p_sparta=0.3, compression_method="sequential", interval=2),

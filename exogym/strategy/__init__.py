@@ -23,6 +23,7 @@ from exogym.strategy.simple_reduce import SimpleReduceStrategy
 from exogym.strategy.slowmo import SlowMoStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
+from exogym.strategy.streaming_diloco import StreamingDiLoCoStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",
@@ -42,6 +43,7 @@ __all__ = [
     "SimpleReduceStrategy",
     "SlowMoStrategy",
     "Strategy",
+    "StreamingDiLoCoStrategy",
 ]
 
 for _file in pkgutil.iter_modules(__path__):

@@ -203,7 +203,7 @@ class OuterParameters:
     def _mean(self, fleet: Fleet, k: int, x: Tensor) -> Tensor:
         if self.codecs is not None:
             codec = self.codecs[k]
-            return fleet.comm.sum_decoded(codec.encode(x), codec.decode, "mean")
+            return fleet.comm.sum_decoded(codec.encode(x), codec.decode, "mean").to(x.dtype)
         return fleet.comm.all_reduce(x, "mean", weights=self.weights, out=None if all_present(fleet) else x)
 
     def arrive(self, fleet: Fleet, flight: Flight, takers: Sequence[int]) -> None:
