@@ -15,7 +15,10 @@ from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
     MuLoCoStrategy,
+    NoLoCoStrategy,
     PeriodicModule,
     PostLocalSGDStrategy,
     SimpleReduceStrategy,
@@ -158,6 +161,11 @@ STRATEGIES: dict[str, Entry] = {
     "streaming diloco 4 bit": Entry(
         lambda: StreamingDiLoCoStrategy(lr=0.02, H=4, num_fragments=3, bits=4, outer_lr=0.4),
     ),
+    "gossip": Entry(lambda: GossipStrategy("adamw", H=2, lr=0.02), lambda row, steps: 2 * row * steps / 2),
+    "gossip in the paper's order": Entry(lambda: GossipStrategy(graph="random", order="combine_then_adapt", lr=0.1)),
+    "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
+    "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
+    "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -195,7 +203,7 @@ STRATEGIES: dict[str, Entry] = {
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
-    "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
+    "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 OURS = {name: kind for name, kind in KNOWN.items() if kind.__module__.startswith("exogym.")}

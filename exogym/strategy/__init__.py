@@ -16,7 +16,10 @@ from exogym.strategy.communicate_optimize import (
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
+from exogym.strategy.gossip import GossipStrategy
+from exogym.strategy.gradient_push import GradientPushStrategy
 from exogym.strategy.muloco import MuLoCoStrategy
+from exogym.strategy.noloco import NoLoCoStrategy
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
@@ -32,8 +35,11 @@ __all__ = [
     "DeMoStrategy",
     "DiLoCoStrategy",
     "FedAvgStrategy",
+    "GossipStrategy",
     "GradientModule",
+    "GradientPushStrategy",
     "MuLoCoStrategy",
+    "NoLoCoStrategy",
     "OptimSpec",
     "PeriodicModule",
     "PostLocalSGDStrategy",
