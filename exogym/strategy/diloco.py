@@ -33,6 +33,7 @@ from exogym.errors import ArgumentError, check_choice, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.rounds import RoundLength
@@ -132,7 +133,7 @@ class DiLoCoCommunicator(PeriodicModule):
         for p, g in zip(self.outer_params, grads, strict=True):
             p.grad = g
         set_rates(self.optimizer, self.outer_schedule, self.round_of(step))
-        self.optimizer.step()
+        bare_step(self.optimizer)()
         for p in self.outer_params:
             p.grad = None
         for block, theta in zip(fleet.blocks, self.theta, strict=True):
