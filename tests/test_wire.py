@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import children, matrix, over_gloo, over_memory
 
-from exogym.communicator import Communicator, Wire
+from exogym.communicator import Communicator, Wire, ship
 from exogym.engine import shared
 from exogym.engine.forks import run_forked
 from exogym.engine.shared import Lost, SharedWire
@@ -69,6 +69,33 @@ def test_values_are_gathered_in_the_order_of_the_processes(over, tmp_path):
     values = ["", {"longer": ["ä", None, 1.5]}, 7]
     over(3, 5, tmp_path, lambda wire, x: check(wire.gather(values[wire.placement.index(wire.ranks)]) == values))
     assert Wire([0]).gather("alone") == ["alone"]
+
+
+def named(process):
+    """Tensors of every kind, other ones in every process."""
+    numbers = torch.arange(24.0).view(2, 3, 4) + 100 * process
+    kinds = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
+    odd = {"columns first": numbers.transpose(0, 2), "one": torch.tensor(process), "none": torch.empty(0, 3)}
+    return kinds | odd if process == 1 else {"something else": numbers}
+
+
+def test_named_tensors_are_shipped_to_all_or_to_some(over, tmp_path):
+    """From a process in the middle; only the takers get them where there are some, one after the other."""
+
+    def body(wire, x):
+        source = wire.placement[1][0]
+        for takers in (None, [0], [0, 4], []):
+            found = ship(wire, named(wire.process), source, takers)
+            gets = takers is None or wire.process == 1 or any(node in wire.ranks for node in takers)
+            assert list(found) == (list(named(1)) if gets else [])
+            same(list(found.values()), list(named(1).values()) if gets else [])
+
+    over(3, 5, tmp_path, body)
+    same(list(ship(Wire(range(5)), named(1), 2).values()), list(named(1).values()))
+
+
+def test_a_value_is_told_by_any_process(over, tmp_path):
+    over(3, 5, tmp_path, lambda wire, x: check(wire.tell(["ä" * wire.process, None], 2) == ["ää", None]))
 
 
 def check(is_true):
@@ -168,7 +195,7 @@ def test_agreeing_telling_waiting(over, tmp_path):
     def body(wire, x):
         assert not wire.agree(False) and wire.agree(True)
         for process in range(3):
-            assert wire.agree(wire.process == process if isinstance(wire, SharedWire) else wire.rank == process)
+            assert wire.agree(wire.process == process)
         assert wire.tell(value if wire.is_main else "not this") == value
         assert wire.tell(None) is None
         assert wire.is_shared and wire.placement == place(5, 3)

@@ -18,6 +18,19 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 
 from exogym.communicator.communicator import Communicator
 from exogym.communicator.ledger import Event, Ledger
+from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
-__all__ = ["CHUNK_ELEMENTS", "Communicator", "Event", "Ledger", "Parcel", "Wire", "reduce_rows", "tree_sum"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "Communicator",
+    "Event",
+    "Ledger",
+    "Parcel",
+    "Wire",
+    "blank",
+    "described",
+    "reduce_rows",
+    "ship",
+    "tree_sum",
+]

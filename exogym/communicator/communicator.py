@@ -152,7 +152,7 @@ class Communicator:
         """
         groups = self._sorted(groups)
         size = sum(_row_bytes(part) for part in payload)
-        if self.wire.packs:
+        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
         self._check_op(op, decoded)

@@ -17,7 +17,7 @@ from exogym.base.devices import resolve_device
 from exogym.base.files import new_folder
 from exogym.data.partition import Partitioner
 from exogym.engine.wire import place
-from exogym.engine.world import local_device, world_size
+from exogym.engine.world import join_world, local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
 from exogym.launch.door import SECRET
@@ -30,7 +30,7 @@ from exogym.remote.elastic.member import seat
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, from_here
-from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 from exogym.training.options import FitOptions, folder_of_checkpoints, option_names
@@ -196,7 +196,8 @@ class NetworkTrainer(Trainer):
             given["progress"] = True
         if part.roll is not None:
             return self._with_a_seat(part, number, given)
-        join(resolve_device(local_device(given["device"])))
+        if world_size() > 1:
+            join_world(resolve_device(local_device(given["device"])))
         if part.fit is not None and part.folder is not None and number < part.fit:
             self._take(results.replay(part.folder, number, self.model))
             return self.model

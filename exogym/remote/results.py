@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from exogym.base.files import replacing
 from exogym.errors import ExoGymError
 from exogym.record.history import History
-from exogym.remote.world import RUNS, send, tell, world_size
+from exogym.remote.world import RUNS, send, tell
 from exogym.saving.export import load_model, save_model, split_history
 
 if TYPE_CHECKING:
@@ -119,13 +119,10 @@ def replay(folder: Path, fit: int, model: nn.Module) -> Results:
     arrays, plain = split_history(first.history) if first else ({}, {})
     facts: Any = first and {"history": plain, "description": first.description, "traffic": first.traffic}
     facts = tell(facts)
-    if world_size() > 1:
-        shapes: Any = tell({name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()})
-        arrays = arrays or {
-            name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (shape, kind) in shapes.items()
-        }
-        send(arrays | {f"model.{name}": x for name, x in model.state_dict().items()})
-    return _joined(facts, arrays)
+    told = send(model.state_dict())
+    if first is None:
+        model.load_state_dict(told)
+    return _joined(facts, send(arrays))
 
 
 def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from exogym.base.files import replacing
-from exogym.engine.sockets import ports_closed_afterwards
+from exogym.communicator import Wire, ship
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
@@ -94,28 +92,6 @@ class Part:
         return False
 
 
-def join(device: torch.device) -> None:
-    """Join the process group: NCCL where every process of every host has a GPU of its own, gloo else."""
-    world = world_size()
-    if world == 1 or dist.is_initialized():
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    own = device.type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    store.set(f"exogym/own_gpu/{os.environ['RANK']}", "yes" if own else "no")
-    all_own = all(store.get(f"exogym/own_gpu/{rank}") == b"yes" for rank in range(world))
-    with contextlib.nullcontext() if all_own else ports_closed_afterwards():
-        dist.init_process_group("nccl" if all_own else "gloo")
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def same_start(model: nn.Module) -> None:
     """Give the model of every process the numbers of rank 0's; what is not initialised yet follows from the seed.
 
@@ -127,14 +103,16 @@ def same_start(model: nn.Module) -> None:
     if world_size() == 1:
         return
     here = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
-    there = _wire().tell(here)
+    there = tell(here)
     if here != there:
         unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
         raise ModelError(
             f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
             "have the same data and arguments"
         )
-    send(tensors)
+    with torch.no_grad():
+        for name, x in send(tensors).items():
+            tensors[name].copy_(x)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -142,22 +120,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def send(tensors: Mapping[str, Tensor]) -> None:
-    """Give the tensors of every process the numbers of rank 0's, in place; names, shapes and dtypes are the same."""
-    on_gpu = dist.get_backend() == "nccl"
-    with torch.no_grad():
-        for tensor in tensors.values():
-            if tensor.numel():
-                moved = tensor.detach().to("cuda" if on_gpu else "cpu").contiguous()
-                dist.broadcast(moved.view(-1).view(torch.uint8), 0)
-                tensor.copy_(moved)
+def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's named `tensors` in every process."""
+    return ship(_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
 
 
 def tell(value: Any) -> Any:
     """Return rank 0's `value` (JSON-able) in every process."""
-    return value if world_size() == 1 else _wire().tell(value)
+    return _wire().tell(value)
 
 
-def _wire() -> ProcessWire:
+def _wire() -> Wire:
+    """Return a wire between the processes of this world, each with a row."""
     world = world_size()
-    return ProcessWire(place(world, world))
+    return ProcessWire(place(world, world)) if world > 1 else Wire([0])

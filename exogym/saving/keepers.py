@@ -98,7 +98,7 @@ def remove_folders(made: list[Path]) -> None:
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
     """Return that the main process keeps `folder` for all."""
     count = len(wire.placement)
-    return Keepers((0,) * count, (_place(folder),) * count, wire.placement.index(wire.ranks))
+    return Keepers((0,) * count, (_place(folder),) * count, wire.process)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
@@ -107,9 +107,9 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
     Raises:
         ArgumentError: one sees the mark of another, which does not see its own.
     """
-    if wire.forked or not wire.is_shared:
+    if wire.shares_memory:
         return one_keeper(folder, wire)
-    run, here = wire.tell(secrets.token_hex(8)), wire.placement.index(wire.ranks)
+    run, here = wire.tell(secrets.token_hex(8)), wire.process
     marks = [folder / f"{MARK}{run}-{process}" for process in range(len(wire.placement))]
     everywhere(wire, lambda: _leave(marks[here]))
     # Asked for by name: a network file system may show an old list of the folder, but looks for a name it never saw.
@@ -167,7 +167,7 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
         raise cause
     for process, trouble in enumerate(troubles):
         if trouble is not None:
-            raise ExoGymError(trouble if wire.forked else f"process {process}: {trouble}")
+            raise ExoGymError(trouble if wire.shares_memory else f"process {process}: {trouble}")
     return found[0]
 
 

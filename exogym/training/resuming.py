@@ -33,7 +33,7 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
-    everywhere(wire, lambda: made.extend(check_folder(folder) if wire.is_main or not wire.forked else []))
+    everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
     keepers = holding(folder, wire, find_keepers(folder, wire))
     undo.callback(keepers.release)
     if not resume:

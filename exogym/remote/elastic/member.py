@@ -16,7 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from exogym.base import pulse
-from exogym.engine.sockets import Sockets, ports_closed_afterwards, shut, sockets
+from exogym.engine.sockets import Sockets, shut, sockets
+from exogym.engine.world import join_group, leave_group
 from exogym.errors import WorkerError
 from exogym.launch.door import Refused, knock
 from exogym.launch.shelf import LineStore
@@ -262,12 +263,11 @@ class Group:
             if self._ended >= epoch.number:
                 raise RuntimeError("a member was lost")
         rank = epoch.members.index(seat)
-        with ports_closed_afterwards():
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore(f"epoch/{epoch.number}", store), rank=rank,
-                world_size=len(epoch.members), timeout=FOREVER,
-            )  # fmt: skip
-            dist.barrier()
+        join_group(
+            "gloo", store=dist.PrefixStore(f"epoch/{epoch.number}", store), rank=rank,
+            world_size=len(epoch.members), timeout=FOREVER,
+        )  # fmt: skip
+        dist.barrier()
         with self._lock:
             self._own = sockets() - self._before
 
@@ -280,9 +280,8 @@ class Group:
         """End the group."""
         with self._lock:
             self._number = -1
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):
+            leave_group()
 
     @property
     def has_ended(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from exogym.base import pulse
+from exogym.communicator import Parcel
 from exogym.engine.wire import ProcessWire
 from exogym.errors import WorkerError
 from exogym.remote.elastic.member import Epoch, Member
@@ -42,8 +43,7 @@ class ElasticWire(ProcessWire):
         self.epoch = epoch
         self.placement = [self.nodes_of[seat] for seat in epoch.members]
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
-        self.rank = dist.get_rank()
-        self.is_main = self.rank == 0
+        self.process = dist.get_rank()
         self.overlaps = False
 
     @property
@@ -76,8 +76,8 @@ class ElasticWire(ProcessWire):
     def agree(self, flag: bool) -> bool:
         return self.or_lost(lambda: super(ElasticWire, self).agree(flag))
 
-    def tell(self, value: Any) -> Any:
-        return self.or_lost(lambda: super(ElasticWire, self).tell(value))
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        return self.or_lost(lambda: super(ElasticWire, self)._carry(given, moves))
 
     def or_lost(self, call: Callable[[], Result]) -> Result:
         """Do what needs all members.
