@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types format bench clean
+.PHONY: help demo test slow lint types format table bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  \1\t/'
@@ -33,6 +33,9 @@ types: $(VENV)/.stamp-dev ## check types
 format: $(VENV)/.stamp-dev ## put the code into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+table: $(VENV)/.stamp-dev ## write the table of strategies in docs/strategies.md anew, from what they say of themselves
+	$(BIN)/python tests/strategies.py
 
 bench: $(VENV)/.stamp-dev ## measure the core
 	$(BIN)/python benchmarks/core.py

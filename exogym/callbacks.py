@@ -1,35 +1,59 @@
 """Callbacks: a function of the running training, called after evaluations or every so many steps.
 
-A callback is any callable taking the `TrainingLoop`. It is called after each evaluation; wrapped in `Every(n,
-function)`, after each n-th step. It runs once, whatever the layout, and may use
-
-    loop.step, loop.epoch, loop.history    where the run stands
-    loop.fleet                             blocks, their layout, buffers; the rows that this process holds
-    loop.rows()                            (N, P) per block: the parameters of all nodes, from wherever they are
-    loop.average()                         (P,) per block and the buffers of the averaged (or outer) model
-    loop.evaluate(node)                    losses and metrics of a node's model, or (None) of the averaged one
-    loop.measure(vectors, buffers)         the same of any parameters, as `average` gives them
-    loop.history.add_evaluation(...)       numbers of one's own
-    loop.save()                            a checkpoint, where there is a save_dir
-    loop.beat()                            from one that takes very long in several processes (see `hang_s` of `fit`)
-
+A callback is any callable taking a `Running` training. It is called after each evaluation; wrapped in `Every(n,
+function)`, after each n-th step. It runs once, whatever the layout, may use what `Running` has,
 and ends the training by returning True.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, check_count, checked
-
-if TYPE_CHECKING:
-    from exogym.training.loop import TrainingLoop
+from exogym.fleet import Fleet
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Running(Protocol):
+    """A training as a callback sees it.
+
+    Attributes:
+        step: steps done; evaluated_at: the step of the last evaluation.
+        history: its records; `history.add_evaluation(step, epoch, values, node=None)` adds numbers of one's own.
+        fleet: blocks, their layout, buffers; the rows that this process holds.
+    """
+
+    step: int
+    evaluated_at: int
+    history: Any
+    fleet: Fleet
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step, from 0."""
+
+    def rows(self) -> list[Tensor]:
+        """Return the parameters of all nodes, (N, P) per block, from wherever they are; traffic is not recorded."""
+
+    def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return (P,) per block and the buffers of the averaged (or outer) model."""
+
+    def evaluate(self, node: int | None = None) -> dict[str, float]:
+        """Return losses and metrics of a node's model, or (None) of the averaged one; {} without a validation set."""
+
+    def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Return the same of any parameters, given as `average` gives them, anywhere."""
+
+    def save(self) -> Any:
+        """Write a checkpoint, where there is a save_dir; return its folder."""
+
+    def beat(self) -> None:
+        """Say that a callback which takes very long in several processes goes on (see `hang_s` of `fit`)."""
 
 
 class Callback:
@@ -43,7 +67,7 @@ class Callback:
     steps: int | None = None
     at_evaluations = True
 
-    def __call__(self, loop: TrainingLoop) -> Any:
+    def __call__(self, loop: Running) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method __call__(loop)")
 
     def state(self) -> dict[str, Tensor]:
@@ -63,18 +87,18 @@ class Every(Callback):
 
     at_evaluations = False
 
-    def __init__(self, steps: int, function: Callable[[TrainingLoop], Any]):
+    def __init__(self, steps: int, function: Callable[[Running], Any]):
         check_count("steps", steps)
         self.steps, self.function = steps, function
 
-    def __call__(self, loop: TrainingLoop) -> Any:
+    def __call__(self, loop: Running) -> Any:
         return self.function(loop)
 
 
 class EvaluateNodes(Callback):
     """At each evaluation also evaluate every single node that is there, as rows of their own in the history."""
 
-    def __call__(self, loop: TrainingLoop) -> None:
+    def __call__(self, loop: Running) -> None:
         for node in list(loop.fleet.comm.present):
             loop.history.add_evaluation(loop.step, loop.epoch, loop.evaluate(node), node=node)
 
@@ -115,7 +139,7 @@ class WeightAverage(Callback):
         self._buffers: dict[str, Tensor] = {}
         self._names: list[tuple[Any, int]] = []
 
-    def __call__(self, loop: TrainingLoop) -> None:
+    def __call__(self, loop: Running) -> None:
         is_turn = self.steps is not None and loop.step % self.steps == 0
         if is_turn and loop.step >= max(1, self.start_step) and loop.step != self._step:
             vectors, buffers = loop.average()
@@ -123,7 +147,7 @@ class WeightAverage(Callback):
             self._step = loop.step
         self._names = [(slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout]
         if self.count and loop.evaluated_at == loop.step:
-            vectors, buffers = self._on(loop.worker.device)
+            vectors, buffers = self._on(loop.fleet.blocks[0].params.device)
             values = {f"average_{name}": value for name, value in loop.measure(vectors, buffers).items()}
             loop.history.add_evaluation(loop.step, loop.epoch, values)
 

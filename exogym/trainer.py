@@ -276,7 +276,7 @@ class LocalTrainer(Trainer):
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
         loop = assemble(self.subject, options, device, self.max_stretch, wire)
-        self.history, self.description = loop.history, loop.plan.description
+        self.history, self.description = loop.history, loop.description
         self.clock = None if loop.timing is None else loop.timing.clock
         try:
             loop.run()

@@ -4,6 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +24,11 @@ from exogym.strategy import (
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import STRATEGIES as KNOWN
-from exogym.strategy.registry import parse_strategy
+from exogym.strategy.registry import parse_strategy, table
 from exogym.strategy.sparta import SparseCommunicator
 
 NODES, P = 4, 178
+PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
 
 
@@ -169,13 +171,12 @@ STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, 
 }
 
 
-def table():
-    """The table of docs/strategies.md: what each strategy is called, says of itself, and sends by default."""
-    lines = ["| name | class | source | payload of a node per step | collectives |", "| --- | --- | --- | --- | --- |"]
-    for name, kind in sorted(OURS.items()):
-        kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, NODES, 4).traffic)
-        lines.append(f"| `{name}` | `{kind.__name__}` | {kind.paper} | {kind.payload} | {', '.join(kinds)} |")
-    return "\n".join(lines) + "\n"
+def table_of_the_page():
+    """Return docs/strategies.md before its table of strategies, the table, and what follows."""
+    page = PAGE.read_text("utf-8")
+    start = page.index("| name | class |")
+    end = page.index("\n\n", start) + 1
+    return page[:start], page[start:end], page[end:]
 
 
 class Broken(PeriodicModule):
@@ -212,3 +213,8 @@ class Broken(PeriodicModule):
                 fleet.comm.all_reduce(x, "mean")
             if self.law == "learns":
                 x.copy_(self.first)
+
+
+if __name__ == "__main__":  # make table
+    before, _, after = table_of_the_page()
+    PAGE.write_text(before + table() + after, "utf-8")

@@ -30,8 +30,8 @@ from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec
 from exogym.strategy.async_diloco import RULES, Server
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
-from exogym.training.async_schedule import ARRIVAL, CLOSE, STEP, Schedule, seconds_of_steps
 from exogym.training.interrupt import Interrupt
+from exogym.training.order import ARRIVAL, CLOSE, STEP, Order, seconds_of_steps
 
 P, SIZE = 57, 57 * 8
 FREE = "1000000000000Gbps"  # messages that take no time
@@ -47,27 +47,27 @@ def play(
     comm = Communicator(range(len(work)), len(work))
     comm.ledger.listeners.append(clock.event)
     x = torch.zeros(len(work), size, dtype=torch.uint8)
-    schedule = Schedule(clock, np.array(work), grace_s)
+    order = Order(clock, np.array(work), grace_s)
     arrivals, pulls = [], []
-    while schedule.next[0] <= until_s * 1e9:
-        tick, kind, node = schedule.next
+    while order.next[0] <= until_s * 1e9:
+        tick, kind, node = order.next
         nodes: list[int] = []
         if kind == STEP:
-            node, ends = schedule.step()
+            node, ends = order.step()
             if ends:
-                schedule.advance()
+                order.advance()
                 comm.push(x, node)
-                schedule.sent(node)
+                order.sent(node)
         elif kind == ARRIVAL:
             arrivals.append((tick / 1e9, node))
-            nodes = schedule.arrive()
+            nodes = order.arrive()
         else:
             assert kind == CLOSE
-            nodes = schedule.close()
+            nodes = order.close()
         if nodes:
             pulls.append((tick / 1e9, nodes))
             comm.pull(x, nodes)
-            schedule.begin(nodes)
+            order.begin(nodes)
     return arrivals, pulls
 
 
@@ -139,29 +139,29 @@ def test_an_outage_delays_a_round() -> None:
 def test_a_schedule_goes_on_from_its_state() -> None:
     """At every moment, with random step times, jitter, and pushes and a grace period under way."""
 
-    def fresh() -> tuple[Schedule, Communicator]:
+    def fresh() -> tuple[Order, Communicator]:
         network = Network("100kbps", "20ms", jitter="10ms")
         clock = Clock(3, network, StepTime([0.1, 0.05, 0.07], sigma=0.4))
         comm = Communicator(range(3), 3)
         comm.ledger.listeners.append(clock.event)
-        return Schedule(clock, np.array([2, 3, 4]), 0.03), comm
+        return Order(clock, np.array([2, 3, 4]), 0.03), comm
 
     x = torch.zeros(3, 500, dtype=torch.uint8)
 
-    def happen(schedule: Schedule, comm: Communicator) -> tuple[Any, ...]:
-        before = schedule.next
+    def happen(order: Order, comm: Communicator) -> tuple[Any, ...]:
+        before = order.next
         nodes: list[int] = []
         if before[1] == STEP:
-            node, ends = schedule.step()
+            node, ends = order.step()
             if ends:
-                schedule.advance()
+                order.advance()
                 comm.push(x, node)
-                schedule.sent(node)
+                order.sent(node)
         else:
-            nodes = schedule.arrive() if before[1] == ARRIVAL else schedule.close()
+            nodes = order.arrive() if before[1] == ARRIVAL else order.close()
         if nodes:
             comm.pull(x, nodes)
-            schedule.begin(nodes)
+            order.begin(nodes)
         return (*before, *nodes)
 
     one, comm = fresh()
@@ -416,7 +416,7 @@ def test_losses_lie_in_the_steps_where_they_fell() -> None:
 @pytest.mark.parametrize("rule", ["delayed_nesterov", "fedbuff"])
 @pytest.mark.parametrize("model", [Regressor, MixedRegressor])
 def test_all_from_one_theta_is_diloco(rule: str, model: type[nn.Module]) -> None:
-    """Equal speeds, K=N, c=0 and infinite grace: the synchronous schedule and its Nesterov step, at each cut."""
+    """Equal speeds, K=N, c=0 and infinite grace: the synchronous order and its Nesterov step, at each cut."""
     for steps in (6, 8, 12):
         diloco = train(DiLoCoStrategy("adamw", H=3, lr=0.01), steps=steps, model=model(), final_sync=steps == 8)
         grace = AsyncDiLoCoStrategy("adamw", H=3, lr=0.01, rule=rule, grace_s=math.inf)

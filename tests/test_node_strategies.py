@@ -165,7 +165,7 @@ def test_a_copy_of_the_model_has_the_memory_of_one_node():
     sizes = []
 
     def look(loop):
-        for strategy in loop.driver.strategies:
+        for strategy in loop.driver.algorithm.strategies:
             sizes.append(sum(p.untyped_storage().nbytes() for p in strategy.anchor.parameters()))
 
     fit(DiLoCoByHand(lr=0.01), max_steps=1, callbacks=[Every(1, look)])
@@ -214,7 +214,7 @@ def test_rank_and_norm_and_topk_are_of_one_node():
     kept = []
 
     def look(loop):
-        kept.append([(s.rank, s.norm, s.kept, hasattr(s, "only_here")) for s in loop.driver.strategies])
+        kept.append([(s.rank, s.norm, s.kept, hasattr(s, "only_here")) for s in loop.driver.algorithm.strategies])
 
     fit(OddOneOut(lr=0.01), callbacks=[Every(2, look)], max_steps=2)
     ((rank, norm, count, own), *others), *_ = kept
@@ -252,7 +252,7 @@ class Talking(Strategy):
 
 def test_all_collectives():
     got = []
-    fit(Talking(lr=0.1), max_steps=1, callbacks=[Every(1, lambda loop: got.extend(loop.driver.strategies))])
+    fit(Talking(lr=0.1), max_steps=1, callbacks=[Every(1, lambda loop: got.extend(loop.driver.algorithm.strategies))])
     ranks = range(NODES)
     for rank, strategy in enumerate(got):
         found = strategy.got

@@ -135,7 +135,7 @@ class Passing(Strategy):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_send_and_recv_take_any_tensor(processes):
     got = []
-    call = lambda loop: got.append([s.got for s in loop.driver.strategies])  # noqa: E731
+    call = lambda loop: got.append([s.got for s in loop.driver.algorithm.strategies])  # noqa: E731
     trainer = fit(Passing(PLAIN), max_steps=1, processes=processes, callbacks=[call])
     first = got[-1]
     assert torch.equal(first[0][0], torch.tensor(7.0))

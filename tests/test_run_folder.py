@@ -24,7 +24,7 @@ from exogym.record.observers import Observer
 from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem
-from exogym.training.loop import SIGN_PAUSE_S
+from exogym.training.reports import SIGN_PAUSE_S
 
 
 def train(run_dir, model=None, **fit):
@@ -305,7 +305,7 @@ def test_observers_hear_of_the_run_in_a_stretch_now_and_then():
 
     def look(loop):
         loop.observers.all.append(Ear())
-        ask = loop._between_steps(lambda: False)
+        ask = loop.reports.between_steps(lambda: False, lambda: loop.step)
         for _ in range(1000):
             ask()
         counts.append(len(heard))

@@ -351,7 +351,7 @@ def test_the_outer_model_is_evaluated_where_there_is_one():
 
     def look(loop):
         if loop.step == 6:
-            theta = loop.driver.strategy.communication_modules[0].theta[0][0].clone()
+            theta = loop.driver.algorithm.strategy.communication_modules[0].theta[0][0].clone()
             seen["theta"], seen["mean"] = theta, loop.fleet.average()[0]
             seen["row"] = next(iter(loop.history.rows_after(5, node=None)))
 

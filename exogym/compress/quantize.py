@@ -1,18 +1,134 @@
-"""Symmetric quantisation of rows to a few bits, packed into bytes."""
+"""Quantisers: numbers to codes of a few bits, really packed into bytes, and a small table of fp32 numbers per group."""
 
 from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_count
+
+
+class Quantizer(ABC):
+    """Turns groups of numbers (groups, k) into codes from 0 to 2^bits - 1 and a table for each group, and back.
+
+    Attributes:
+        bits: of a code.
+        table: fp32 numbers that a group's codes need.
+        draws: whether rounding draws: `encode` then wants noise, uniform in [0, 1).
+    """
+
+    bits: int
+    table = 1
+    draws = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return codes (groups, k) int32 and tables (groups, table) fp32 of `x` (groups, k); `noise` like x."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        """Return the (groups, k) fp32 numbers that codes and tables stand for."""
+
+
+class Absmax(Quantizer):
+    """Evenly spaced codes: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale). int8 is `Absmax(8)`.
+
+    The error is at most scale / 2; a group of zeros stays zero. With noise u, code = floor(x / scale + u): the mean
+    over u is x, the error below scale.
+
+    >>> codes, table = Absmax(8).encode(torch.tensor([[1.0, -0.5, 0.0]]))
+    >>> (codes - 127).tolist()
+    [[127, -64, 0]]
+    """
+
+    def __init__(self, bits: int):
+        if bits not in (2, 3, 4, 5, 6, 7, 8, 16):
+            raise ArgumentError(f"quantization_bits={bits!r} must be 2 to 8, 16, or 32 (None) for no quantisation")
+        self.bits, self.top = bits, 2 ** (bits - 1) - 1
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scale = _absmax(x) / self.top
+        steps = x.float() / _nonzero(scale)
+        codes = (steps.round_() if noise is None else steps.add_(noise).floor_()).clamp_(-self.top, self.top)
+        return codes.to(torch.int32) + self.top, scale
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        return (codes - self.top).float() * table
+
+
+class E3M0(Quantizer):
+    """The 4-bit float of one sign and three exponent bits, as Streaming DiLoCo sends (arXiv:2501.18512, section 2.4).
+
+    With s = max|x|: codes of +-s 2^(-e) for e = 0, ..., 6, rounded in the exponent, and zero for |x| < s 2^(-6.5).
+    The paper does not say scale, zero and rounding; these are ours. A decoded number is within a factor sqrt(2) of x.
+
+    >>> q = E3M0()
+    >>> q.decode(*q.encode(torch.tensor([[8.0, -3.0, 1.0, 0.0]]))).tolist()
+    [[8.0, -4.0, 1.0, 0.0]]
+    """
+
+    bits = 4
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scale = _absmax(x)
+        exponents = (x.float().abs() / _nonzero(scale)).log2_().round_().clamp_(-7, 0)
+        codes = exponents.to(torch.int32) + 7  # 0 is zero, 1 to 7 are 2^-6 to 1
+        return codes + 8 * ((x < 0) & (codes > 0)).int(), scale
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        powers = torch.tensor([0.0, *(2.0**-e for e in range(6, -1, -1))], device=table.device)
+        values = powers[(codes & 7).long()] * table
+        return torch.where(codes > 7, -values, values)
+
+
+class ScaledSign(Quantizer):
+    """One bit: the mean size of the group with each number's sign, (|x|_1 / k) sign(x); the sign of 0 is +.
+
+    A delta-contraction: |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
+    """
+
+    bits = 1
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return (x >= 0).to(torch.int32), x.abs().mean(1, keepdim=True).float()
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        return (2 * codes - 1).float() * table
+
+
+class Stochastic(Quantizer):
+    """QSGD's (arXiv:1610.02132): s levels of the group's 2-norm, rounded by chance so that the mean is right.
+
+    a = |x_j| s / |x|_2; level floor(a), or one more with probability a - floor(a); Q(x_j) = |x|_2 sign(x_j) level / s.
+    E Q(x) = x and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. bits = 1 + ceil(log2(s + 1)).
+    """
+
+    draws = True
+
+    def __init__(self, levels: int):
+        check_count("levels", levels)
+        if levels >= 2**23:
+            raise ArgumentError(f"levels={levels} must be under 2^23: fp32 has no finer fractions")
+        self.levels, self.bits = levels, 1 + math.ceil(math.log2(levels + 1))
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert noise is not None
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).float()
+        steps = x.float().abs() * (self.levels / _nonzero(norm))
+        levels = steps.add_(noise).floor_().clamp_(max=self.levels).to(torch.int32)
+        return levels + 2 ** (self.bits - 1) * (x < 0).int(), norm
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        levels = codes % 2 ** (self.bits - 1)
+        values = levels.float() * (table / self.levels)
+        return torch.where(codes >= 2 ** (self.bits - 1), -values, values)
 
 
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise each row of `x` (rows, k) to `bits` bits, with one scale per row.
-
-    scale = max|x| / (2^(bits-1) - 1),  code = round(x / scale). The error is at most scale / 2; a zero row stays zero.
-    With `noise` u, uniform in [0, 1), code = floor(x / scale + u): the mean over u is x, the error below scale.
+    """Quantise each row of `x` (rows, k) to `bits` bits, with one scale per row, as `Absmax`.
 
     Args:
         bits: 2 to 8, or 16.
@@ -25,40 +141,49 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor,
     >>> codes.shape, dequantize(codes, scale, 4, 3).shape
     (torch.Size([1, 2]), torch.Size([1, 3]))
     """
-    if bits not in (2, 3, 4, 5, 6, 7, 8, 16):
-        raise ArgumentError(f"quantization_bits={bits!r} must be 2 to 8, 16, or 32 (None) for no quantisation")
-    top = 2 ** (bits - 1) - 1
-    scale = x.abs().amax(1, keepdim=True).float() / top if x.shape[1] else x.new_zeros(len(x), 1).float()
-    safe = torch.where(scale > 0, scale, torch.ones_like(scale))
-    steps = x.float() / safe
-    codes = (steps.round_() if noise is None else steps.add_(noise).floor_()).clamp_(-top, top).to(torch.int32) + top
-    return _pack(codes, bits), scale
+    codes, scale = Absmax(bits).encode(x, noise)
+    return pack(codes, bits), scale
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int, count: int) -> Tensor:
     """Return the (rows, count) fp32 numbers that `quantize` packed."""
-    top = 2 ** (bits - 1) - 1
-    return (_unpack(codes, bits, count) - top).float() * scale
+    return Absmax(bits).decode(unpack(codes, bits, count), scale)
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
+def _absmax(x: Tensor) -> Tensor:
+    return (x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(len(x), 1)).float()
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Return (rows, ceil(k bits / 8)) bytes that hold `codes` (rows, k) one after the other, from the lowest bit on."""
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
         return torch.stack([codes % 256, codes // 256], -1).to(torch.uint8).flatten(1)
-    places = torch.arange(bits, device=codes.device)
-    stream = ((codes[..., None] >> places) & 1).flatten(1)
-    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8))
-    weights = 2 ** torch.arange(8, device=codes.device)
-    return (stream.unflatten(1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+    stream, each = codes, bits
+    if 8 % bits:
+        stream, each = ((codes[..., None] >> torch.arange(bits, device=codes.device)) & 1).flatten(1), 1
+    per_byte = 8 // each
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[1] % per_byte)).unflatten(1, (-1, per_byte))
+    return (stream << torch.arange(0, 8, each, device=codes.device)).sum(-1).to(torch.uint8)
 
 
-def _unpack(codes: Tensor, bits: int, count: int) -> Tensor:
+def unpack(codes: Tensor, bits: int, count: int) -> Tensor:
+    """Return the (rows, count) codes that `pack` packed."""
     wide = codes.to(torch.int32)
     if bits == 8:
         return wide
     if bits == 16:
         pairs = wide.unflatten(1, (-1, 2))
         return pairs[..., 0] + 256 * pairs[..., 1]
-    stream = ((wide[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(1)[:, : count * bits]
-    return (stream.unflatten(1, (count, bits)) << torch.arange(bits, device=codes.device)).sum(-1)
+    each = 1 if 8 % bits else bits
+    shifts = torch.arange(0, 8, each, device=codes.device)
+    stream = ((wide[..., None] >> shifts) & (2**each - 1)).flatten(1)
+    if each == bits:
+        return stream[:, :count]
+    places = torch.arange(bits, device=codes.device)
+    return (stream[:, : count * bits].unflatten(1, (count, bits)) << places).sum(-1)

@@ -1,4 +1,4 @@
-"""Gradients of several rows at once, with `torch.func.vmap`.
+"""`compute="vmap"`: gradients of several rows at once, with `torch.func.vmap`.
 
 Exact up to rounding, and refused where it could not be: a step that draws random numbers would draw
 others than one node at a time, and buffers that a step changes (BatchNorm) cannot be vmapped.
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
+from exogym.compute.finite import Watch
+from exogym.compute.inner import InnerOptimizer
+from exogym.compute.loop import Loop
 from exogym.compute.outputs import batch_examples, map_tensors
+from exogym.compute.spans import Losses, Span
 from exogym.compute.worker import Worker
+from exogym.data.stream import Stream
 from exogym.errors import ModelError
 
 CHUNK_ROWS = 10
@@ -108,6 +113,54 @@ class VmapGradients:
                 slot.of(block.grads)[rows] = grads[slot.name].detach().to(block.grads.dtype)
         pulse.step_taken()
         return losses.to(torch.float32)
+
+
+class Vmap(Loop):
+    """Computes the gradients of all rows that take a step at once, and lets each row's optimizer step by itself."""
+
+    together = True
+
+    def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch):
+        super().__init__(worker, stream, inner, watch)
+        self.gradients_at_once = VmapGradients(worker)
+
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+        assert self.inner is not None
+        for k in range(max((len(span.columns) for span in spans), default=0)):
+            if self.worker.should_stop() and may_stop:
+                return
+            now = [span for span in spans if k < len(span.columns)]
+            found = self._losses([span.row for span in now])
+            for span, loss in zip(now, found, strict=True):
+                row, step = span.row, int(self.taken[span.row])
+                losses.add(row, span.columns[k : k + 1], loss.reshape(1))
+                self.worker.point(row)
+                self.inner.enter(row)
+                self._point_gradients(row)
+                self.inner.step(row, step if span.at is None else int(span.at[k]))
+                self.taken[row] += 1
+                if k + 1 == len(span.columns):
+                    self.watch.row(self.nodes[row].rank, row, step + 1)
+
+    def gradients(self, rows: Sequence[int]) -> Tensor:
+        for block in self.fleet.blocks:
+            block.own_grads()
+        self.spoilt = []
+        losses = self._losses(rows)
+        for row in rows:
+            self._look_at_gradient(row)
+        return losses
+
+    def _losses(self, rows: Sequence[int]) -> Tensor:
+        """Compute the gradients of the next step of `rows`; return the losses, (len(rows),), inf as `Watch.losses`."""
+        if not rows:
+            return torch.empty(0, device=self.worker.device)
+        found = self.gradients_at_once(rows, [self.nodes[row].next_batch() for row in rows])
+        looked = [
+            self.watch.losses(self.nodes[row].rank, row, found[k : k + 1], int(self.taken[row]))
+            for k, row in enumerate(rows)
+        ]
+        return torch.cat(looked)
 
 
 def _stack(batches: Sequence[Any]) -> Any:

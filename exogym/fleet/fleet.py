@@ -52,6 +52,10 @@ class Block:
         self.grads = self._own_grads
         return self._own_grads
 
+    def give_grads_away(self) -> None:
+        """Leave the gradients to whoever holds views of them; the next ones get memory of their own."""
+        self.grads = self._own_grads = None
+
     def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Yield (slot, view (rows, *shape)) of each parameter in any (rows, P) matrix."""
         for slot in self.layout:
@@ -100,6 +104,15 @@ class Fleet:
     def parameter_bytes(self) -> int:
         """Bytes of one row: P times the bytes per element, over all blocks."""
         return sum(block.layout.numel * block.layout.dtype.itemsize for block in self.blocks)
+
+    def gradients_of(self, row: int) -> list[Tensor | None]:
+        """Return views of the gradients in `row`, one for each parameter in fleet order; None where there is none."""
+        found: list[Tensor | None] = []
+        for block in self.blocks:
+            assert block.grads is not None
+            grads, there = block.grads[row], block.has_grad[row].tolist()
+            found += [slot.of(grads) if has else None for slot, has in zip(block.layout, there, strict=True)]
+        return found
 
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""

@@ -26,7 +26,9 @@ from exogym.base.files import is_plain, opened_plain
 from exogym.errors import CheckpointError
 from exogym.saving.segments import Segments, joined
 
-FORMAT = 3  # 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name
+# 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name; 3: of losses
+# under way no counts
+FORMAT = 4
 SHARED = "shared.safetensors"
 NAME = re.compile(r"shared\.safetensors|(rows|history)-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")
 DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most

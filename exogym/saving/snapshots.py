@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
+from exogym.fleet import Fleet
 from exogym.fleet.state import below
 from exogym.record.history import History
 from exogym.saving.checkpoint_files import SHARED, Snapshot
@@ -29,11 +30,26 @@ MARK = "mark"
 # May come and go: what a user's own strategy keeps in its attributes, and callbacks
 FREE = ("program.", "callback ")
 
-if TYPE_CHECKING:
-    from exogym.training.loop import TrainingLoop
+
+class Running(Protocol):
+    """What is asked of a run to save it, and told to it to go on."""
+
+    fleet: Fleet
+    history: History
+
+    @property
+    def description(self) -> dict[str, Any]: ...
+    @property
+    def segments(self) -> Segments: ...
+    @property
+    def outages(self) -> Outages | None: ...
+    def may_be_away(self, node: int, step: int) -> bool: ...
+    def counters(self) -> dict[str, Any]: ...
+    def stand(self, counters: dict[str, Any]) -> None: ...
+    def take_history(self, history: History) -> None: ...
 
 
-def snapshot_of(loop: TrainingLoop) -> Snapshot:
+def snapshot_of(loop: Running) -> Snapshot:
     """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
     found = _without_history(loop)
     found.meta["history"] = history = {}
@@ -45,11 +61,9 @@ def snapshot_of(loop: TrainingLoop) -> Snapshot:
     return found
 
 
-def for_disk(loop: TrainingLoop) -> Snapshot:
+def for_disk(loop: Running) -> Snapshot:
     """Return the same for `checkpoint.save`, marked, with the history in the pieces that are there already."""
     found = _without_history(loop)
-    if loop.segments is None or loop.segments.history is not loop.history:
-        loop.segments = Segments(loop.history)
     found.segments = loop.segments
     for tensors in (*found.rows.values(), found.shared):
         tensors[MARK] = _mark(tensors, found.meta)
@@ -67,43 +81,29 @@ def _is_marked(name: str) -> bool:
     return name != MARK and not name.startswith("history.")
 
 
-def _without_history(loop: TrainingLoop) -> Snapshot:
+def _without_history(loop: Running) -> Snapshot:
     state = loop.fleet.state
     rows, shared = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)}, state.shared()
-    counters: dict[str, Any] = {
-        "step": loop.step,
-        "begun_end": loop.begun_end if loop.begun is not None else None,
-        "logged": loop.logged,
-        "evaluated": loop.evaluated_at,
-        "apart": loop.apart,
-        "wall_s": loop.wall_s(),
-    }
-    there = loop.driver.attendance
-    if there is not None and isinstance(there.faults, Outages):  # planned faults are known without being told
-        counters["outages"] = there.faults.state()
-    return Snapshot(rows, shared, counters | {"description": loop.plan.description})
+    counters = loop.counters()
+    if loop.outages is not None:  # planned faults are known without being told
+        counters["outages"] = loop.outages.state()
+    return Snapshot(rows, shared, counters | {"description": loop.description})
 
 
-def put_back(loop: TrainingLoop, snapshot: Snapshot) -> None:
+def put_back(loop: Running, snapshot: Snapshot) -> None:
     """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
-    fleet, meta, there = loop.fleet, snapshot.meta, loop.driver.attendance
-    if there is not None and isinstance(there.faults, Outages):
-        there.faults.load(meta["outages"])
-    loop.begun, loop.begun_end = None, meta["begun_end"] or 0
-    if meta["begun_end"] is not None:
-        loop.begun = torch.full((len(fleet), meta["begun_end"] - meta["step"]), torch.nan, device=loop.worker.device)
+    fleet, meta = loop.fleet, snapshot.meta
+    if loop.outages is not None:
+        loop.outages.load(meta["outages"])
+    loop.stand(meta)
     for row, rank in enumerate(fleet.ranks):
-        if rank in snapshot.rows or there is None or rank in there.up(meta["step"]):
+        if rank in snapshot.rows or not loop.may_be_away(rank, meta["step"]):
             with _blamed_on(snapshot, rank):
                 fleet.state.load_row(row, snapshot.rows[rank])
     with _blamed_on(snapshot, None):
         fleet.state.load_shared(snapshot.shared)
         arrays = {name: value.numpy() for name, value in below("history.", snapshot.shared).items()}
-        loop.history = History.from_state(meta["history"] | arrays)
-    loop.step, loop.logged, loop.evaluated_at = (meta[name] for name in ("step", "logged", "evaluated"))
-    loop.wall_before, loop.apart = meta["wall_s"], meta.get("apart")
-    if there is not None:
-        fleet.comm.present = there.up(loop.step)
+        loop.take_history(History.from_state(meta["history"] | arrays))
 
 
 @contextmanager
@@ -119,15 +119,14 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
         raise CheckpointError(f"{file} does not hold what this run would save: {why}") from error
 
 
-def restore(loop: TrainingLoop, snapshot: Snapshot) -> None:
+def restore(loop: Running, snapshot: Snapshot) -> None:
     """Put back a checkpoint that was read from disk.
 
     Raises:
         CheckpointError: it is not what this run would save where it stands; the message names the file.
     """
     path, meta = snapshot.path, snapshot.meta
-    there = loop.driver.attendance
-    wanted, comes_and_goes = list(loop.fleet.ranks), there is not None and isinstance(there.faults, Outages)
+    wanted, comes_and_goes = list(loop.fleet.ranks), loop.outages is not None
     if ("outages" in meta) != comes_and_goes:
         raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
     if comes_and_goes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,19 @@ class CommunicationModule(Module):
     @abstractmethod
     def communicate(self, fleet: Fleet, step: int) -> None:
         """Mix rows after inner step number `step` (from 1)."""
+
+    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
+
+        Override it where a method changes local steps themselves (a proximal term, a control variate); it may read the
+        module's own state of the row and nothing of other nodes. `parameters` are the row's, in fleet order; a gradient
+        is None where the step gave none. Not together with gradient modules, which act on all rows.
+        """
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct` does anything."""
+        return type(self).correct is not CommunicationModule.correct
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
@@ -271,12 +284,22 @@ class CommunicateOptimizeStrategy(Strategy):
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
                 "nodes rest (client_fraction, local_steps, local_epochs): use one or the other"
             )
+        if self.gradient_modules and self.corrections:
+            raise ArgumentError(
+                "gradient modules act on the gradients of all nodes at every step, but a communication module corrects "
+                "each node's own: use one or the other"
+            )
 
     def _events(self) -> Tensors:
         return {"last_events": torch.tensor(self.last_events, dtype=torch.int64)}
 
     def _load_events(self, tensors: Tensors) -> None:
         self.last_events = tensors["last_events"].tolist()
+
+    @property
+    def corrections(self) -> list[Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]]:
+        """What rewrites a node's own gradients at every local step, in order."""
+        return [module.correct for module in self.communication_modules if module.corrects]
 
     @property
     def modules(self) -> list[Module]:

@@ -193,6 +193,14 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "diloco", "DiLoCo", "arXiv:2311.08105", "P b / H"
+    equation = "Delta = mean_i (theta - theta_i); theta <- OuterOpt(theta, Delta); theta_i <- theta"
+    needs = "all nodes every H steps"
+    identities = (
+        "outer SGD(lr=1) = fedavg",
+        "H=1, inner SGD = ddp with Nesterov SGD",
+        "N=1, outer SGD(lr=1) = the inner optimizer",
+        "equal data = one node",
+    )
 
     @checked
     def __init__(

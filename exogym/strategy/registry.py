@@ -1,4 +1,4 @@
-"""Strategies written as text, as on the command line: `diloco:H=20:outer_lr=0.5`."""
+"""Strategies by name: written as text, as on the command line (`diloco:H=20:outer_lr=0.5`), and in a table."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         raise ArgumentError(f"strategy {text!r}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"strategy {text!r}: a value is of the wrong kind ({error})") from error
+
+
+def table() -> str:
+    """Return the table of this package's strategies, in Markdown: what each says of itself, and its collectives."""
+    heads = ("name", "class", "source", "equation", "payload of a node per step", "collectives", "needs", "identities")
+    lines = [heads, ("---",) * len(heads)]
+    for name, kind in sorted(STRATEGIES.items()):
+        if kind.__module__.startswith(f"{__package__}."):
+            kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
+            said = kind.paper, f"`{kind.equation}`", kind.payload, ", ".join(kinds), kind.needs
+            lines.append((f"`{name}`", f"`{kind.__name__}`", *said, "; ".join(kind.identities)))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _value(text: str) -> Any:

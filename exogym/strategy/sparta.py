@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from exogym.base.rng import generator
-from exogym.compress import dequantize, quantize
+from exogym.compress import dequantize, noise_of, quantize
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Block, Fleet
 from exogym.fleet.presence import rows_of, shared_row, where_present
@@ -185,8 +185,7 @@ class SparseCommunicator(PeriodicModule):
             return fleet.comm.all_reduce(values, "mean")
         count, bits, noise = values.shape[1], self.bits, None
         if self.rounding == "stochastic":
-            streams = [generator(self.run.seed, "sparta rounding", b, step, rank) for rank in fleet.ranks]
-            noise = torch.stack([torch.rand(count, generator=g) for g in streams]).to(values.device)
+            noise = noise_of(fleet, count, self.run.seed, "sparta rounding", b, step).to(values.device)
         codes, scale = quantize(values, bits, noise)
         mean = fleet.comm.sum_decoded((codes, scale), lambda c, s: dequantize(c, s, bits, count), "mean")
         return mean.to(values.dtype)
@@ -204,6 +203,9 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "sparta", "SPARTA", "openreview stFPf3gzq1", "p_sparta P b"
+    equation = "theta_i[I_t] <- mean_j theta_j[I_t], I_t a share p of the indices"
+    needs = "all nodes at every step, with little"
+    identities = ("p=1 = fedavg with H=1", "p=0 = nodes alone", "N=1 = the inner optimizer")
 
     @checked
     def __init__(
@@ -248,6 +250,9 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper = "sparta_diloco", "SPARTA+DiLoCo", "openreview stFPf3gzq1"
     payload = "p_sparta P b + P b / H"
+    equation = "as sparta at each step, and as diloco every H steps"
+    needs = "all nodes at every step, with little, and every H steps"
+    identities = ("p=0 = diloco", "p=1, SGD, outer SGD(lr=1) = ddp", "H over all steps = sparta")
 
     @checked
     def __init__(

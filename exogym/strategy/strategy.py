@@ -99,8 +99,10 @@ class Strategy:
         name: what it is called on the command line, in lower case. A class that gives one enters `STRATEGIES`, so that
             `exogym compare` and `advise` know it; a comparison then saves its runs, too. A subclass has none from its
             parent.
-        title, paper, payload: for tables. `payload` is a formula of the bytes that a node hands over per step, of P, N
-            and b as in `plan` and the constructor's arguments: "P b / H".
+        title, paper, equation, payload, needs, identities: for tables (`exogym.strategy.registry.table`). `payload` is
+            a formula of the bytes that a node hands over per step, of P, N and b as in `plan` and the constructor's
+            arguments: "P b / H". `needs` is what it asks of the network, `identities` what it is equal to where its
+            arguments are such and such; tests hold it to them.
         driven_by: "programs": one instance for each node, all step together. "rounds": a
             `CommunicateOptimizeStrategy`, between whose events nodes are independent; so hosts may be lost for good
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
@@ -115,7 +117,8 @@ class Strategy:
     """
 
     name: str | None = None
-    title = paper = payload = ""
+    title = paper = equation = payload = needs = ""
+    identities: tuple[str, ...] = ()
     driven_by = "programs"
     needs_gradients = True
     own_rule = False

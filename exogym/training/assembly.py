@@ -42,17 +42,23 @@ from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
 from exogym.strategy.communicate_optimize import NEVER
 from exogym.strategy.strategy import Run
-from exogym.training.async_driver import AsyncDriver
-from exogym.training.loop import Driver, Plan, TrainingLoop
-from exogym.training.node_driver import NodeDriver
+from exogym.training.algorithm import Algorithm, Setting
+from exogym.training.by_clock import ByClock
+from exogym.training.compositions import Compositions
+from exogym.training.driver import Driver
+from exogym.training.loop import Agenda, TrainingLoop
 from exogym.training.options import FitOptions
+from exogym.training.programs import Programs
 from exogym.training.resuming import Refused, agree, matching_snapshot, open_folder
 from exogym.training.speeds import node_speeds
-from exogym.training.stacked_driver import StackedDriver
 from exogym.training.timing import Timing
 
 EVALUATION_BATCH = 256
-DRIVERS: dict[str, Any] = {"rounds": StackedDriver, "programs": NodeDriver, "clock": AsyncDriver}  # by `driven_by`
+ALGORITHMS: dict[str, Callable[[Any, Setting], Algorithm]] = {  # by what a strategy says in `driven_by`
+    "rounds": Compositions,
+    "programs": Programs,
+    "clock": ByClock,
+}
 
 
 @dataclass
@@ -137,14 +143,14 @@ def _assemble(
                 "step, and an epoch is one step; lower num_nodes, or bring more data",
                 stacklevel=4,
             )
-        plan = Plan(
+        agenda = Agenda(
             total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
             options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
             np.minimum(stream.batch_sizes, stream.examples), keepers,
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
         loop = TrainingLoop(
-            plan, driver, fleet, worker, evaluator, History(), observers, bar, options.callbacks, timing
+            agenda, driver, fleet, worker, evaluator, History(), observers, bar, options.callbacks, timing
         )
         for callback in options.callbacks:
             if snapshot is None and isinstance(callback, Callback):
@@ -159,7 +165,7 @@ def _assemble(
             fleet.state.row(0)
             fleet.state.shared()
         loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
-        observers.start(description | ({} if snapshot is None else {"resumed_step": loop.logged}))
+        observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
         undo.pop_all()
     return loop
 
@@ -222,10 +228,8 @@ def make_driver(
     faults = Faults() if options.faults is None and uneven else options.faults
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
-    driver: Driver = DRIVERS[strategy.driven_by](
-        strategy, fleet, worker, stream, run, compute, attendance, timing, watch
-    )
-    return driver
+    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
+    return Driver(ALGORITHMS[strategy.driven_by](strategy, setting), setting)
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:

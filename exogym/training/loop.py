@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,47 +19,29 @@ from torch import Tensor
 
 from exogym.base import pulse
 from exogym.callbacks import Callback
+from exogym.communicator import Wire
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
 from exogym.errors import Stopped
-from exogym.faults import Attendance
-from exogym.fleet import Fleet, Stateful
-from exogym.fleet.state import Shared, Tensors
+from exogym.faults import Outages
+from exogym.fleet import Fleet
+from exogym.fleet.state import Shared
 from exogym.progress import Progress, notice
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
-from exogym.record.observers import Observer, Observers
+from exogym.record.observers import Observers
 from exogym.saving.checkpoint import save
 from exogym.saving.keepers import Keepers
 from exogym.saving.segments import Segments
 from exogym.saving.snapshots import for_disk
+from exogym.training.driver import Driver
 from exogym.training.interrupt import Interrupt
+from exogym.training.reports import Reports, Standing
 from exogym.training.timing import Timing
-
-SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
-
-
-class Driver(Protocol):
-    """What the loop needs of a strategy in training.
-
-    Attributes:
-        attendance: who is there, where faults are planned.
-        before_sync: called by `advance` at its last step, before communication changes any parameters there.
-    """
-
-    attendance: Attendance | None
-    before_sync: Callable[[], None] | None
-
-    def next_event(self, step: int) -> int: ...
-    def lr(self, step: int) -> float: ...
-    def advance(self, first: int, last: int, begun: Tensor | None) -> tuple[Tensor, bool]: ...
-    def finish(self, step: int) -> None: ...
-    def consensus(self) -> list[Tensor]: ...
-    def close(self) -> None: ...
 
 
 @dataclass
-class Plan:
+class Agenda:
     """When the loop does what, in steps, and where checkpoints go."""
 
     total_steps: int
@@ -78,10 +60,10 @@ class Plan:
 
 
 class TrainingLoop:
-    """Trains a fleet to the end of a plan.
+    """Trains a fleet to the end of a agenda.
 
     Attributes:
-        step: steps done; `epoch`: of the last one, from 0; `logged`: the last one given to the logger.
+        step: steps done; `epoch`: of the last one, from 0.
         history, fleet: as they stand.
         stopped: whether a callback ended the training.
         carry: takes the training through, where that is more than to run it.
@@ -92,20 +74,17 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, plan: Plan, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None, history: History,
-        observers: Observers, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
+        self, agenda: Agenda, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None,
+        history: History, observers: Observers, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
         timing: Timing | None = None,
     ):  # fmt: skip
         self.timing = timing
-        self.plan, self.driver, self.fleet, self.worker = plan, driver, fleet, worker
+        self.agenda, self.driver, self.fleet, self.worker = agenda, driver, fleet, worker
         self.evaluator, self.history, self.observers, self.progress = evaluator, history, observers, progress
         self.callbacks = list(callbacks)
         self.endings: list[Callable[[], None]] = [driver.close]
         self.wire = fleet.comm.wire
         self.step, self.stopped = 0, False
-        self.begun: Tensor | None = None  # losses of a stretch that was stopped in the middle
-        self.begun_end = 0
-        fleet.state.register("losses", _Begun(self))
         for k, callback in enumerate(self.callbacks):
             if isinstance(callback, Callback):
                 name = f"callback {k} {type(callback).__name__}"
@@ -115,17 +94,19 @@ class TrainingLoop:
         self._calling_back = self._warm = False
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
-        self._there = set(range(fleet.num_nodes))  # who was there when observers were last told
-        self.wall_before, self._examples = 0.0, 0
-        self.logged = -1
-        self.segments: Segments | None = None  # what of the history is on disk
+        self.wall_before = 0.0
+        self.reports = Reports(
+            observers, fleet.comm, agenda.log_interval, agenda.total_steps, agenda.steps_per_epoch,
+            agenda.examples_per_step, [] if agenda.save_dir is None else [self._keep],
+        )  # fmt: skip
+        self._segments: Segments | None = None
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
 
     @property
     def epoch(self) -> int:
-        return max(0, self.step - 1) // self.plan.steps_per_epoch
+        return max(0, self.step - 1) // self.agenda.steps_per_epoch
 
     def run(self) -> None:
         """Train to the end.
@@ -136,7 +117,7 @@ class TrainingLoop:
         """
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
-                self.worker.should_stop = self._between_steps(interrupt)
+                self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
                 finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
                     self._save_stopped(interrupt.received)
@@ -168,24 +149,22 @@ class TrainingLoop:
                     self.worker.set_home(*self._what_is_left())
         finally:
             # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
-            self.driver.before_sync, self.worker.should_stop = None, lambda: False
+            self.worker.should_stop = lambda: False
             self.fleet.state.parts.clear()
             try:
                 for ending in self.endings:
                     ending()
             finally:
-                if self.plan.keepers is not None:
-                    self.plan.keepers.release()
+                if self.agenda.keepers is not None:
+                    self.agenda.keepers.release()
 
     def _what_is_left(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
         fleet = self.fleet
-        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
         if not self.wire.is_shared:
-            fleet.comm.present = [
-                fleet.ranks[r] for r in finite if fleet.ranks[r] in fleet.comm.present
-            ] or fleet.comm.present
+            self.driver.meet_finite()
             return self.model_of(None)
+        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
         rows = finite or list(range(len(fleet)))
         buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
         return [block.params[rows].mean(0) for block in fleet.blocks], buffers
@@ -196,44 +175,45 @@ class TrainingLoop:
 
     def _run(self) -> bool:
         """Train; return False where a signal stopped it."""
-        plan = self.plan
+        agenda = self.agenda
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        if self.step < plan.total_steps and self.begun is None:
+        if self.step < agenda.total_steps and not self.driver.losses.under_way:
             # On resume: what a checkpoint from the end of a shorter run could not know of.
             if self.evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
                 self._evaluate()
                 self._call_back(every=False)
             self._log()
-        while self.step < plan.total_steps and not self.stopped:
+        while self.step < agenda.total_steps and not self.stopped:
             self.at_rest()
-            first, last = self.step, self._stretch_end()
-            before, bytes_before, time_before = self.wall_s(), self._bytes(), self._time_s()
-            sent_before = self._sent()
+            first, last, before = self.step, self._stretch_end(), self._standing()
             self.apart = None
             self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
             with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
-                losses, finished = self.driver.advance(first, last, self.begun)
+                losses = self.driver.advance(first, last)
             self._warm = True
-            if not finished:
-                self.begun, self.begun_end = losses, last
+            if losses is None:
                 return False
-            self.begun = None
             self.step = last
-            self._record(first, losses, before, bytes_before, time_before)
-            self._tell_what_was_sent(sent_before)
-            at_end = last == plan.total_steps
+            losses = self.wire.rows(losses, range(self.fleet.num_nodes))
+            if not self.wire.is_hidden:
+                self.reports.stretch(
+                    self.history, (first, last), losses, self.driver.lr, before, self._standing(),
+                    self.timing is not None,
+                )  # fmt: skip
+            self.reports.sent(self.step, before.sent)
+            at_end = last == agenda.total_steps
             if not at_end and self._evaluation_due():
                 self._evaluate()
             self._call_back()
             at_end = at_end or self.stopped
             self._log(self.step - 1 if at_end else self.step)
-            if plan.save_dir is not None and (at_end or self._due(plan.checkpoint_interval)):
+            if agenda.save_dir is not None and (at_end or self._due(agenda.checkpoint_interval)):
                 self.save()
-        if plan.final_sync:
+        if agenda.final_sync:
             self._measure_apart()
-            sent_before = self._sent()
+            before = self._standing()
             self.driver.finish(self.step)
-            self._tell_what_was_sent(sent_before)
+            self.reports.sent(self.step, before.sent)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
             for node in range(self.fleet.num_nodes):
@@ -244,19 +224,19 @@ class TrainingLoop:
 
     def _signals(self) -> list[signal.Signals]:
         """Return the signals that wait for a good moment: one to save at, or one at which all processes meet."""
-        if self.plan.save_dir is not None:
+        if self.agenda.save_dir is not None:
             return [signal.SIGINT, signal.SIGTERM]
         return [signal.SIGINT] if self.wire.is_shared else []
 
     def _save_stopped(self, received: signal.Signals | None) -> None:
         """Save where each node stands, and say what resumes."""
-        if self.plan.save_dir is None:
+        if self.agenda.save_dir is None:
             return
         path = self.save()
         if self.wire.is_main:
             notice(
                 f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
-                f"save_dir={str(self.plan.save_dir)!r}, resume=True goes on from there"
+                f"save_dir={str(self.agenda.save_dir)!r}, resume=True goes on from there"
             )
 
     def _leave(self, received: signal.Signals | None) -> None:
@@ -266,9 +246,10 @@ class TrainingLoop:
         raise Stopped(received, self.step)
 
     def _in_stretch(self) -> str:
-        if self.begun is None:
+        losses = self.driver.losses
+        if not losses.under_way:
             return ""
-        taken = (~torch.isnan(self.begun)).sum(1).tolist()
+        taken = losses.counts.sum(1).tolist()
         return f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
@@ -313,39 +294,39 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         if self._calling_back and self.wire.is_shared:
             self.wire.tell(["save", None])
-        plan = self.plan
-        path = save(plan.save_dir, for_disk(self), plan.keep_checkpoints, self.wire, plan.keepers)
+        agenda = self.agenda
+        path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.wire, agenda.keepers)
         self._tell("checkpoint", path=str(path))
         return path
 
     # Between stretches
 
     def _stretch_end(self) -> int:
-        if self.begun is not None:
-            return self.begun_end
-        plan, step = self.plan, self.step
-        ends = [plan.total_steps, self.driver.next_event(step)]
+        if self.driver.losses.under_way:
+            return self.driver.losses.last
+        agenda, step = self.agenda, self.step
+        ends = [agenda.total_steps, self.driver.next_event(step)]
         intervals = [
-            plan.val_interval if self.evaluator is not None else None,
-            plan.checkpoint_interval if plan.save_dir else None,
+            agenda.val_interval if self.evaluator is not None else None,
+            agenda.checkpoint_interval if agenda.save_dir else None,
         ]
-        if self.evaluator is not None and plan.val_interval is None:
-            intervals.append(plan.steps_per_epoch)
+        if self.evaluator is not None and agenda.val_interval is None:
+            intervals.append(agenda.steps_per_epoch)
         intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
         ends += [(step // n + 1) * n for n in intervals if n]
-        if plan.max_stretch is not None:
-            ends.append(step + plan.max_stretch)
+        if agenda.max_stretch is not None:
+            ends.append(step + agenda.max_stretch)
         return min(ends)
 
     def _due(self, interval: int | None, step: int | None = None) -> bool:
         return bool(interval) and (self.step if step is None else step) % interval == 0  # type: ignore[operator]
 
     def _evaluation_due(self, step: int | None = None) -> bool:
-        return self.evaluator is not None and self._due(self.plan.val_interval or self.plan.steps_per_epoch, step)
+        return self.evaluator is not None and self._due(self.agenda.val_interval or self.agenda.steps_per_epoch, step)
 
     def _may_be_evaluated(self, step: int) -> bool:
         """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
-        if step == self.plan.total_steps or self._evaluation_due(step):
+        if step == self.agenda.total_steps or self._evaluation_due(step):
             return True
         return any(isinstance(callback, Callback) and self._due(callback.steps, step) for callback in self.callbacks)
 
@@ -355,15 +336,15 @@ class TrainingLoop:
             self.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
-        if self.plan.keepers is not None:
-            self.plan.keepers.beat()
+        if self.agenda.keepers is not None:
+            self.agenda.keepers.beat()
         values: dict[str, Any] = dict(self.evaluate())
         after = spread(self.fleet)
         values |= (self.apart or after) | {"consensus_distance_after": after["consensus_distance"]}
         self.evaluated_at = self.step
         if self.wire.is_hidden:
             return
-        payload, tx, rx = self._bytes()
+        payload, tx, rx = self._standing().payload_tx_rx
         wall_s = self.wall_s()
         span = wall_s - self.wall_before
         values |= {
@@ -374,8 +355,8 @@ class TrainingLoop:
             "lr": self.driver.lr(max(0, self.step - 1)),
         }
         values |= usage(self.worker.device, time.process_time() - self._cpu_start, span)
-        if self._examples:
-            values["examples_per_s"] = self._examples / span
+        if self.reports.examples:
+            values["examples_per_s"] = self.reports.examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
         if self.timing is not None:
@@ -427,105 +408,95 @@ class TrainingLoop:
                 self.stopped = value
                 return
 
-    def _record(
-        self, first: int, losses: Tensor, wall_before: float, bytes_before: tuple[float, float, float],
-        time_before: float,
-    ) -> None:  # fmt: skip
-        plan, last = self.plan, self.step
-        losses = self.wire.rows(losses, range(self.fleet.num_nodes))
-        if self.wire.is_hidden:
-            return
-        steps = np.arange(first + 1, last + 1)
-        logged = steps[(steps % plan.log_interval == 0) | (steps == plan.total_steps)]
-        values = losses.float().cpu().numpy()
-        mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
-        self._examples += int((np.count_nonzero(~np.isnan(values), axis=1) * plan.examples_per_step).sum())
-        bytes_after = self._bytes()
-        self.observers.beat(last, {"loss": mean, "tx_bytes": bytes_after[1]})
-        self.history.add_stretch(
-            steps=logged, epochs=(logged - 1) // plan.steps_per_epoch, losses=values[:, logged - first - 1],
-            lr=np.array([self.driver.lr(int(s) - 1) for s in logged]), nodes=range(self.fleet.num_nodes),
-            payload_bytes=bytes_before[0], tx_bytes=bytes_before[1], rx_bytes=bytes_before[2],
-            final_bytes=bytes_after, wall_s=(wall_before, self.wall_s()), span=(first + 1, last),
-            time_s=None if self.timing is None else (time_before, self._time_s()),
-        )  # fmt: skip
+    # Where it stands
 
-    def _log(self, last: int | None = None) -> None:
-        """Log what happened up to step `last` (now), where it is not logged yet."""
-        last = self.step if last is None else last
-        if self.observers.reads_records:
-            for record in self.history.rows_after(self.logged):
-                if record["step"] > last:
-                    break
-                self.observers.record(record)
-        self.logged = last
+    @property
+    def description(self) -> dict[str, Any]:
+        """What decides the run."""
+        return self.agenda.description
 
-    # What observers are told
+    @property
+    def segments(self) -> Segments:
+        """What of the history is on disk."""
+        if self._segments is None or self._segments.history is not self.history:
+            self._segments = Segments(self.history)
+        return self._segments
 
-    def _between_steps(self, interrupt: Callable[[], bool]) -> Callable[[], bool]:
-        """Return what is asked after each local step: whether to stop. By the way the run says that it lives."""
-        listen = any(type(observer).beat is not Observer.beat for observer in self.observers.all)
-        signs = [lambda: self.observers.beat(self.step, {})] if listen else []
-        if self.plan.save_dir is not None:
-            signs.append(self._keep)
-        if not signs:
-            return interrupt
-        due = 0.0
+    @property
+    def outages(self) -> Outages | None:
+        """Who was away when, where that is not planned but happens."""
+        there = self.driver.attendance
+        return there.faults if there is not None and isinstance(there.faults, Outages) else None
 
-        def should_stop() -> bool:
-            nonlocal due
-            if (now := time.monotonic()) >= due:  # a small step takes less time than these would
-                due = now + SIGN_PAUSE_S
-                for sign in signs:
-                    sign()
-            return interrupt()
+    def may_be_away(self, node: int, step: int) -> bool:
+        """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""
+        there = self.driver.attendance
+        return there is not None and node not in there.up(step)
 
-        return should_stop
+    def counters(self) -> dict[str, Any]:
+        """Return what says where the run stands, JSON-able; beside the state of the fleet and the history."""
+        losses = self.driver.losses
+        return {
+            "step": self.step,
+            "begun_end": losses.last if losses.under_way else None,
+            "logged": self.reports.logged,
+            "evaluated": self.evaluated_at,
+            "apart": self.apart,
+            "wall_s": self.wall_s(),
+        }
+
+    def stand(self, counters: dict[str, Any]) -> None:
+        """Stand where `counters` were taken; state and history are put back by the caller, after this."""
+        losses, end = self.driver.losses, counters["begun_end"]
+        losses.forget()
+        if end is not None:
+            losses.begin(counters["step"], end)
+        self.step, self.reports.logged, self.evaluated_at = (counters[name] for name in ("step", "logged", "evaluated"))
+        self.wall_before, self.apart = counters["wall_s"], counters.get("apart")
+        self.outcome, self.stopped = None, False
+        if self.driver.attendance is not None:
+            self.driver.meet(self.driver.attendance.up(self.step))
+
+    def keep_outcome(self) -> None:
+        """Keep the final model now, while all who hold it are there."""
+        self.outcome = self.model_of(None)
+
+    def take_description(self, description: dict[str, Any]) -> None:
+        self.agenda.description = description
+
+    def take_history(self, history: History) -> None:
+        self.history = history
+
+    def carry_on(self, logged: int, wall_s: float) -> None:
+        """After going back in a run that went on: what was told is not told again, and the time has passed."""
+        self.reports.logged, self.wall_before = max(logged, self.reports.logged), wall_s
+
+    def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
+        """Let `carry` take the run through, and call `at_rest` before each stretch, where nothing is in flight."""
+        self.carry, self.at_rest = carry, at_rest
+
+    def join(self, wire: Wire) -> None:
+        """Go on with other processes over `wire`; the rows here stay."""
+        self.wire = self.fleet.comm.wire = wire
+
+    def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
+        """Write checkpoints into `folder`, kept by `keepers` where these are known."""
+        self.agenda.save_dir, self.agenda.checkpoint_interval = folder, interval
+        self.agenda.keepers = keepers
+        self.reports.signs[:] = [] if folder is None else [self._keep]
 
     def _keep(self) -> None:
-        if self.plan.keepers is not None:  # of another folder, after recovery
-            self.plan.keepers.beat()
+        if self.agenda.keepers is not None:  # of another folder, after recovery
+            self.agenda.keepers.beat()
+
+    def _standing(self) -> Standing:
+        return Standing.of(self.fleet.comm, 0.0 if self.timing is None else self.timing.time_s, self.wall_s())
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        self.observers.event({"kind": kind, "step": self.step, **fields})
+        self.reports.tell(kind, self.step, **fields)
 
-    def _sent(self) -> dict[str, dict[str, float]]:
-        return {name: dict(row) for name, row in self.fleet.comm.ledger.traffic.items()}
-
-    def _tell_what_was_sent(self, before: dict[str, dict[str, float]]) -> None:
-        """Tell of the collectives of a stretch, by kind: calls, and bytes over all nodes; and of who came or went."""
-        now = self.fleet.comm.ledger.traffic
-        for name, row in now.items():
-            old = before.get(name, {})
-            since = {key: value - old.get(key, 0.0) for key, value in row.items()}
-            if any(since.values()):
-                self._tell("communication", collective=name, **since)
-        there = set(self.fleet.comm.present)
-        for kind, nodes in (("away", self._there - there), ("back", there - self._there)):
-            if nodes:
-                self._tell(kind, nodes=sorted(nodes))
-        self._there = there
-
-    def _bytes(self) -> tuple[float, float, float]:
-        ledger = self.fleet.comm.ledger
-        return float(ledger.payload_bytes.mean()), float(ledger.tx_bytes.mean()), float(ledger.rx_bytes.mean())
-
-    def _time_s(self) -> float:
-        return 0.0 if self.timing is None else self.timing.time_s
+    def _log(self, last: int | None = None) -> None:
+        self.reports.log(self.history, self.step if last is None else last)
 
     def wall_s(self) -> float:
         return self.wall_before + (time.perf_counter() - self._start if self._start else 0.0)
-
-
-class _Begun(Stateful):
-    """The losses of a stretch that was stopped in the middle."""
-
-    def __init__(self, loop: TrainingLoop):
-        self.loop = loop
-
-    def row(self, row: int) -> Tensors:
-        return {} if self.loop.begun is None else {"begun": self.loop.begun[row]}
-
-    def load_row(self, row: int, tensors: Tensors) -> None:
-        if self.loop.begun is not None:
-            self.loop.begun[row] = tensors["begun"]

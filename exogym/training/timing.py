@@ -7,6 +7,7 @@ network says. Training does not depend on it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,15 @@ class Timing:
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         self.taken_s = np.zeros(len(fleet))
-        self._since = 0.0
         fleet.comm.ledger.listeners.append(self._hear)
         fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
 
-    def begin(self) -> None:
-        """A node starts to compute."""
-        self._since = time.perf_counter()
-
-    def end(self, *rows: int) -> None:
-        """The nodes of `rows` have computed since `begin`, together: each took its part of the time."""
-        self.taken_s[list(rows)] += (time.perf_counter() - self._since) / len(rows)
+    def took(self, steps: Sequence[tuple[int, int]], begin: float) -> None:
+        """Rows have taken (row, count) `steps` since `begin` of `time.perf_counter`, and shared the time so."""
+        taken_s = time.perf_counter() - begin
+        total = sum(count for _, count in steps)
+        for row, count in steps:
+            self.taken_s[row] += taken_s * count / total
 
     def computed(self, counts: np.ndarray | int) -> None:
         """All nodes have taken `counts` steps, (N,) or one number, and are about to communicate."""

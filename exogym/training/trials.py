@@ -62,11 +62,11 @@ def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.devi
             resume=False, max_restarts=0, run_dir=None,
         )  # fmt: skip
         loop = assemble(subject, quiet, device, None, Wire(range(options.num_nodes)))
-        total, first_event = loop.plan.total_steps, min(loop.driver.next_event(0), loop.plan.total_steps)
+        total, first_event = loop.agenda.total_steps, min(loop.driver.next_event(0), loop.agenda.total_steps)
         seconds, start = [], time.perf_counter()
         for step in range(min(total, 20)):
             before = time.perf_counter()
-            loop.driver.advance(step, step + 1, None)
+            loop.driver.advance(step, step + 1)
             seconds.append(time.perf_counter() - before)
             if time.perf_counter() - start > TRIAL_S:
                 break

@@ -94,7 +94,7 @@ class ElasticTrainer(LocalTrainer):
         native = options.reduction == "native"
         recovery = self._join(options, device, native) if self.epoch is None else self._begin(options, device, native)
         loop = recovery.loop
-        self.history, self.description = loop.history, loop.plan.description
+        self.history, self.description = loop.history, loop.description
         try:
             loop.run()
         finally:
@@ -132,13 +132,11 @@ class ElasticTrainer(LocalTrainer):
             progress=options.progress if self.member.seat == 0 else False,
         )  # fmt: skip
         loop = assemble(self.subject, alone, device, self.max_stretch, Wire(own))
-        plan = loop.plan
-        plan.save_dir = None if options.save_dir is None else Path(options.save_dir)
-        plan.checkpoint_interval = options.checkpoint_interval
-        if plan.save_dir is not None:
-            check_folder(plan.save_dir)
+        if options.save_dir is not None:
+            loop.save_into(Path(options.save_dir), options.checkpoint_interval)
+            check_folder(Path(options.save_dir))
         wire = ElasticWire(self.member, self.nodes_of, self.member.ready("alone"), native)
-        loop.wire = loop.fleet.comm.wire = wire
+        loop.join(wire)
         recovery = Recovery(loop, wire)
         recovery.join()
         return recovery
@@ -149,12 +147,12 @@ class Recovery:
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
-        assert loop.driver.attendance is not None and isinstance(loop.driver.attendance.faults, Outages)
-        self.outages = loop.driver.attendance.faults
+        assert loop.outages is not None
+        self.outages = loop.outages
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
         self._stood: list[Any] = []  # step and members of the last epochs in which nobody came forward
-        loop.carry, loop.at_rest = self.carry, self.at_rest
+        loop.take_over(self.carry, self.at_rest)
 
     def carry(self, run: Callable[[], bool]) -> bool:
         """Train to the end, or to where a signal stops all; say whether it is the end."""
@@ -169,7 +167,7 @@ class Recovery:
                     self.wire.barrier()  # nobody trains before all can be told to stop
                 finished = run()
                 if finished:
-                    self.loop.outcome = self.loop.model_of(None)
+                    self.loop.keep_outcome()
                 self.wire.barrier()  # nobody leaves before all have come so far, and need nobody any more
                 return finished
             except Lost as lost:
@@ -180,11 +178,11 @@ class Recovery:
     def at_rest(self) -> None:
         """All stand at the same step, and nothing is in flight."""
         loop = self.loop
-        if loop.begun is None and set(self.up(loop.step + 1)) != set(self.wire.present):
+        if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
             self._note_who_is_there()  # back since a stretch that was taken up in the middle
         if loop.step - max(self.anchors) >= ANCHOR_STEPS:
             self._anchor()
-            if loop.begun is None and self.wire.agree(self.member.waiting):
+            if not loop.driver.losses.under_way and self.wire.agree(self.member.waiting):
                 raise _Planned
 
     def join(self) -> None:
@@ -246,7 +244,7 @@ class Recovery:
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
         """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
-        epoch, own = self.wire.epoch, self.loop.plan.description
+        epoch, own = self.wire.epoch, self.loop.description
         process = epoch.members.index(epoch.source)
         shared, meta, constant = self.wire.or_lost(lambda: _take(process))
         free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
@@ -259,35 +257,35 @@ class Recovery:
         with torch.no_grad():
             for name, x in constants(self.loop.worker.model, self.loop.fleet).items():
                 x.copy_(constant[name])
-        self.loop.plan.description = meta["description"]
+        self.loop.take_description(meta["description"])
         self._begin()
 
     def _begin(self) -> None:
         """All members stand at the same step: note who is there, and who keeps which folder of checkpoints."""
-        plan = self.loop.plan
+        agenda = self.loop.agenda
         self.wire.barrier()
         self._note_who_is_there()
-        if plan.save_dir is not None:
-            everywhere(self.wire, lambda: check_folder(plan.save_dir))
-            folder = Path(plan.save_dir)
-            plan.keepers = holding(folder, self.wire, find_keepers(folder, self.wire), plan.keepers)
+        if agenda.save_dir is not None:
+            folder = Path(agenda.save_dir)
+            everywhere(self.wire, lambda: check_folder(folder))
+            keepers = holding(folder, self.wire, find_keepers(folder, self.wire), agenda.keepers)
+            self.loop.save_into(folder, agenda.checkpoint_interval, keepers)
 
     def _stand(self, anchor: Snapshot) -> None:
         loop = self.loop
-        logged, began = loop.logged, bool(self.anchors)
+        logged, began = loop.reports.logged, bool(self.anchors)
         wall_s = loop.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
-        loop.begun, loop.outcome, loop.stopped = None, None, False
         put_back(loop, copy)
-        loop.logged, loop.wall_before = max(logged, loop.logged), wall_s
+        loop.carry_on(logged, wall_s)
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:
         """From the next step on the nodes of the members are there; in a stretch that has begun nobody comes back."""
         step, there = self.loop.step, self.wire.present
         stayed = [node for node in self.up(step) if node in there]
-        self.outages.note(step, there if self.loop.begun is None else stayed)
-        self.loop.fleet.comm.present = stayed
+        self.outages.note(step, there if not self.loop.driver.losses.under_way else stayed)
+        self.loop.driver.meet(stayed)
 
     def up(self, step: int) -> list[int]:
         """Return the nodes that were there for `step`."""

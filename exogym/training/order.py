@@ -25,7 +25,7 @@ NOBODY = -1
 ROWS = ("taken", "start", "end", "done", "arrival")
 
 
-class Schedule:
+class Order:
     """Rounds of all nodes, in one order.
 
     Args:

@@ -1,4 +1,4 @@
-"""Drives a user's strategy: one instance per node, each with an ordinary model and its real rank.
+"""A user's strategies: one instance per node, each with an ordinary model and its real rank.
 
 With `stacked = True` one instance holds all rows, its parameters (rows, *shape); before the first training
 step it is compared with one row at a time on random gradients.
@@ -11,26 +11,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from exogym.base.rng import generator, seed_python, seed_torch, stream_seed
-from exogym.compute.finite import Watch
-from exogym.compute.train_node import Steps, TrainNode
-from exogym.compute.vmap import VmapGradients
-from exogym.compute.worker import Worker
-from exogym.data.stream import Stream
+from exogym.compute.spans import Losses
 from exogym.errors import ArgumentError, StrategyError
-from exogym.faults import Attendance
-from exogym.fleet import Fleet, Stateful
+from exogym.fleet import Stateful
 from exogym.fleet.presence import take_rows, take_state
 from exogym.fleet.state import Tensors
 from exogym.strategy.packing import SKELETON
-from exogym.strategy.strategy import Run, Strategy
+from exogym.strategy.strategy import Strategy
+from exogym.training.algorithm import Algorithm, Setting
 from exogym.training.meeting import Meeting
 from exogym.training.object_state import load_object_state, object_state
-from exogym.training.timing import Timing
 
 TRIAL_STEPS = 3
 
@@ -49,41 +43,35 @@ class RowModel(nn.Module):
         return iter(self._named.values())
 
 
-class NodeDriver:
-    """Takes a user's `Strategy` through training, step by step.
+class Programs(Algorithm):
+    """A user's `Strategy` in training, step by step.
 
     Attributes:
         strategies: one per node, or a single one for all rows where `stacked`.
     """
 
-    def __init__(
-        self, strategy: Strategy, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str,
-        attendance: Attendance | None, timing: Timing | None, watch: Watch,
-    ):  # fmt: skip
-        self.attendance, self.timing, self.watch = attendance, timing, watch
-        self.before_sync: Callable[[], None] | None = None
-        if attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
+    needs_gradients = True
+
+    def __init__(self, strategy: Strategy, setting: Setting):
+        name = type(strategy).__name__
+        fleet, self.worker, self.run, self.watch = setting.fleet, setting.worker, setting.run, setting.watch
+        if setting.attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
             raise ArgumentError(
-                f"faults with {type(strategy).__name__}: a strategy written for one node can miss nodes in one process "
+                f"faults with {name}: a strategy written for one node can miss nodes in one process "
                 "and without stacked = True only; leave those out, or write it as a CommunicationModule"
             )
-        self.fleet, self.worker, self.run = fleet, worker, run
-        self.steps = np.zeros(len(fleet), dtype=np.int64)
-        self.nodes = [TrainNode(rank, row, worker, stream, self, watch) for row, rank in enumerate(fleet.ranks)]  # type: ignore[arg-type]
-        self.vmap = VmapGradients(worker) if compute == "vmap" else None
         if type(strategy).step is Strategy.step:
             raise StrategyError(
-                f"{type(strategy).__name__} does not override step(), so it would train nothing: see Strategy for an "
-                "example"
+                f"{name} does not override step(), so it would train nothing: see Strategy for an example"
             )
-        self.schedule = strategy.inner.schedule(run.total_steps) if hasattr(strategy, "inner") else None
-        if self.schedule is None:
-            raise StrategyError(f"{type(strategy).__name__}.__init__ must call super().__init__(...)")
+        if not hasattr(strategy, "inner"):
+            raise StrategyError(f"{name}.__init__ must call super().__init__(...)")
+        super().__init__(strategy, setting)
+        self.compute = setting.compute(None)
         self.blocks: list[list[int]] | None = [list(range(len(fleet)))] if strategy.stacked else None
         if strategy.stacked:
             self._compare_one_row_with_many(strategy)
         self._set_up(strategy)
-        fleet.state.register("steps", Steps(self.steps))
         fleet.state.register("program", _Kept(self))
 
     def _set_up(self, strategy: Strategy) -> None:
@@ -126,93 +114,53 @@ class NodeDriver:
 
         return start
 
-    # The loop's questions
+    # What the driver asks
 
     def next_event(self, step: int) -> int:
         return step + 1
 
-    def lr(self, step: int) -> float:
-        assert self.schedule is not None
-        return self.schedule.lr(step)
-
-    def advance(self, first: int, last: int, begun: Tensor | None) -> tuple[Tensor, bool]:
-        """Take one step of all nodes; returns their losses, (rows, 1), and False where the run is to stop before it."""
-        self._step = last
-        losses = torch.full((len(self.fleet), 1), torch.nan, device=self.worker.device)
-        if self.fleet.comm.wire.agree(self.worker.should_stop()):
-            return losses, False
-        there = self._there(first)
-        nodes = [self.nodes[rank] for rank in there]
-        if self.vmap is not None and nodes:
-            if self.timing is not None:
-                self.timing.begin()
-            batches = [next(iter(n.stream.batches(n.rank, int(self.steps[n.row]), 1))) for n in nodes]
-            rows = [n.row for n in nodes]
-            losses[rows, 0] = self.vmap(rows, batches)
-            if self.timing is not None:
-                self.timing.end(*rows)
-            for node in nodes:
-                losses[node.row] = self.watch.losses(node.rank, node.row, losses[node.row], first)
-        per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in self.nodes]
-        overflowed = spoilt = False
-        for node in nodes:
-            if self.vmap is None:
-                if self.timing is not None:
-                    self.timing.begin()
-                losses[node.row, 0] = node.compute_gradient()
-                if self.timing is not None:
-                    self.timing.end(node.row)
-                overflowed = overflowed or self.worker.overflowed
-                per_row[node.row] = [p.grad for p in self.worker.parameters]
-            else:
-                grads = [s.of(b.own_grads()[node.row]).clone() for b in self.fleet.blocks for s in b.layout]
-                per_row[node.row] = list(grads)
-            if not (self.worker.scaled and self.worker.overflowed):
-                finite = self.watch.gradients(node.rank, per_row[node.row], int(self.steps[node.row]) + 1)
-                spoilt = spoilt or not finite
-        if self.worker.scaled:
-            overflowed = self.fleet.comm.wire.agree(overflowed)
-        self.worker.overflowed = overflowed
-        for node in nodes:
-            self.worker.update_scale(node.row)
-        if self.watch.skips:
-            overflowed = self.fleet.comm.wire.agree(overflowed or spoilt)
-        if overflowed:  # all nodes skip together, as in DDP: what a strategy does with one node's is not known
-            per_row = [[None if g is None else torch.zeros_like(g) for g in grads] for grads in per_row]
-        moving = self.strategies if self.attendance is None else [self.strategies[rank] for rank in there]
-        for strategy in moving:
-            strategy.overflowed = overflowed
-        if self.timing is not None:
-            counts = np.zeros(self.fleet.num_nodes, dtype=np.int64)
-            counts[there if self.attendance is not None else slice(None)] = 1
-            self.timing.computed(counts)
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        """Hand the gradients to the strategies, which step by themselves. All skip together, as in DDP."""
+        per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in range(len(self.fleet))]
+        for row in rows:
+            per_row[row] = self.fleet.gradients_of(row)
+            if skip:  # what a strategy does with one node's is not known
+                per_row[row] = [None if g is None else torch.zeros_like(g) for g in per_row[row]]
+        for block in self.fleet.blocks:
+            block.give_grads_away()
+        for strategy in self._moving(rows):
+            strategy.overflowed = skip
         self._take_gradients(per_row)
+        self._rows = rows
+        return []
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        moving, self._step = self._moving(self._rows), step
         before = [strategy.local_step for strategy in moving]
-        self.meeting.before_first = self.before_sync
-        self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
+        self.meeting.before_first = before_mixing
+        with torch.enable_grad():
+            self._meet([strategy.step if strategy in moving else None for strategy in self.strategies])
         self.meeting.before_first = None
-        self.steps[[node.row for node in nodes]] += 1
+        self.compute.taken[list(self._rows)] += 1
         self._refuse_standing_still(moving, before)
         if self.watch.skips:  # there is nothing left to be skipped where the step itself was not finite
-            self.watch.shared([block.params for block in self.fleet.blocks], "the nodes", last)
-            losses = losses.where(losses != torch.inf, torch.nan)
-        for node in nodes:
-            self.watch.row(node.rank, node.row, int(self.steps[node.row]))
-        return losses, True
+            self.watch.shared([block.params for block in self.fleet.blocks], "the nodes", step)
+        for row in self._rows:
+            self.watch.row(self.fleet.ranks[row], row, int(self.compute.taken[row]))
+        return True
 
-    def _there(self, first: int) -> list[int]:
-        """Return the rows that take the step after `first`; nodes that come back take over a node that stayed."""
-        if self.attendance is None:
-            return list(range(len(self.fleet)))
-        back, source = self.attendance.returning(first + 1)
-        there = self.fleet.comm.present = self.attendance.up(first + 1)
-        for rank in there:
-            self.strategies[rank].present = list(there)
-        if source is not None:
-            self._bring_back(back, source, first)
-        return there
+    def _moving(self, rows: Sequence[int]) -> list[Strategy]:
+        """Return the strategies that take the step; with absent nodes they are told who is there."""
+        if self.blocks is not None or len(rows) == len(self.strategies):
+            moving = self.strategies
+        else:
+            moving = [self.strategies[row] for row in rows]
+        for strategy in moving:
+            if strategy.present != self.fleet.comm.present:
+                strategy.present = list(self.fleet.comm.present)
+        return moving
 
-    def _bring_back(self, nodes: list[int], source: int, step: int) -> None:
+    def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
         """Give `nodes` the parameters, the buffers and all that the strategy of `source` keeps but its rank."""
         fleet = self.fleet
         self.worker.point(source)
@@ -227,14 +175,13 @@ class NodeDriver:
             self.worker.point(rank)
             load_object_state(self.strategies[rank], self.worker.model, {k: x.clone() for k, x in taken.items()})
             self.strategies[rank].rank = rank
-            self.steps[rank] = step
+            self.compute.taken[rank] = step
         there = fleet.comm.present
-        self._meet(
-            [
-                functools.partial(strategy.rejoin, nodes, source) if rank in there else None
-                for rank, strategy in enumerate(self.strategies)
-            ]
-        )
+        self._moving(there)
+        self._step = step + 1
+        calls = [functools.partial(strategy.rejoin, list(nodes), source) for strategy in self.strategies]
+        with torch.enable_grad():
+            self._meet([call if rank in there else None for rank, call in enumerate(calls)])
 
     def _refuse_standing_still(self, moved: Sequence[Strategy], before: Sequence[int]) -> None:
         """Raise StrategyError where `step` did not call `super().step()`; their local steps were `before`."""
@@ -325,51 +272,46 @@ class NodeDriver:
                     "or drop stacked = True"
                 )
 
-    def finish(self, step: int) -> None:
-        """A user's strategy decides for itself what it synchronises."""
-
-    def consensus(self) -> list[Tensor]:
-        return self.fleet.average()
-
     def close(self) -> None:
         self.meeting.close()
+        super().close()
 
 
 class _Kept(Stateful):
     """What users' strategies keep: each node's own, or of a stacked one (rows, ...) tensors and the rest."""
 
-    def __init__(self, driver: NodeDriver):
-        self.driver = driver
+    def __init__(self, programs: Programs):
+        self.programs = programs
         self._taken: dict[int, Tensors] = {}  # rows of a stacked strategy, until they are put together
 
     def row(self, row: int) -> Tensors:
-        driver = self.driver
-        if driver.blocks is None:
-            return object_state(driver.strategies[row], driver.worker.model)
+        programs = self.programs
+        if programs.blocks is None:
+            return object_state(programs.strategies[row], programs.worker.model)
         return {name: x[row] for name, x in self._stacked()[0].items()}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
-        driver = self.driver
-        if driver.blocks is None:
-            load_object_state(driver.strategies[row], driver.worker.model, tensors)
+        programs = self.programs
+        if programs.blocks is None:
+            load_object_state(programs.strategies[row], programs.worker.model, tensors)
         else:
             self._taken[row] = tensors
 
     def shared(self) -> Tensors:
-        return {} if self.driver.blocks is None else self._stacked()[1]
+        return {} if self.programs.blocks is None else self._stacked()[1]
 
     def load_shared(self, tensors: Tensors) -> None:
-        driver = self.driver
-        if driver.blocks is None:
+        programs = self.programs
+        if programs.blocks is None:
             return
-        taken = [self._taken.pop(row) for row in range(len(driver.fleet))]
+        taken = [self._taken.pop(row) for row in range(len(programs.fleet))]
         rows = {name: torch.stack([own[name] for own in taken]) for name in taken[0].keys() - tensors.keys()}
-        load_object_state(driver.strategies[0], driver.models[0], tensors | rows)
+        load_object_state(programs.strategies[0], programs.models[0], tensors | rows)
 
     def _stacked(self) -> tuple[Tensors, Tensors]:
         """Return what a stacked strategy keeps: tensors (rows, ...), and the rest, which all rows share."""
-        driver, rows, shared = self.driver, Tensors(), Tensors()
-        for name, x in object_state(driver.strategies[0], driver.models[0]).items():
-            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(driver.fleet)
+        programs, rows, shared = self.programs, Tensors(), Tensors()
+        for name, x in object_state(programs.strategies[0], programs.models[0]).items():
+            by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(programs.fleet)
             (rows if by_row else shared)[name] = x
         return rows, shared

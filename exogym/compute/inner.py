@@ -1,0 +1,103 @@
+"""Inner optimizers: one for each row, all over the module's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from exogym.compute.worker import Worker
+from exogym.fleet.state import Stateful, Tensors
+from exogym.strategy.kernels import bare_step
+from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.schedule import forget_rates, set_rates
+from exogym.strategy.strategy import Inner, clip_rows
+
+Correction = Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]
+
+
+class InnerOptimizer(Stateful):
+    """An optimizer per row, all over the module's parameters.
+
+    The parameters are re-pointed from row to row, and the row's optimizer steps: whatever an optimizer keeps, and
+    wherever, is its row's own. It is built when the row is first entered, the module pointing at it.
+
+    Attributes:
+        optimizers: of the rows that were entered.
+        corrections: each called with (row, parameters, gradients) before a step is clipped and taken; rewrites the
+            gradients in place.
+
+    Raises:
+        ArgumentError: the optimizer cannot work on a row.
+    """
+
+    def __init__(self, inner: Inner, worker: Worker, total_steps: int):
+        self.parameters = worker.parameters
+        self.spec, self.max_norm = inner.spec, inner.max_norm
+        self.schedule = inner.schedule(total_steps)
+        self._named = dict(zip(worker.names, worker.parameters, strict=True))
+        self._hidden = worker.fleet.hidden
+        self.optimizers: dict[int, Optimizer] = {}
+        self.corrections: list[Correction] = []
+        self._build()  # what cannot be built is to be known now
+        worker.draws_torch |= self.spec.try_out(self._named, self._hidden)
+
+    def enter(self, row: int) -> None:
+        """Work on `row` from now on; the module must point at it."""
+        if row not in self.optimizers:
+            self.optimizers[row] = self._build()
+        self.optimizer = self.optimizers[row]
+        self._take_step = bare_step(self.optimizer)
+
+    def _build(self) -> Optimizer:
+        return self.spec.build(self._named, hidden=self._hidden)
+
+    def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
+        """Take the row's step with the gradients in `.grad` at the rate of step `at`, and drop them.
+
+        `skip` drops them without stepping.
+        """
+        if not self.schedule.is_constant:
+            set_rates(self.optimizer, self.schedule, at)
+        if not skip:
+            for correct in self.corrections:
+                correct(row, self.parameters, [p.grad for p in self.parameters])
+            if clip and self.max_norm is not None:
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
+            self._take_step()
+        for p in self.parameters:
+            p.grad = None
+
+    def reset(self, row: int) -> None:
+        """Start the row's optimizer afresh."""
+        self.optimizers.pop(row, None)
+
+    def row(self, row: int) -> Tensors:
+        """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
+        if row not in self.optimizers:
+            return {}
+        forget_rates(self.optimizers[row])
+        return optimizer_state(self.optimizers[row])
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        """Put a row's state back."""
+        self.reset(row)
+        if tensors:
+            self.enter(row)
+            load_optimizer_state(self.optimizer, tensors)
+
+
+class Steps(Stateful):
+    """Steps that each row has taken, (rows,): batches and learning rates follow a row's own."""
+
+    def __init__(self, steps: np.ndarray):
+        self.steps = steps
+
+    def row(self, row: int) -> Tensors:
+        return {"taken": torch.tensor(self.steps[row])}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        self.steps[row] = int(tensors["taken"])
