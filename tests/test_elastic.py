@@ -48,7 +48,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
         time.sleep(0.002)
-        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_SEAT", "")): pass
+        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_RANK", "")): pass
         return self.data[i]
 
 def note(loop):
@@ -56,7 +56,7 @@ def note(loop):
         file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
     os.replace("step.tmp", "step")
 
-if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_SEAT"):
+if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
 
 model, data = small_problem()
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
 
 
 def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
-    """In an endless loop, while its thread goes on to tell the roll call that it is there."""
+    """In an endless loop, while its thread goes on to tell the membership server that it is there."""
     run = start(hosts, project, "diloco", min_hosts=1)
     (project / "hang1").touch()
     wait_for(lambda: "rank 1 hangs" in said_by(project), run)
@@ -237,4 +237,6 @@ def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: 
     ]
     done = hosts.controller.run(words, cwd=project)
     assert done.returncode == 0, said(done)
-    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    assert (
+        "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    )

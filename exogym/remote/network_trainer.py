@@ -16,7 +16,6 @@ from exogym.balance import Balance
 from exogym.base.devices import resolve_device
 from exogym.base.files import new_folder
 from exogym.data.partition import Partitioner
-from exogym.engine.wire import place
 from exogym.engine.world import join_world, local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
@@ -26,7 +25,8 @@ from exogym.progress import notice
 from exogym.record.metrics import Metric
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
-from exogym.remote.elastic.member import seat
+from exogym.remote.elastic.engine import Elastic
+from exogym.remote.elastic.member import membership
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, from_here
@@ -174,14 +174,16 @@ class NetworkTrainer(Trainer):
 
     # In a process of the world
 
-    def _here(self, given: dict[str, Any]) -> nn.Module:
-        """Train as LocalTrainer does."""
+    def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
+        """Train as LocalTrainer does, or another one of the same subject."""
         if given["num_nodes"] is None:
             given["num_nodes"] = world_size()
-        subject = self.subject
-        local = LocalTrainer(
-            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
-        )
+        if local is None:
+            subject = self.subject
+            local = LocalTrainer(
+                subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn,
+                metrics=subject.metrics,
+            )  # fmt: skip
         try:
             return local.fit(**given)
         finally:
@@ -194,8 +196,8 @@ class NetworkTrainer(Trainer):
             given["device"] = part.device
         if given["progress"] is None and part.progress:
             given["progress"] = True
-        if part.roll is not None:
-            return self._with_a_seat(part, number, given)
+        if part.membership is not None:
+            return self._as_a_member(part, number, given)
         if world_size() > 1:
             join_world(resolve_device(local_device(given["device"])))
         if part.fit is not None and part.folder is not None and number < part.fit:
@@ -215,12 +217,12 @@ class NetworkTrainer(Trainer):
         found = results.Results(self.history, self.description, self.traffic)
         results.write(folder, number, self.model, found)
 
-    def _with_a_seat(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+    def _as_a_member(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
         """Train with those who are there."""
-        seats, given["max_restarts"] = sum(part.slots), 0
-        assert part.roll is not None
-        given["num_nodes"] = given["num_nodes"] or seats
-        with seat(*part.roll, part.rank, os.environ[SECRET]) as member:
+        size, given["max_restarts"] = sum(part.slots), 0
+        assert part.membership is not None
+        given["num_nodes"] = given["num_nodes"] or size
+        with membership(*part.membership, part.rank, os.environ[SECRET]) as member:
             if number > 1:
                 raise ArgumentError(ONE_FIT)
             if member.fresh and member.again and given["save_dir"] is None:
@@ -231,12 +233,9 @@ class NetworkTrainer(Trainer):
             if member.fresh and given["save_dir"] is not None:
                 owns = part.owns(given["save_dir"])
                 given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
-            epoch = member.ready("fresh") if member.fresh else None
-            trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
-            try:
-                trainer.fit(**given)
-            finally:
-                self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
+            generation = member.ready("fresh") if member.fresh else None
+            trainer = ElasticTrainer(self.subject, Elastic(member, size, generation))
+            self._here(given, trainer)
             member.finished()
             if part.folder is not None and (trainer.is_main or part.local_rank == 0):
                 self._leave_results(part.folder if trainer.is_main else results.aside(part.folder, part.rank), number)

@@ -20,7 +20,7 @@ from exogym.engine.world import world_size
 from exogym.errors import ModelError
 from exogym.saving.checkpoint import list_checkpoints
 
-ROLL, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
+MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
@@ -36,7 +36,7 @@ class Part:
         fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
         folder: where rank 0 leaves the results, or None.
         device: of this host; progress: whether to show some; restarts: how often all were started again.
-        roll: (address, port) of the roll call where hosts may be lost and come back, else None.
+        membership: (address, port) of the membership server where hosts may be lost and come back, else None.
         slots: processes of each host, there.
         local_rank: of this process on its host.
         launch: names the launch, with all its new starts.
@@ -48,7 +48,7 @@ class Part:
     device: str
     progress: bool
     restarts: int
-    roll: tuple[str, int] | None = None
+    membership: tuple[str, int] | None = None
     slots: tuple[int, ...] = ()
     local_rank: int = 0
     launch: str = ""
@@ -64,16 +64,16 @@ class Part:
         if given.get(NETWORK) != "1" or "RANK" not in given:
             return None
         folder = Path(given[PROJECT]) / RUNS / given[RUN] if RUN in given else None
-        address, _, port = given.get(ROLL, "").rpartition(" ")
+        address, _, port = given.get(MEMBERSHIP, "").rpartition(" ")
         return cls(
-            rank=int(given["RANK"]) + int(given.get(FIRST_SEAT, "0")),
+            rank=int(given["RANK"]) + int(given.get(FIRST_RANK, "0")),
             fit=int(given[FIT]) if FIT in given else None,
             folder=folder,
             device=given.get(DEVICE, "auto"),
             progress=given.get(PROGRESS) == "1",
             restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(given.get(RETRY, "0")),
-            roll=(address, int(port)) if port else None,
-            slots=tuple(map(int, given[SEATS].split(","))) if SEATS in given else (),
+            membership=(address, int(port)) if port else None,
+            slots=tuple(map(int, given[SLOTS].split(","))) if SLOTS in given else (),
             local_rank=int(given.get("LOCAL_RANK", "0")),
             launch=given.get(LAUNCH, ""),
         )

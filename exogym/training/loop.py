@@ -19,7 +19,6 @@ from torch import Tensor
 
 from exogym.base import pulse
 from exogym.callbacks import Callback
-from exogym.communicator import Wire
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
 from exogym.errors import Stopped
@@ -474,10 +473,6 @@ class TrainingLoop:
     def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
         """Let `carry` take the run through, and call `at_rest` before each stretch, where nothing is in flight."""
         self.carry, self.at_rest = carry, at_rest
-
-    def join(self, wire: Wire) -> None:
-        """Go on with other processes over `wire`; the rows here stay."""
-        self.wire = self.fleet.comm.wire = wire
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
         """Write checkpoints into `folder`, kept by `keepers` where these are known."""
