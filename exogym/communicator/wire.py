@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from exogym.progress import notice
+
 CHUNK_ELEMENTS = 1 << 18
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -114,10 +116,6 @@ class Wire:
         return len(self.placement) > 1
 
     @property
-    def forked(self) -> bool:
-        return self.shares_memory
-
-    @property
     def is_hidden(self) -> bool:
         """Whether this process leaves signals, history and callbacks to the main one, which made it."""
         return self.shares_memory and not self.is_main
@@ -194,6 +192,11 @@ class Wire:
         letters = torch.frombuffer(bytearray(text.ljust(max(lengths))[: max(lengths)]), dtype=torch.uint8)
         rows = self.rows(letters.expand(len(self.ranks), -1), firsts)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def say(self, text: str) -> None:
+        """Tell the user a line, once."""
+        if self.is_main:
+            notice(text)
 
     def barrier(self) -> None:
         """Wait for all processes."""
