@@ -20,6 +20,7 @@ from hosts.fixtures import said, wait_for
 
 from exogym import LocalTrainer, load_model
 from exogym.faults import Faults
+from exogym.record.run_folder import read_status
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -115,7 +116,17 @@ def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int,
             assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
         if same:
             assert trainer.traffic == facts["traffic"]
+    is_told_without_a_gap(folder, steps)
     return away
+
+
+def is_told_without_a_gap(folder: Path, steps: int) -> None:
+    """Hold the run folder of rank 0 against what happened: each step of a node that was never away, once."""
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("done", steps)
+    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    told = [row["step"] for row in rows if row["node"] == COUNT - 1]
+    assert told == list(range(told[0], steps + 1))
 
 
 @pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])

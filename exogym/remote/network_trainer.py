@@ -67,7 +67,7 @@ class NetworkTrainer(Trainer):
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
-        folder: of the last run: logs of all ranks, final model, history.
+        folder: of the last run: what it told of itself, logs of all ranks, final model, history.
         outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
             the same run in simulation, bit for bit.
 
@@ -148,7 +148,8 @@ class NetworkTrainer(Trainer):
             processes: leave it out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
             save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
-            run_dir: written by rank 0, on the master; a relative one lies in the project's folder.
+            run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
+                folder there, which comes to the controller with the results (see `exogym.record.run_folder`).
             max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
             strategy and the others: as for `LocalTrainer.fit`.
 
@@ -206,12 +207,20 @@ class NetworkTrainer(Trainer):
         same_start(self.model)
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
+        self._write_run(part, number, given)
         self._here(given)
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
             self._leave_results(part.folder, number)
         raise SystemExit(0)
+
+    def _write_run(self, part: Part, number: int, given: dict[str, Any], is_new: bool = True) -> None:
+        """Have rank 0 write the run's folder, where the controller waits for it and no other one was named."""
+        if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
+            given["run_dir"] = folder = results.run_folder_of(part.folder, number)
+            if is_new and not given["resume"]:
+                results.make_room(folder)
 
     def _leave_results(self, folder: Path, number: int) -> None:
         found = results.Results(self.history, self.description, self.traffic)
@@ -233,6 +242,7 @@ class NetworkTrainer(Trainer):
             if member.fresh and given["save_dir"] is not None:
                 owns = part.owns(given["save_dir"])
                 given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
+            self._write_run(part, number, given, member.fresh)
             generation = member.ready("fresh") if member.fresh else None
             trainer = ElasticTrainer(self.subject, Elastic(member, size, generation))
             self._here(given, trainer)
@@ -280,6 +290,8 @@ class NetworkTrainer(Trainer):
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
+        if options.run_dir is None:
+            results.bring_run(launcher, self.folder, number)
         if code:
             what = launcher.first_failure or f"the run ended with exit code {code}"
             raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")

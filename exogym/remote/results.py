@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from exogym.base.files import replacing
 from exogym.errors import ExoGymError
 from exogym.record.history import History
+from exogym.record.run_folder import FILES
 from exogym.remote.world import RUNS, send, tell
 from exogym.saving.export import load_model, save_model, split_history
 
@@ -54,6 +57,32 @@ def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
     facts = {"history": plain, "description": results.description, "traffic": results.traffic}
     with replacing(folder / facts_name) as file:
         json.dump(facts, file)
+
+
+def run_folder_of(folder: Path, fit: int) -> Path:
+    """Return the run folder of a script's `fit`, in the folder of the launch: of the first one it is the same.
+
+    >>> run_folder_of(Path("runs/train"), 1).name, run_folder_of(Path("runs/train"), 2).name
+    ('train', 'fit_2')
+    """
+    return folder if fit == 1 else folder / f"fit_{fit}"
+
+
+def make_room(folder: Path) -> None:
+    """Put what an earlier start of the run told in `folder` aside, into one beside it: this start begins anew."""
+    if found := [folder / name for name in FILES if (folder / name).exists()]:
+        aside = next(path for n in itertools.count(1) if not (path := folder / f"start_{n}").exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+
+
+def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
+    """Copy what a launch's fit told of itself, from the master, where rank 0 wrote it, as far as it is there."""
+    there = run_folder_of(folder, fit)
+    for name in FILES:
+        with contextlib.suppress(ExoGymError):
+            launcher.fetch(f"{RUNS}/{there.relative_to(folder.parent)}/{name}", there / name)
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:

@@ -26,7 +26,7 @@ from exogym.fleet.state import Shared
 from exogym.progress import Progress
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
-from exogym.record.observers import Observers
+from exogym.record.observers import Fields, Observer, Observers
 from exogym.saving.checkpoint import save
 from exogym.saving.keepers import Keepers
 from exogym.saving.segments import Segments
@@ -418,6 +418,12 @@ class TrainingLoop:
     def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
         """Let `carry` take the run through, and call `at_rest` before each stretch, where nothing is in flight."""
         self.carry, self.at_rest = carry, at_rest
+
+    def observe(self, observer: Observer, run: Fields, step: int) -> None:
+        """Tell one more observer of the run, who knows of all that happened up to `step`."""
+        observer.start({**run, "resumed_step": step})
+        self.observers.add(observer)
+        self.reports.logged = step
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
         """Write checkpoints into `folder`, kept by `keepers` where these are known."""

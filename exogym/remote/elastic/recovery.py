@@ -21,6 +21,7 @@ from exogym.communicator import Wire, ship
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.fleet.state import Tensors
+from exogym.record.run_folder import RunFolder
 from exogym.remote.elastic.engine import Elastic
 from exogym.remote.elastic.member import Generation
 from exogym.remote.elastic.wire import ElasticWire, Lost
@@ -124,9 +125,14 @@ class ElasticTrainer(LocalTrainer):
         if options.save_dir is not None:
             loop.save_into(Path(options.save_dir), options.checkpoint_interval)
             check_folder(Path(options.save_dir))
+        described = loop.description
         wire.take_part(self.member.ready("alone"))
         recovery = Recovery(loop, wire)
         recovery.join()
+        if options.run_dir is not None and self.member.rank == 0:
+            # It was lost, and the others went back to the step before its nodes were away: what it told holds up to it.
+            (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
+            loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
         return recovery
 
 
