@@ -10,7 +10,7 @@ import torch
 from processes import children, matrix, over_gloo, over_memory
 
 from exogym.communicator import Communicator, Wire, ship
-from exogym.engine import shared
+from exogym.engine import shared, world
 from exogym.engine.forks import run_forked
 from exogym.engine.shared import Lost, SharedWire
 from exogym.engine.wire import place
@@ -325,3 +325,21 @@ def test_an_error_in_the_main_process_ends_the_others(tmp_path):
 def test_more_processes_than_nodes_are_refused():
     with pytest.raises(ArgumentError, match=r"4 processes for num_nodes=3: .* start at most 3"):
         place(3, 4)
+
+
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("other", [b"yes", b"no"])
+def test_hosts_ask_each_other_whether_every_process_has_a_gpu_of_its_own(mine, other, monkeypatch):
+    """In the launcher's store; on one host, or where there is none, each process knows for all."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("exogym/own_gpu/3/1", other)
+    told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    told |= {"TORCHELASTIC_RESTART_COUNT": 3, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    assert world.all_say(mine) is (mine and other == b"yes")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert world.all_say(mine) is mine
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert world.all_say(mine) is mine

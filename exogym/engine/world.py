@@ -60,11 +60,11 @@ def join_world(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    join_group("nccl" if _all_say(device.type == "cuda" and local <= torch.cuda.device_count()) else "gloo")
+    join_group("nccl" if all_say(device.type == "cuda" and local <= torch.cuda.device_count()) else "gloo")
     atexit.register(leave_group)
 
 
-def _all_say(own: bool) -> bool:
+def all_say(own: bool) -> bool:
     """Return whether every process has a GPU of its own. Hosts may differ in it, so those of several ask each other.
 
     They meet in the store that the launcher keeps; where the processes make it themselves, this one answers for all.
