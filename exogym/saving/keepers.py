@@ -7,16 +7,14 @@ forks of one process, that is the main process.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from exogym.base.files import make_folder
 from exogym.base.locks import Lock, acquire
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, ExoGymError
@@ -76,23 +74,10 @@ def check_folder(path: str | Path) -> list[Path]:
     Raises:
         ArgumentError: it cannot be written.
     """
-    folder = Path(path)
-    made = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
-        remove_folders(made)
+        return make_folder(path)
+    except (OSError, ValueError, RecursionError) as error:
         raise _unwritable(path, error) from error
-    return made
-
-
-def remove_folders(made: list[Path]) -> None:
-    """Remove the folders that `check_folder` made, unless there is something in them."""
-    for folder in made:
-        with contextlib.suppress(OSError, ValueError):
-            folder.rmdir()
 
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
