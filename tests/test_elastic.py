@@ -235,7 +235,7 @@ def said_by(project: Path) -> str:
     return (project / "said").read_text()
 
 
-def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: Path) -> None:
+def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
     (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
     hosts.file(project / "hosts.json")
     words = [

@@ -39,13 +39,12 @@ def run_placed(
         ArgumentError: a layout that cannot be.
         WorkerError, or what a process raised: after `max_restarts` new starts from the last checkpoint.
     """
-    asked = EngineOptions(
-        options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s
-    )  # fmt: skip
+    native = options.reduction == "native"
+    asked = EngineOptions(options.num_nodes, options.processes, device, native, options.hang_s)
     found = engine or engine_for(asked)
     memories = 1 if found is None or found.shares_memory else found.processes(asked)
     check_rows(subject.model, options.num_nodes, memories, device)
-    if found is None:
+    if found is None:  # processes="auto", and nobody else has started others
         asked = replace(asked, processes=chosen_processes(subject, options, asked))
         found = engine_for(asked)
     assert found is not None
