@@ -175,7 +175,7 @@ class Communicator:
         """
         groups = self._sorted(groups)
         size = sum(_row_bytes(part) for part in payload)
-        if self.wire.packs:
+        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
         self._check_op(op, decoded)
@@ -299,7 +299,7 @@ class Communicator:
         self._per_member(x, "all_to_all")
         self.record("all_to_all", "pairwise", self.present, _row_bytes(x))
         result, members, n = x.clone(), self.present, len(self.present)
-        if not self.wire.packs:  # all rows are at hand, or in memory that is shared
+        if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
             everyone = self.wire.rows(x, members)
             for k, rank in enumerate(members):
                 result[self._rows_here([rank])] = everyone[:, k]

@@ -11,7 +11,7 @@ import numpy as np
 from exogym.base.rng import numpy_generator
 from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
-from exogym.network.costs import NAMES, Cost, algorithms_of, cost_among
+from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement, Probes
 from exogym.network.parse import settings_of
