@@ -14,6 +14,7 @@ from exogym.strategy.communicate_optimize import (
     PeriodicModule,
 )
 from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.desloc import DESLOCStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
 from exogym.strategy.gossip import GossipStrategy
@@ -32,6 +33,7 @@ __all__ = [
     "AsyncDiLoCoStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "DESLOCStrategy",
     "DeMoStrategy",
     "DiLoCoStrategy",
     "FedAvgStrategy",
