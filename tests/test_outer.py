@@ -428,3 +428,36 @@ def test_with_the_same_data_everywhere_the_number_of_nodes_does_not_matter() -> 
         same(many.rows, one.rows.expand_as(many.rows))
     ddp = train(SimpleReduceStrategy(lr=0.02), shards(1, same=True), 1)
     unlike(one.rows, ddp.rows)
+
+
+# What the clock says
+
+
+def test_a_delayed_average_is_hidden_by_the_steps_meanwhile() -> None:
+    """A ring of four: 6 (1 ms + 57 8 / 4 bytes at 8 kbit/s) = 690 ms; a step takes 100 ms."""
+    ring_s = 6 * (1e-3 + 57 * 8 / 4 * 8 / 8e3)
+    options: dict[str, Any] = {"network": "8kbps,1ms", "step_seconds": 0.1, "num_nodes": 4, "steps": 16}
+
+    def seconds(strategy: Any, **more: Any) -> float:
+        return float(train(strategy, shards(4), **options | more).trainer.clock.time_s.max())
+
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02)) == pytest.approx(1.6 + 2 * ring_s)
+    late = seconds(DiLoCoStrategy(H=8, lr=0.02, delay=3))
+    assert late == pytest.approx(1.6 + ring_s - 0.3)  # the second is still on its way
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, delay=3), steps=19) == pytest.approx(1.9 + 2 * (ring_s - 0.3))
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, delay=8)) == pytest.approx(1.6)  # 800 ms hide 690
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, eager=True)) == pytest.approx(1.6)
+    assert seconds(DiLoCoStrategy(H=4, lr=0.02, eager=True)) == pytest.approx(1.6 + 3 * (ring_s - 0.4))
+    waited = seconds(DiLoCoStrategy(H=8, lr=0.02, delay=8), final_sync=True)
+    assert waited == pytest.approx(1.6 + ring_s)
+
+
+def test_a_stopped_run_goes_on_with_what_is_on_its_way(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"network": "8kbps,1ms", "step_seconds": 0.1}
+    for make in (lambda: DiLoCoStrategy(H=4, lr=0.02, delay=3), lambda: DiLoCoStrategy(H=4, lr=0.02, eager=True)):
+        whole = train(make(), steps=12, **options)
+        folder = tmp_path / str(make().modules[0].__class__.__name__)
+        train(make(), steps=9, save_dir=folder, checkpoint_interval=9, **options)
+        again = train(make(), steps=12, save_dir=folder, resume=True, **options)
+        assert torch.equal(again.rows, whole.rows)
+        assert again.trainer.clock.time_s.tolist() == whole.trainer.clock.time_s.tolist()
