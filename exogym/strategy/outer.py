@@ -192,7 +192,7 @@ class OuterParameters:
         in_place = not self.delay and not self.keep and self.codecs is None  # theta_i is not needed any more
         for k, piece in enumerate(self.fragment):
             x = piece.take(piece.block.params)
-            out = x if in_place else torch.empty_like(x)
+            out = x if in_place else torch.empty_like(x) if len(rows) == len(x) else torch.zeros_like(x)
             if len(rows) == len(x) and not self.earlier:
                 torch.sub(self.theta[k], x, out=out)
             else:
