@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import Regressor, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy import (
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
     MuLoCoStrategy,
+    NoLoCoStrategy,
     OptimSpec,
     SimpleReduceStrategy,
     SlowMoStrategy,
@@ -133,6 +138,16 @@ def test_eager_is_its_rule() -> None:
     unlike(ours.rows, eager(14, 4, 3, own=0.5))
     assert ours.payload.tolist() == [3 * 57 * 8.0] * 3
     assert ours.rows.std(0).max() > 1e-4  # nodes are never equal
+
+
+def test_eager_shares_are_those_of_the_examples() -> None:
+    data = [examples(8, 1), examples(16, 2, 0.5), examples(24, 3, -0.5)]
+    start, alone = vector(Regressor()), plain(data, 6, sgd)
+    shares = torch.tensor([[8.0], [16.0], [24.0]], dtype=torch.float64) / 48
+    weighted = DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05, eager=True, weighting="examples")
+    same(train(weighted, data, 3, steps=6).rows, start - shares * (start - alone))
+    uniform = train(DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05, eager=True), data, 3, steps=6)
+    unlike(uniform.rows, start - shares * (start - alone))
 
 
 def test_eager_with_one_node_is_diloco_with_one_node() -> None:
@@ -428,6 +443,50 @@ def test_with_the_same_data_everywhere_the_number_of_nodes_does_not_matter() -> 
         same(many.rows, one.rows.expand_as(many.rows))
     ddp = train(SimpleReduceStrategy(lr=0.02), shards(1, same=True), 1)
     unlike(one.rows, ddp.rows)
+
+
+# In fp32
+
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {  # two that are one, and a third
+    "slowmo": (
+        lambda: SlowMoStrategy("sgd", H=4, lr=0.05, slow_lr=0.7, slow_momentum=0.6),
+        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
+        lambda: DiLoCoStrategy("sgd", "sgd", H=4, lr=0.05),
+    ),
+    "islands": (
+        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05, island_size=4, island_H=1),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05),
+    ),
+    "gossip": (
+        lambda: GossipStrategy("sgd", "complete", lr=0.05),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: GossipStrategy("sgd", "ring", lr=0.05),
+    ),
+    "push": (
+        lambda: GradientPushStrategy("sgd", "complete", lr=0.05),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: GradientPushStrategy("sgd", lr=0.05),
+    ),
+    "noloco": (
+        lambda: NoLoCoStrategy("sgd", H=4, group_size=4, beta=0.7, alpha=0.6, lr=0.05),
+        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
+        lambda: NoLoCoStrategy("sgd", H=4, beta=0.7, alpha=0.6, lr=0.05),
+    ),
+    "desloc": (
+        lambda: DESLOCStrategy(MOMENTUM, H=1, H_u=1),
+        lambda: SimpleReduceStrategy(MOMENTUM),
+        lambda: DESLOCStrategy(MOMENTUM, H=3, H_u=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_identities_hold_in_fp32(name: str) -> None:
+    data = [TensorDataset(*(x.float() for x in d.tensors)) for d in shards(4)]
+    one, other, third = (train(make(), data, model=Regressor(dtype=torch.float32)).rows for make in PAIRS[name])
+    same(one, other, 1e-5)
+    unlike(third, other)
 
 
 # What the clock says
