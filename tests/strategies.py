@@ -16,18 +16,28 @@ from exogym.strategy import (
     DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    FedNovaStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
     GossipStrategy,
     GradientPushStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
     PeriodicModule,
     PostLocalSGDStrategy,
+    PowerSGDStrategy,
+    QSGDStrategy,
+    QuantizedReduceStrategy,
+    ScaffoldStrategy,
+    SignSGDStrategy,
     SimpleReduceStrategy,
     SlowMoStrategy,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
     StreamingDiLoCoStrategy,
+    TopKStrategy,
 )
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -205,6 +215,41 @@ STRATEGIES: dict[str, Entry] = {
         lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
     ),
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
+    # compressed gradients
+    "topk": Entry(lambda: TopKStrategy(lr=0.1, density=0.1), lambda row, steps: steps * 18 * 8),
+    "qsgd": Entry(lambda: QSGDStrategy(lr=0.02, bucket=50), lambda row, steps: steps * (math.ceil(P * 4 / 8) + 4 * 4)),
+    "signsgd": Entry(lambda: SignSGDStrategy(lr=0.003), lambda row, steps: steps * math.ceil(P / 8)),
+    "ef-signsgd": Entry(
+        lambda: SignSGDStrategy(lr=0.1, error_feedback=True), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
+    ),
+    "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
+    "powersgd": Entry(
+        lambda: PowerSGDStrategy(lr=0.02, rank=1, start_step=2),  # of (16, 6) and (2, 16) the first is worth it
+        lambda row, steps: 2 * row + (steps - 2) * 4 * (16 + 6 + P - 16 * 6),
+    ),
+    "sparseloco": Entry(
+        lambda: SparseLoCoStrategy(lr=0.02, H=4, topk=8, chunk=64),
+        # chunks of (8, 6), 16, 16, 16, (2, 8) and 2: 6, 2, 2, 2, 2 and 1 of each, indices of 6, 4, 4, 4, 4 and 1 bits
+        lambda row, steps: steps / 4 * (9 + 3 + 3 * (1 + 1) + 2 + 1 + 1 + 1 + 6 * 16),
+    ),
+    # federated
+    "fedprox": Entry(lambda: FedProxStrategy(lr=0.1, mu=0.1, H=4), lambda row, steps: row * steps / 4),
+    "fedopt": Entry(lambda: FedOptStrategy(lr=0.1, H=4, server_lr=0.03), lambda row, steps: row * steps / 4),
+    "fedopt sampling": Entry(
+        lambda: FedOptStrategy(lr=0.1, H=4, server_optim="momentum", client_fraction=0.5),
+        lambda row, steps: row * steps / 8,
+    ),
+    "scaffold": Entry(lambda: ScaffoldStrategy(lr=0.1, H=4), lambda row, steps: 2 * row * steps / 4),
+    "scaffold sampling": Entry(
+        lambda: ScaffoldStrategy(lr=0.1, H=4, client_fraction=0.5, server_lr=0.8),
+        lambda row, steps: 2 * row * steps / 8,
+    ),
+    "fednova": Entry(
+        lambda: FedNovaStrategy(lr=0.1, H=4, local_steps=[1, 4, 3, 2]),
+        lambda row, steps: (row + 8) * steps / 4,
+        any_size=False,
+        alone=False,
+    ),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
     "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),

@@ -161,7 +161,11 @@ def test_a_row_of_the_table_is_whole(name):
 def value(formula: str, strategy: type[Strategy], **symbols: float) -> float:
     """Return a formula as `payload` writes it: a space is a product, the names are arguments of the constructor."""
     arguments = inspect.signature(strategy).parameters
-    names = {name: parameter.default for name, parameter in arguments.items()} | symbols | {"ceil": math.ceil}
+    names = (
+        {name: parameter.default for name, parameter in arguments.items()}
+        | symbols
+        | {"ceil": math.ceil, "log2": math.log2}
+    )
     python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula).replace("^", "**")
     return float(eval(python, {"__builtins__": {}}, names))
 

@@ -227,6 +227,7 @@ def advise(
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    lines += _of_probes(network, plans, num_nodes)
     if any(plan.local_steps for plan in plans):
         lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
     if flops is not None:
@@ -263,6 +264,24 @@ def _assumptions(
         "buffers (BatchNorm's) and the last synchronisation are left out",
         "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
     ]
+
+
+def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
+    """Return what is to be known where the network was measured: what stands for what, and what was not probed."""
+    measurement = network.measurement
+    if measurement is None:
+        return []
+    kinds = ", ".join(measurement.probes) or "no collective"
+    lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
+    late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
+    lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
+    beyond = [
+        measurement.probes[t.kind].beyond(t.payload_bytes)
+        for plan in plans
+        for t in plan.traffic
+        if t.kind in measurement.probes and (t.members is None or t.members == num_nodes)
+    ]
+    return lines + [text for text in dict.fromkeys(beyond) if text is not None]
 
 
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
@@ -343,4 +362,5 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
         return (n - 1) / n
     if kind in ("exchange", "mix", "send"):
         return 1.0
-    return FACTORS.get((kind, algorithm or "ring"), FACTORS[kind, "ring"])(n)
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual one first
+    return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0

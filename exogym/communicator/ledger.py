@@ -101,9 +101,12 @@ class Ledger:
 # Traffic of a member as a multiple of its payload, by (collective, algorithm), for n members
 FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("all_reduce", "exact"): lambda n: 2 * (n - 1) / n,  # slices to all, results gathered
     ("all_reduce", "server"): lambda n: 1.0,
+    ("all_reduce", "tree"): lambda n: 2 * (n - 1) / n,  # in the mean; see `tree_factors`
     ("all_gather", "ring"): lambda n: n - 1.0,
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
 }
 
@@ -115,3 +118,14 @@ def children(position: int, n: int) -> int:
     while hop < limit and position + hop < n:
         count, hop = count + 1, hop * 2
     return count
+
+
+def tree_factors(n: int) -> np.ndarray:
+    """Return (n,) what each member of a tree all-reduce sends, and gets, as a multiple of its payload.
+
+    To its parent and from it once, from and to each child once.
+
+    >>> tree_factors(5).tolist()
+    [3.0, 1.0, 2.0, 1.0, 1.0]
+    """
+    return np.array([children(k, n) + float(k > 0) for k in range(n)])

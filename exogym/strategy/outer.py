@@ -22,6 +22,7 @@ from exogym.fleet.presence import all_present, rows_of, shared_row
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
+from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.packing import load_optimizer_state, optimizer_state
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
@@ -108,7 +109,7 @@ class OuterOptimizer:
             p.grad = g
         set_rates(self.optimizer, self.rates, round_)
         if self.factors.is_constant:
-            self.optimizer.step()
+            bare_step(self.optimizer)()
         else:
             self._step_with(self.factors.lr(round_))
         for p in self.parameters:
@@ -121,7 +122,7 @@ class OuterOptimizer:
         for group, name in groups:
             value = group[name]
             group[name] = (value[0] * factor, *value[1:]) if isinstance(value, tuple) else value * factor
-        self.optimizer.step()
+        bare_step(self.optimizer)()
         for (group, name), value in zip(groups, before, strict=True):
             group[name] = value
 
