@@ -343,6 +343,33 @@ def test_muloco_of_one_node_with_plain_outer_sgd_is_torchs_muon() -> None:
     unlike(train(MuLoCoStrategy(H=3, lr=0.02), shards(1), 1, steps=6).rows, ours.rows)
 
 
+def test_muloco_with_sgd_inside_is_diloco_with_sgd() -> None:
+    diloco = train(DiLoCoStrategy("sgd", H=4, lr=0.05)).rows
+    assert torch.equal(train(MuLoCoStrategy("sgd", H=4, lr=0.05, outer_lr=0.7, outer_momentum=0.9)).rows, diloco)
+    unlike(train(MuLoCoStrategy("sgd", H=4, lr=0.05)).rows, diloco)
+
+
+def orthogonalised(G: Tensor) -> Tensor:
+    """What torch's Muon makes of a gradient: W moves by lr 0.2 sqrt(max(m, n)) O."""
+    W = nn.Parameter(torch.zeros_like(G))
+    W.grad = G
+    OptimSpec("muon", lr=1.0, weight_decay=0.0).build({"weight": W}, hidden={"weight"}).step()
+    return -W.detach() / (0.2 * max(G.shape) ** 0.5)
+
+
+def test_newton_and_schulz_in_torchs_muon() -> None:
+    """In bf16: singular values near 1, the same for any multiple, and an orthogonal matrix keeps its directions."""
+    G = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalised(G))
+    assert 0.66 < values.min() < values.max() < 1.2
+    assert torch.linalg.svdvals(G / G.norm()).min() < 0.1
+    same(orthogonalised(8 * G), orthogonalised(G), 1e-2)  # a power of two: bf16 rounds it alike
+    Q = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1))).Q
+    kept = orthogonalised(Q)
+    same(kept / kept.norm(), Q / Q.norm(), 3e-2)
+    unlike(orthogonalised(G[:, :64]) / 8, G[:, :64] / G[:, :64].norm())
+
+
 # SlowMo
 
 
