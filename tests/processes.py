@@ -25,7 +25,7 @@ from exogym.engine.forks import run_forked
 from exogym.engine.wire import ProcessWire, place
 
 WIDTH = 1001
-PATIENCE_S = 100
+PATIENCE_S = 300  # a world trains every strategy of the table, on a machine that others use too
 
 
 # Looking around

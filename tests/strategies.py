@@ -13,6 +13,7 @@ import torch
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     FedNovaStrategy,
@@ -176,6 +177,9 @@ STRATEGIES: dict[str, Entry] = {
     "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
     "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
     "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
+    "desloc": Entry(
+        lambda: DESLOCStrategy(lr=0.02, H=2, H_u=4, H_v=6), lambda row, steps: row * steps * (1 / 2 + 1 / 4 + 1 / 6)
+    ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),

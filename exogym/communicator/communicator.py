@@ -53,6 +53,8 @@ class Communicator:
         self.rule: Rule | None = None
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
+        self._numbers = 0  # of flights
+        self._flight: int | None = None  # which calls are on now
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
@@ -62,6 +64,27 @@ class Communicator:
             yield
         finally:
             self._tag = before
+
+    # What is on its way while its members go on computing
+
+    def new_flight(self) -> int:
+        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
+        self._numbers += 1
+        return self._numbers
+
+    @contextlib.contextmanager
+    def on_its_way(self, flight: int | None) -> Iterator[None]:
+        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
+        before, self._flight = self._flight, flight
+        try:
+            yield
+        finally:
+            self._flight = before
+
+    def arrive(self, flight: int) -> None:
+        """Let the members of what is on its way under `flight` wait for it now."""
+        nothing = np.zeros(0)
+        self.ledger.tell(Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight))
 
     # Reductions
 
@@ -471,7 +494,9 @@ class Communicator:
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links))
+        self.ledger.add(
+            Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        )
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; the server is there even for one client of several nodes."""

@@ -15,6 +15,7 @@ from exogym.strategy.communicate_optimize import (
 )
 from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.desloc import DESLOCStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
 from exogym.strategy.fednova import FedNovaStrategy
@@ -43,6 +44,7 @@ __all__ = [
     "AsyncDiLoCoStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "DESLOCStrategy",
     "DeMoStrategy",
     "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
