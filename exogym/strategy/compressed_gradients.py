@@ -1,17 +1,17 @@
 """Data-parallel training with compressed gradients: the mean of what every node sends of its own.
 
-With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847)
-at the step's learning rate gamma:
+With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847) at the step's learning rate gamma:
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma g_i.
-The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
+and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma
+g_i. The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
 
 With absent nodes: only the n nodes that are there send, and step. The error e_i of a node that is away rests; when it
 comes back it starts from zero (what was left unsent belongs to parameters long gone), at the fleet's step, with
 parameters, buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronisation is a missed step.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
