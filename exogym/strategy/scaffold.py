@@ -39,7 +39,7 @@ from exogym.strategy.traffic import Traffic
 class ControlVariates(RoundModule):
     """Adds c - c_i to every local gradient; before the averaging.
 
-    State: c, one for all; c_i, the sum of a round's gradients in fp32 at least, and their number, (rows, P) and (rows, 1).
+    State: c, one for all; c_i and the sum of a round's gradients, (rows, P); how many these are, (rows, 1).
     """
 
     weighted_means = False  # c is a sum over clients
