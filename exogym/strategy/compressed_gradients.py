@@ -80,8 +80,8 @@ class CompressedMean(GradientModule):
             mean = shared_row(fleet, mean).to(grads.dtype)
             block.grads = mean.expand_as(grads)
             mark_used(fleet, block)
-            if self.feeds_back:  # what was kept of an earlier step may be sent where this one has no gradient
-                block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean[0])])
+            if self.feeds_back:
+                mark_sent(block, mean[0])
         broadcast_buffers(fleet)
 
     def _with_feedback(
@@ -100,6 +100,12 @@ def mean_of(fleet: Fleet, compressor: Compressor, payload: Sequence[Tensor], dty
     """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
     wide = torch.promote_types(dtype, torch.float32)
     return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean")
+
+
+def mark_sent(block: Block, mean: Tensor) -> None:
+    """Say that a parameter has a gradient where `mean` (P,) moves it: what was kept may come when none is computed."""
+    if not block.has_grad.all():
+        block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
 
 
 def own_gradients(fleet: Fleet, block: Block) -> Tensor:

@@ -33,7 +33,7 @@ from exogym.fleet import Block, Fleet
 from exogym.fleet.layout import Slot
 from exogym.fleet.presence import give_shared, rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.compressed_gradients import own_gradients
+from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
@@ -99,8 +99,8 @@ class LowRankMean(GradientModule):
                 mean = self._approximate(fleet, block, G, self.row_state[f"error.{b}"])
             block.grads = mean.expand_as(G)
             mark_used(fleet, block)
-            if step > self.start_step:  # an error may be sent where this step has no gradient
-                block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean[0])])
+            if step > self.start_step:
+                mark_sent(block, mean[0])
         broadcast_buffers(fleet)
 
     def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class ControlVariates(RoundModule):
             return
         rows = [row for row in rows_of(fleet, members) if self.taken[row]]
         for c, own, seen in zip(self.c, self.own, self.seen, strict=True):
-            new = (seen[rows] / self.taken[rows]).to(own)
+            new = (seen[rows] / self.taken[rows].to(seen)).to(own)
             change = torch.zeros_like(own)
             change[rows] = new - own[rows]
             c += self.all_reduce(fleet, change, "sum", members) / fleet.num_nodes
