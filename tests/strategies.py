@@ -18,17 +18,24 @@ from exogym.strategy import (
     FedNovaStrategy,
     FedOptStrategy,
     FedProxStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
     PeriodicModule,
+    PostLocalSGDStrategy,
     PowerSGDStrategy,
     QSGDStrategy,
     QuantizedReduceStrategy,
     ScaffoldStrategy,
     SignSGDStrategy,
     SimpleReduceStrategy,
+    SlowMoStrategy,
     SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
     TopKStrategy,
 )
 from exogym.strategy.communicate import all_reduce, exchange
@@ -132,6 +139,43 @@ STRATEGIES: dict[str, Entry] = {
     "diloco uneven rounds": Entry(
         lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
     ),
+    "diloco delayed": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=5, delay=3, outer_momentum=0.6, outer_restarts=2),
+        lambda row, steps: row * math.ceil(steps / 5),
+    ),
+    "diloco a round late": Entry(
+        lambda: DiLoCoStrategy(lr=0.01, H=4, delay=4, outer_lr=0.4, outer_momentum=0.3),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco eager": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=4, eager=True, outer_lr=0.4, outer_momentum=0.5),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco islands": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=6, island_size=2, island_H=2), lambda row, steps: row * steps / 2
+    ),
+    "muloco": Entry(lambda: MuLoCoStrategy(lr=0.02, H=4, outer_lr=0.7), lambda row, steps: row * steps / 4),
+    "post-local sgd": Entry(
+        lambda: PostLocalSGDStrategy("adamw", lr=0.02, H=4, start_step=8),
+        lambda row, steps: row * (8 + (steps - 8) / 4),
+    ),
+    "slowmo": Entry(
+        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
+    ),
+    "streaming diloco": Entry(  # at the end the last layer is sent once more
+        lambda: StreamingDiLoCoStrategy(
+            lr=0.02, H=8, fragment_sync_delay=1, fragment_update_alpha=0.5, outer_lr=0.4, pattern="sequential"
+        ),
+        lambda row, steps: row * steps / 8 + 4 * (2 * 16 + 2),
+    ),
+    "streaming diloco 4 bit": Entry(
+        lambda: StreamingDiLoCoStrategy(lr=0.02, H=4, num_fragments=3, bits=4, outer_lr=0.4),
+    ),
+    "gossip": Entry(lambda: GossipStrategy("adamw", H=2, lr=0.02), lambda row, steps: 2 * row * steps / 2),
+    "gossip in the paper's order": Entry(lambda: GossipStrategy(graph="random", order="combine_then_adapt", lr=0.1)),
+    "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
+    "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
+    "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -204,7 +248,7 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
-    "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
+    "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 OURS = {name: kind for name, kind in KNOWN.items() if kind.__module__.startswith("exogym.")}

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import blank, described
 from exogym.fleet import Fleet
 
 
@@ -68,17 +67,12 @@ def take_state(
         state: the tensors, where the row of `source` is; not looked at elsewhere.
         device: where they are put.
     """
-    wire, width, members = fleet.comm.wire, len(fleet), sorted({source, *nodes})
+    wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}
-    shapes = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in here.items()]
-    text = torch.from_numpy(np.frombuffer(json.dumps(shapes).encode(), dtype=np.uint8).copy())
-    length = int(wire.rows(torch.full((width, 1), len(text)), [source]))
-    letters = text if source in fleet.ranks else torch.zeros(length, dtype=torch.uint8)
-    told = wire.rows(letters.expand(width, -1), [source])[0]
+    what = wire.tell(described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
     rows, taken = rows_of(fleet, nodes), {}
-    for name, dtype, shape in json.loads(bytes(told.tolist())):
-        x = here[name].to(device) if name in here else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        sent = fleet.comm.broadcast(x.expand(width, *shape), source, members=members)
+    for name, x in ({name: x.to(device) for name, x in here.items()} or blank(what, device)).items():
+        sent = fleet.comm.broadcast(x.expand(len(fleet), *x.shape), source, members=members)
         if rows:
             taken[name] = sent[rows[0]].clone()
     return taken

@@ -287,3 +287,34 @@ def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
     first = np.array([island[0] for island in islands])
     across = price(ring(len(first), size), links, first) if len(first) > 1 else Cost()
     return slowest(ring) + across + slowest(tree)
+
+
+def cost_among(
+    links: Links, server_bps: float | None, kind: str, way: str, payload_bytes: float, ids: Sequence[int],
+    root: int | None = None, fan: Sequence[float] | None = None,
+) -> Cost:  # fmt: skip
+    """Return what a collective costs by its formula, before loss and jitter; the arguments are `Network.cost`'s.
+
+    Raises:
+        ArgumentError: `root` is none of the members, or islands are wanted of a network that has none.
+    """
+    n = len(ids)
+    if kind in ("push", "pull") or way == "server":
+        if n == 1 and kind not in ("push", "pull"):
+            return Cost()
+        ways = {"push": ["up"], "pull": ["down"]}.get(kind, ["up", "down"])
+        return price_server(links, ids, payload_bytes, server_bps, ways)
+    if n == 1:
+        return Cost()
+    if way == "hierarchical":
+        return price_hierarchical(links, ids, payload_bytes)
+    if fan is not None:
+        out, into = fan
+        busy = max(out, into) > 0
+        return price([Round(1, payload_bytes, None, out, into)] if busy else [], links, ids)
+    if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
+        if root not in ids:
+            raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")
+        at = list(ids).index(root)
+        ids = [*ids[at:], *ids[:at]]
+    return price(ALGORITHMS[kind][way](n, payload_bytes), links, ids)
