@@ -338,4 +338,5 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
         return 0.0
     if kind == "broadcast":
         return (n - 1) / n
-    return FACTORS.get((kind, algorithm or "ring"), FACTORS[kind, "ring"])(n)
+    way = algorithm if (kind, algorithm or "") in FACTORS else "ring"
+    return FACTORS[kind, way or "ring"](n)

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.averaging import NormCap
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -17,6 +18,7 @@ from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
@@ -27,8 +29,10 @@ __all__ = [
     "CommunicationModule",
     "DeMoStrategy",
     "DiLoCoStrategy",
+    "DifferentialPrivacy",
     "FedAvgStrategy",
     "GradientModule",
+    "NormCap",
     "OptimSpec",
     "PeriodicModule",
     "Run",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Rule
+from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
 from exogym.fleet import Fleet
@@ -62,8 +62,8 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport, robust: how the means over nodes are taken, as `exogym.strategy.averaging.Averaging`. Every subclass
-            takes them, though its constructor does not name them.
+        transport, robust, secure_aggregation: how the means over nodes are taken, as
+            `exogym.strategy.averaging.Averaging`. Every subclass takes them, though its constructor does not name them.
 
     Bytes are the sum over the modules.
 
@@ -95,6 +95,7 @@ class CommunicateOptimizeStrategy(Strategy):
         gradient_modules: Sequence[GradientModule] = (),
         transport: str | None = None,
         robust: str | Rule | NormCap | None = None,
+        secure_aggregation: bool | SecureAggregation = False,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
@@ -112,7 +113,7 @@ class CommunicateOptimizeStrategy(Strategy):
                         f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
                     )
         self.faults: Faults | None = None
-        self.average_by(transport=transport, robust=robust)
+        self.average_by(transport=transport, robust=robust, secure_aggregation=secure_aggregation)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -159,7 +160,8 @@ class CommunicateOptimizeStrategy(Strategy):
             module.start(fleet, run)
             fleet.state.register(name, module)
             module.shared()  # what cannot be saved is to be known now
-        self.averaging.bind(fleet.comm, any(getattr(module, "weights", None) is not None for module in self.modules))
+        weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
+        self.averaging.bind(fleet.comm, weighs, run.seed)
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
@@ -190,7 +192,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def bucket_bytes(self) -> int | None:
         """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
         first = self.gradient_modules[:1]
-        seen_whole = any(module.clip_first for module in self.gradient_modules) or self.updates or self.averaging.rule
+        one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
+        seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)
         return None if seen_whole or not first else first[0].bucket_bytes
 
     @property
@@ -201,6 +204,10 @@ class CommunicateOptimizeStrategy(Strategy):
     def weighted_means(self) -> bool:  # type: ignore[override]
         return not self.unweighted()
 
+    @property
+    def has_figures(self) -> bool:  # type: ignore[override]
+        return any(module.has_figures for module in self.modules)
+
     def unweighted(self) -> list[str]:
         own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
         return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])
@@ -208,7 +215,7 @@ class CommunicateOptimizeStrategy(Strategy):
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)]))
+        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)], N, b))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 
