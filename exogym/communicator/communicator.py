@@ -35,6 +35,7 @@ class Communicator:
     or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
     how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
     where there is one, takes the place of every mean of parameters or gradients (`exogym.communicator.robust`);
+    `watchers` see each mean of parameters as it is taken: the rows here of its members, what these bring, and the mean.
     `secure`, where there is one, takes means so that nobody sees a node's own values (`exogym.communicator.secure`).
 
     >>> comm = Communicator(range(4), 4)
@@ -55,6 +56,7 @@ class Communicator:
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
         self._aggregations = 0
+        self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -119,6 +121,9 @@ class Communicator:
             else:
                 result = self._reduced(flat, group, op, share, everywhere=not apart)
                 self.record(kind, way, group, _row_bytes(x))
+            if op == "mean" and self._tag == "parameters":
+                for watch in self.watchers:
+                    watch(self._rows_here(group), flat, result)
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result

@@ -27,6 +27,7 @@ import torch
 from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.strategy.traffic import Traffic
+from exogym.strategy.tuning import begun, tuner_of
 
 NORM_BYTES = 8
 
@@ -168,20 +169,30 @@ class Averaging:
             comm.robust("mean", torch.ones(1))
 
 
-OPTIONS = {name: p for name, p in inspect.signature(Averaging).parameters.items()}
+OPTIONS = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Averaging).parameters.values()]
+TUNER = inspect.Parameter(
+    "tuner", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | float | Tuner | None"
+)
 
 
 def with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of a strategy with the arguments of `Averaging` beside its own."""
+    """Return the constructor of a strategy with the arguments of `Averaging`, and `tuner`, beside its own."""
     own = inspect.signature(init)
-    further = [p.replace(kind=p.KEYWORD_ONLY) for name, p in OPTIONS.items() if name not in own.parameters]
+    further = [p for p in (*OPTIONS, TUNER) if p.name not in own.parameters]
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
+        tuner, tuning = given.pop("tuner", None), None
+        if tuner is not None:
+            bound = own.bind(self, *args, **kwargs)
+            tuning = begun(tuner_of(tuner), own, bound, type(self).__name__)
+            args, kwargs = bound.args[1:], bound.kwargs
         init(self, *args, **kwargs)
         if given:
             self.average_by(**given)
+        if tuning is not None:
+            self.tune_by(tuning)
 
     call.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])  # type: ignore[attr-defined]
     return checked(call)

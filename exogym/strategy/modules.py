@@ -63,6 +63,13 @@ class Module(Stateful, ABC):
         """Return the steps after which all of the model has been exchanged once."""
         return 1
 
+    def tune(self, name: str, value: float) -> bool:
+        """Take another value of the strategy's argument `name` from now on; return whether it is one of this module's.
+
+        Rounds and outer rates need no word of it (`exogym.strategy.tuning`).
+        """
+        return False
+
     # What `fleet.state` asks
 
     def row(self, row: int) -> Tensors:
@@ -175,8 +182,8 @@ class PeriodicModule(CommunicationModule):
     rounds: Rounds | None = None
 
     def take_rounds(self, H: RoundLength) -> None:
-        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps."""
-        rounds = Rounds(H)
+        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps, or of given rounds."""
+        rounds = H if isinstance(H, Rounds) else Rounds(H)
         self.interval_steps = rounds.end_after(0)
         self.rounds = None if rounds.are_even else rounds
 
