@@ -224,6 +224,21 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("name", ["gossip", "noloco", "sparseloco"])
+def test_drift_from_no_mean_says_so(name: str) -> None:
+    with pytest.raises(StrategyError, match="they take none that all members add up"):
+        train(parse_strategy(f"{name}:H=3:tuner=drift"), max_steps=6)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedopt", "fednova", "scaffold", "slowmo", "gossip"])
+def test_a_budget_for_others(name: str) -> None:
+    budget = 6 * ROW
+    strategy = parse_strategy(f"{name}:tuner={budget}", H=2, lr=0.02)
+    trainer = train(strategy, max_steps=24, val_interval=None, final_sync=False)
+    free = train(parse_strategy(name, H=2, lr=0.02), max_steps=24, val_interval=None, final_sync=False)
+    assert budget * 0.4 < trainer.history.last["tx_bytes"] <= budget < free.history.last["tx_bytes"]
+
+
 def test_a_tuner_that_cannot_see_says_so() -> None:
     strategy = DiLoCoStrategy(H=2, tuner="autocorrelation")
     strategy.tuning._watch = lambda rows, x, mean: None  # type: ignore[union-attr, method-assign]

@@ -21,6 +21,7 @@ from exogym.communicator.communicator import TRANSPORTS, Communicator
 from exogym.communicator.ledger import Event, Ledger
 from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.communicator.secure import SecureAggregation
+from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
@@ -37,7 +38,10 @@ __all__ = [
     "SecureAggregation",
     "TrimmedMean",
     "Wire",
+    "blank",
+    "described",
     "reduce_rows",
     "rule_of",
+    "ship",
     "tree_sum",
 ]

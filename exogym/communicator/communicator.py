@@ -190,7 +190,7 @@ class Communicator:
         """
         groups = self._sorted(groups)
         size = sum(_row_bytes(part) for part in payload)
-        if self.wire.packs:
+        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
         self._check_op(op, decoded)
@@ -223,7 +223,7 @@ class Communicator:
             self.record("all_gather", "ring", group, size)
             pieces = self.wire.rows(packed, group).split(widths, 1)
             parts = [
-                piece.contiguous().view(part.dtype).view(len(group), *part.shape[1:])
+                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
                 for piece, part in zip(pieces, payload, strict=True)
             ]
             decoded = decode(*parts)
@@ -306,13 +306,38 @@ class Communicator:
         self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
         return self._dealt(row)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Give the k-th present node slice k of everyone; `x` is (rows, n, ...), and other rows keep theirs.
+
+        Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
+        """
+        self._per_member(x, "all_to_all")
+        self.record("all_to_all", "pairwise", self.present, _row_bytes(x))
+        result, members, n = x.clone(), self.present, len(self.present)
+        if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
+            everyone = self.wire.rows(x, members)
+            for k, rank in enumerate(members):
+                result[self._rows_here([rank])] = everyone[:, k]
+            return result
+        for shift in range(1, n):
+            parcels = [Parcel(i, members[(k + shift) % n], x.shape[2:], x.dtype, False) for k, i in enumerate(members)]
+            mine = [(k, row) for k, i in enumerate(members) for row in self._rows_here([i])]
+            given = {members[k]: x[row, (k + shift) % n].contiguous() for k, row in mine}
+            got = self.wire.hand_over(given, parcels)
+            for k, row in mine:
+                result[row, (k - shift) % n] = got[members[k]]
+        return result
+
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
-        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""
+        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...).
+
+        A node that is away has itself as partner; its row is not looked at.
+        """
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
             raise ArgumentError(
                 f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
             )
-        size = _row_bytes(x)
+        size, swapped = _row_bytes(x), [rank for rank, other in enumerate(partner) if rank != other]
         for rank, other in enumerate(partner):
             if partner[other] != rank:
                 raise ArgumentError(
@@ -320,7 +345,13 @@ class Communicator:
                 )
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
-        return self.wire.rows(x, range(self.num_nodes))[[partner[rank] for rank in self.ranks]]
+        result = x.clone()
+        if swapped:
+            theirs = self.wire.rows(x, swapped)  # a call that every process makes alike
+            for rank in swapped:
+                for row in self._rows_here([rank]):
+                    result[row] = theirs[swapped.index(partner[rank])]
+        return result
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
@@ -336,23 +367,39 @@ class Communicator:
         return self.wire.hand_over(given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""
+        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).
+
+        Where W[i, j] is not zero, node j gives its row to node i: payload and tx are a row's bytes for each taker, rx
+        for each giver.
+        """
+        return self.mix_all([x], matrix)[0]
+
+    def mix_all(self, xs: Sequence[Tensor], matrix: Tensor) -> list[Tensor]:
+        """Mix the rows of several tensors as `mix` does, with one message from neighbour to neighbour for all."""
         if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
             raise ArgumentError(
                 f"the mixing matrix is {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
             )
-        flat, size = x.reshape(len(x), -1), _row_bytes(x)
         links = (matrix != 0).cpu().numpy()
         np.fill_diagonal(links, False)
-        self._add(
-            "mix", "neighbours", range(self.num_nodes), size, links.sum(0) * float(size), links.sum(1) * float(size)
-        )
-        everyone = self.wire.rows(flat, range(self.num_nodes))  # a call that every process makes alike
+        size = float(sum(map(_row_bytes, xs)))
+        met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # others keep to themselves
+        if met:
+            ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
+            self._add("mix", "neighbours", met, size, links.sum(0)[met] * size, links.sum(1)[met] * size, links=ways)
+        return [self._mixed(x, matrix, met) for x in xs]
+
+    def _mixed(self, x: Tensor, matrix: Tensor, met: list[int]) -> Tensor:
+        flat = x.reshape(len(x), -1)
+        theirs = self.wire.rows(flat, met) if met else flat[:0]  # a call that every process makes alike
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
-            neighbours = torch.nonzero(matrix[rank]).flatten().tolist()
-            if neighbours:
-                out[row] = reduce_rows(everyone[neighbours], neighbours, "sum", matrix[rank][neighbours])
+            givers = torch.nonzero(matrix[rank]).flatten().tolist()
+            if givers == [rank]:
+                out[row] = flat[row] * float(matrix[rank, rank])
+            elif givers:
+                rows = torch.stack([flat[row] if i == rank else theirs[met.index(i)] for i in givers])
+                out[row] = reduce_rows(rows, givers, "sum", matrix[rank][givers])
         return out.view_as(x)
 
     def barrier(self) -> None:
@@ -440,10 +487,11 @@ class Communicator:
         tx: np.ndarray,
         rx: np.ndarray,
         givers: Sequence[int] | None = None,
+        links: tuple[tuple[int, int], ...] = (),
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave))
+        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links))
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; the server is there even for one client of several nodes."""

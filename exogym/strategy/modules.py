@@ -202,6 +202,10 @@ class PeriodicModule(CommunicationModule):
         """Return the round (from 0) in which step number `step` (from 1) is taken."""
         return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
 
+    def end_of(self, round_: int) -> int:
+        """Return the step (from 1) that ends round `round_` (from 0)."""
+        return (round_ + 1) * self.interval_steps if self.rounds is None else sum(self.rounds.first(round_ + 1))
+
 
 def named(modules: Sequence[Module]) -> dict[str, Module]:
     """Return modules by their names; a second one of a name is "<name> 2"."""

@@ -259,12 +259,14 @@ class Tuning(Stateful):
         sees_correlation = self.tuner.sees == "correlation"
         self._last = [block.zeros(1)[0] if sees_correlation else torch.empty(0) for block in fleet.blocks]
         self._now: list[Tensor] = []
+        self._means = 0  # seen since the last meeting
         self._counted = 0  # outer gradients so far
         if self.tuner.sees != "bytes":
             fleet.comm.watchers.append(self._watch)
 
     def _watch(self, fleet_rows: Sequence[int], x: Tensor, mean: Tensor) -> None:
         """See a mean being taken: the rows here of those who take part, what they bring, (rows, F), and it, (F,)."""
+        self._means += 1
         if self.tuner.sees == "drift":
             for row in fleet_rows:
                 self._apart[row] += (x[row] - mean).double().square().sum().cpu()
@@ -274,7 +276,7 @@ class Tuning(Stateful):
     def before_meeting(self, fleet: Fleet, met: Sequence[Tensor]) -> None:
         """Measure what each has moved since `met`, (rows, P) per block, before they meet."""
         self._apart.zero_()
-        self._now = []
+        self._now, self._means = [], 0
         self._moved = torch.zeros(len(fleet), dtype=torch.float64)
         if self.tuner.sees == "drift":
             for row in rows_of(fleet, fleet.comm.present):
@@ -300,6 +302,11 @@ class Tuning(Stateful):
         both = torch.stack([self._apart, self._moved], 1)
         told = comm.wire.rows(self._moved[:, None], comm.present).flatten().tolist()  # who takes part is known
         movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
+        if movers and not self._means:
+            raise StrategyError(
+                f"{self.tuner!r} goes by the mean that nodes take when they meet, and they take none that all members "
+                "add up: take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
+            )
         if movers:
             sums = comm.all_reduce(both, "sum", groups=[movers])
             apart, moved = comm.wire.rows(sums, movers[:1])[0].tolist()
