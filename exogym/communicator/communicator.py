@@ -113,8 +113,11 @@ class Communicator:
             kind, way = "all_reduce", self.transport or algorithm
             if op == "mean" and self.secure is not None:
                 members = expected[k] if expected else group if apart else range(self.num_nodes)
-                result = self.secure.mean(self, flat, group, sorted(members), share, self._aggregations)
+                result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
                 self._aggregations += 1  # for new keys; no result depends on them
+                for told, size in self.secure.sent(flat.shape[1], _row_bytes(x), len(members)):
+                    if size:
+                        self.record(told, "server", group, size)
             elif (rule := self.robust(op, share)) is not None:
                 result = rule.of(self.wire, flat, group)
                 self.record(*(rule.collective if way != "server" else (kind, way)), group, _row_bytes(x))

@@ -25,17 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from exogym.base.rng import stream_seed
+from exogym.communicator.wire import Wire
 from exogym.errors import ArgumentError, TrainingError, check_count
-
-if TYPE_CHECKING:
-    from exogym.communicator.communicator import Communicator
 
 PRIME, BASE = 2**127 - 1, 3  # of the toy group and of the field of shares
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES = 32, 32, 16
@@ -83,15 +80,9 @@ class SecureAggregation:
         return [*told, ("push", elements * self.bits / 8), ("push", others * SHARE_BYTES), ("pull", size)]
 
     def mean(
-        self,
-        comm: Communicator,
-        x: Tensor,
-        came: Sequence[int],
-        members: Sequence[int],
-        share: Tensor | None,
-        call: int,
+        self, wire: Wire, x: Tensor, came: Sequence[int], members: Sequence[int], share: Tensor | None, call: int
     ) -> Tensor:
-        """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`, and record what is sent.
+        """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`.
 
         Args:
             members: who was to take part.
@@ -108,22 +99,19 @@ class SecureAggregation:
                 "their sum: have fewer drop out, or leave secure_aggregation out"
             )
         weights = torch.ones(len(came), dtype=torch.float64) if share is None else (share / share.max()).cpu()
-        self._check_range(comm, x, came, n)
+        self._check_range(wire, x, came, n)
         seeds = Seeds(self.seed, call, members)
         masked = torch.zeros(len(x), x.shape[1], dtype=DTYPES[self.bits])
         for u, weight in zip(came, weights.tolist(), strict=True):
-            if u in comm.wire.row_of:
-                row = comm.wire.row_of[u]
+            if u in wire.row_of:
+                row = wire.row_of[u]
                 fixed = (x[row].double() * (weight * self.scale)).round().cpu().to(torch.int64).to(masked.dtype)
                 masked[row] = fixed + self._masks(seeds, u, x.shape[1])
-        total = comm.wire.reduce(masked, came, "sum") - self._unmasking(seeds, came, x.shape[1])
-        for kind, size in self.sent(x.shape[1], x.shape[1] * x.element_size(), n):
-            if size:
-                comm.record(kind, "server", came, size)
+        total = wire.reduce(masked, came, "sum") - self._unmasking(seeds, came, x.shape[1])
         return (total.double() / (self.scale * float(weights.sum()))).to(x.device, x.dtype)
 
-    def _check_range(self, comm: Communicator, x: Tensor, came: Sequence[int], n: int) -> None:
-        largest = float(comm.wire.reduce(x.abs().amax(1, keepdim=True).double().cpu(), came, "max"))
+    def _check_range(self, wire: Wire, x: Tensor, came: Sequence[int], n: int) -> None:
+        largest = float(wire.reduce(x.abs().amax(1, keepdim=True).double().cpu(), came, "max"))
         most = 2.0 ** (self.bits - 1) / self.scale / n
         if not largest < most:
             raise ArgumentError(
