@@ -14,6 +14,7 @@ from exogym.strategy.communicate_optimize import (
     GradientModule,
     PeriodicModule,
 )
+from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
@@ -45,6 +46,7 @@ __all__ = [
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
     "DifferentialPrivacy",
     "FedAvgStrategy",
