@@ -108,6 +108,8 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
     ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
+    ("push", "server"): lambda n: 1.0,
+    ("pull", "server"): lambda n: 0.0,  # sent; it gets as much as it is given
 }
 
 

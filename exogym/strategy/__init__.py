@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.averaging import NormCap
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -28,6 +29,7 @@ from exogym.strategy.noloco import NoLoCoStrategy
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
 from exogym.strategy.powersgd import PowerSGDStrategy
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.qsgd import QSGDStrategy
 from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
 from exogym.strategy.scaffold import ScaffoldStrategy
@@ -48,6 +50,7 @@ __all__ = [
     "DeMoStrategy",
     "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
+    "DifferentialPrivacy",
     "FedAvgStrategy",
     "FedNovaStrategy",
     "FedOptStrategy",
@@ -57,6 +60,7 @@ __all__ = [
     "GradientPushStrategy",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
+    "NormCap",
     "OptimSpec",
     "PeriodicModule",
     "PostLocalSGDStrategy",
