@@ -46,7 +46,7 @@ def typed(command: list[str], folder: Path, ready: bytes) -> tuple[int, str]:
     except OSError:  # the end of a pty on Linux
         pass
     os.close(master)
-    return process.wait(60), drawn.decode()
+    return process.wait(300), drawn.decode()
 
 
 def on_screen(drawn: str) -> list[str]:

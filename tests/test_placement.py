@@ -251,7 +251,7 @@ def test_in_a_thread():
     done = []
     thread = threading.Thread(target=lambda: done.append(outcome(train(**AVERAGES, processes=2))))
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert done == [outcome(train(**AVERAGES))]
 
 
@@ -280,7 +280,7 @@ print("done")
 def test_a_caller_that_computed_in_two_threads_does_not_hang():
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", TWO_THREADS, str(Path(__file__).parent)], capture_output=True, text=True, timeout=300,
         env=environment,
     )  # fmt: skip
     assert done.stdout == "done\n", done.stderr
