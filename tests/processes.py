@@ -160,6 +160,10 @@ def _status(words):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+    measuring = sys.modules.get("coverage")
+    if measuring is not None and (lines := measuring.Coverage.current()) is not None:  # which the exit would lose
+        lines.stop()
+        lines.save()
     return code
 
 
