@@ -240,7 +240,7 @@ def test_many_fits_leave_nothing_behind():
         return children(), len(os.listdir("/proc/self/fd")), threading.active_count(), memory
 
     wanted = None
-    for k in range(30):
+    for k in range(15):
         train(**AVERAGES, processes=2 + k % 3, max_steps=5, val_interval=None)
         if k == 2:
             wanted = standing()
