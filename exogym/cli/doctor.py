@@ -15,7 +15,7 @@ from rich.text import Text
 from exogym.cli.values import numbers_of
 from exogym.errors import ArgumentError
 from exogym.remote import Check, HostsConfig, check_hosts
-from exogym.remote.measuring import measure_hosts
+from exogym.remote.measuring import MEASURED_FILE, measure_hosts
 
 PLAIN_WIDTH = 160  # where there is no terminal
 
@@ -63,7 +63,7 @@ def doctor(
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
     if measure:
-        file = out or Path("measured.json")
+        file = out or Path(MEASURED_FILE)
         numbers = numbers_of("--sizes", sizes)
         probed = None if numbers is None else [int(size) for size in numbers]
         measure_hosts(config, file, sync=sync, task=task, sizes_bytes=probed)

@@ -14,6 +14,7 @@ from exogym.network import Network
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher
 
+MEASURED_FILE = "measured.json"
 START = '{"num_nodes": '  # of the line that the master's first process prints
 ERROR = "exogym.distributed: error: "
 
