@@ -314,7 +314,9 @@ def _row_of_fleet(
         way = traffic.algorithm
         if way is None and algorithm == "cheapest":
             way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
-        cost_s = scale * network.duration_s(network.cost(traffic.kind, traffic.payload_bytes, members, way))
+        fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
+        cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
+        cost_s = scale * network.duration_s(cost)
         stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
@@ -375,4 +377,7 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
         return 0.0
     if kind == "broadcast":
         return (n - 1) / n
-    return FACTORS.get((kind, algorithm or "ring"), FACTORS[kind, "ring"])(n)
+    if kind in ("exchange", "mix", "send"):
+        return 1.0
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual one first
+    return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0

@@ -19,6 +19,7 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
                     bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
     reduce_scatter  ring              (n-1) (alpha + S/(n B))
                     halving           k alpha + (1 - 2^-k) S/B, n = 2^k        Thakur et al. 2005
+    all_to_all      pairwise          (n-1) (alpha + S/(n B))                  Thakur et al. 2005
     broadcast       tree              L (alpha + S/B)                          binomial; reduce likewise
                     scatter_gather    (L + n-1) alpha + 2(n-1)/n S/B           van de Geijn; Thakur et al. 2005
     gather          direct            alpha + (n-1) S/B                        the root's line carries all
@@ -174,6 +175,7 @@ ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[Round]]]] = {
         "ring": lambda n, S: [Round(n - 1, S / n, _ring)],
         "halving": lambda n, S: _halving(n, S, 1),
     },
+    "all_to_all": {"pairwise": lambda n, S: [Round(n - 1, S / n)]},
     "broadcast": {"tree": _tree_down, "scatter_gather": _scatter_gather},
     "reduce": {"tree": _tree_up},
     "gather": {"direct": lambda n, S: _direct(n, S, True)},

@@ -11,7 +11,7 @@ import numpy as np
 from exogym.base.rng import numpy_generator
 from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
-from exogym.network.costs import NAMES, Cost, algorithms_of, cost_among
+from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement, Probes
 from exogym.network.parse import settings_of
@@ -317,12 +317,9 @@ class Network:
         """
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
-        if event.kind == "mix":
-            options["fan"] = [
-                float(moved.max()) / event.payload_bytes if event.payload_bytes else 0.0
-                for moved in (event.tx_bytes, event.rx_bytes)
-            ]
-        elif not isinstance(self.links, UniformLinks):
+        if event.links:
+            return self.duration_s(self._cost_of_links(event), draw)
+        if not isinstance(self.links, UniformLinks):
             if len(event.givers) == 1:  # broadcast and scatter have a root that gives, gather and reduce one that gets
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
@@ -330,6 +327,14 @@ class Network:
         way = event.algorithm if algorithm is None else algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         return self.duration_s(cost, draw) + (self.set_up_s(event.kind) if draw == 0 else 0.0)
+
+    def _cost_of_links(self, event: Event) -> Cost:
+        """Return what the messages of a mix cost, which go at once; those of a node share its line."""
+        at = {node: position for position, node in enumerate(event.members)}
+        givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
+        out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
+        messages = Round(1, event.payload_bytes, lambda n: (givers, takers), out, into)
+        return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
         """Return the seconds of a cost with the network's loss and jitter: of event number `draw`, or the mean."""
