@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from exogym.advise.failures import Failures
 from exogym.advise.plans import plan_of
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
@@ -63,6 +64,7 @@ class Row:
         waiting_share: share of a node's time, mean over nodes, in which it waits for others or the wire.
         utilisation: share in which it computes; the two sum to 1.
         speedup: examples per second over those of the fastest node alone.
+        goodput: share of its time that a node spends on computing what is kept, with failures; None without.
         speedup_range: least and most of it, if collectives take as much more or less as `SPREAD` says.
         couples_every: steps after which all of the model has been exchanged once.
         algorithms: how each collective is carried out.
@@ -86,6 +88,7 @@ class Row:
     final_loss: float | None = None
     target_s: float | None = None
     speedup_range: tuple[float, float] | None = None
+    goodput: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,15 @@ class Advice:
         """Return headers and rows as text."""
         simulated = self.target_loss is not None
         headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        failing = any(row.goodput is not None for row in self.rows)
+        headers += ["goodput"] if failing else []
         headers += ["steps/node", "validation loss", f"time to loss {self.target_loss:.4g}"] if simulated else []
         rows = []
         for row in self.rows:
             mark = " *" if row is self.recommended else "" if row.can_train else " †"
             cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
             cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
+            cells += [f"{row.goodput:.1%}"] if row.goodput is not None else []
             if simulated:
                 steps = "" if row.simulated_steps is None else str(row.simulated_steps)
                 loss = "" if row.final_loss is None else f"{row.final_loss:.4f}"
@@ -176,6 +182,7 @@ def advise(
     strategies: Sequence[str | Strategy | Plan] | None = None,
     target_utilisation: float = 0.9,
     algorithm: str = "cheapest",
+    failures: Failures | None = None,
 ) -> Advice:
     """Predict, for each strategy, how fast a fleet would train on a network.
 
@@ -193,6 +200,7 @@ def advise(
             0 and up to 1.
         algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
             name it in their events.
+        failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
 
     Raises:
         ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy whose
@@ -233,11 +241,18 @@ def advise(
         for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
     ]
     rows = [_row(plan, num_nodes, network, time, algorithm, target_utilisation) for plan in plans]
+    if failures is not None:
+        rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     lines += _of_probes(network, plans, num_nodes)
+    if failures is not None:
+        lines += [
+            str(failures),
+            "learners that meet wait for whichever stood still longest; a waiting one does not fail",
+        ]
     if any(plan.local_steps for plan in plans):
         lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
     if flops is not None:
@@ -300,6 +315,13 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
     low, high = SPREAD["formula" if network.measurement is None else "measured"]
     most, row, least = (one(plan, num_nodes, network, time, algorithm, target, scale) for scale in (low, 1.0, high))
     return replace(row, speedup_range=(least.speedup, most.speedup))
+
+
+def _with_goodput(row: Row, plan: Plan, num_nodes: int, failures: Failures) -> Row:
+    waits = plan.local_steps is None
+    steps = min((t.every_steps for t in plan.traffic), default=1.0) if waits else 1.0
+    share = failures.goodput(row.utilisation, steps * row.seconds_per_step, num_nodes, waits and bool(plan.traffic))
+    return replace(row, goodput=share)
 
 
 def _row_of_fleet(

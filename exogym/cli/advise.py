@@ -14,6 +14,7 @@ from rich.console import Console
 
 from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
+from exogym.advise.failures import Failures
 from exogym.advise.plans import FORMULA_ONLY
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
@@ -110,6 +111,17 @@ def advise(
         float | None, typer.Option(metavar="L", help="Of the simulation. [default: 95 % of DDP's quality]")
     ] = None,
     processes: Annotated[str | None, typer.Option(metavar="P", help="Of the simulation, or auto. [default: 1]")] = None,
+    accelerators: Annotated[
+        str | None,
+        typer.Option(metavar="A", help="Of the whole fleet, each node having its share, as 1M: gives the goodput."),
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="T", help="Mean time between failures of one accelerator, as 8760h.")
+    ] = None,
+    restart: Annotated[
+        str | None,
+        typer.Option(metavar="T", help="From a failure until its node computes something new, as 5min."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
@@ -137,6 +149,11 @@ def advise(
     of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
     _needs("--simulate", simulated or None, of_simulations)
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
+    failing = {"--accelerators": accelerators, "--mtbf": mtbf, "--restart": restart}
+    lacking = [option for option, given in failing.items() if given is None]
+    if 0 < len(lacking) < len(failing):
+        raise ArgumentError(f"failures are said by {', '.join(failing)} together: give {' and '.join(lacking)}, too")
+    failures = None if accelerators is None else Failures(count_of("--accelerators", accelerators), mtbf, restart)
     speed = numbers_of("--speeds", speeds)
     if own_task is not None:
         sys.path.insert(0, os.getcwd())  # where a module of one's own is looked for
@@ -160,7 +177,8 @@ def advise(
     count = next(number for number in [*known, None if task is None else task.nodes] if number is not None)
     share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
     if simulated and task is not None:
-        for option, given in {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element}.items():
+        by_formula = {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element, "--mtbf": mtbf}
+        for option, given in by_formula.items():
             if given is not None:
                 raise ArgumentError(f"{option} is for formulas; a simulation does as exogym does: leave it out")
         step = (step_s or step_seconds) if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
@@ -182,6 +200,7 @@ def advise(
             device=device or DEFAULT_DEVICE, device_utilisation=share, strategies=list(split_strategies(strategies)),
             bytes_per_element=4 if bytes_per_element is None else bytes_per_element,
             target_utilisation=target_utilisation, algorithm=algorithm or "cheapest",
+            failures=failures,
         )  # fmt: skip
     if as_json:
         print(json.dumps(advice.to_dict(), indent=1))
