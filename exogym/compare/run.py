@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from exogym.base.devices import resolve_device
+from exogym.base.processes import described
 from exogym.compare.comparison import (
     SINGLE,
     Comparison,
@@ -155,6 +156,7 @@ def compare(
     asked = _asked(session, target_loss)
     description = {
         **asked, "data": task.origin, "versions": _versions(), "arguments": _arguments(given),
+        "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
     if out is not None:
