@@ -122,6 +122,60 @@ def compare(
     """
     given = locals()
     task = _as_task(problem, data)
+    if out is not None:
+        check_matplotlib()
+    elif resume:
+        raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
+    saved = saved_in(out) if resume and out is not None else {}
+    session = session_of(
+        task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
+        processes=processes, device=device, network=network, step_seconds=step_seconds, speeds=speeds,
+        target_loss=target_loss, timeline=timeline, loss_fn=loss_fn, metrics=metrics, watch=watch,
+        known_s=(saved.get("timing") or {}).get("measured_step_s"),
+    )  # fmt: skip
+    asked = asked_of(session, target_loss)
+    description = {
+        **asked, "data": task.origin, "versions": _versions(), "arguments": _arguments(given),
+        "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+    }  # fmt: skip
+    if out is not None:
+        session.folder = (
+            Folder.of_asked(out, asked, session.entries) if resume else Folder.new(out, task.name, session.entries)
+        )
+        session.folder.describe(description | {"state": "running", "runs": []})
+    return _carried_out(session, description, target_loss)
+
+
+def session_of(
+    task: Task,
+    strategies: str | Sequence[str] | Mapping[str, str | Strategy],
+    *,
+    nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 3,
+    lr: float | None = None,
+    partition: str | Partitioner | None = None,
+    processes: int | str = 1,
+    device: str = "auto",
+    network: Network | str | None = None,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    target_loss: float | None = None,
+    timeline: bool = False,
+    loss_fn: Callable[..., Tensor] | None = None,
+    metrics: dict[str, Metric] | None = None,
+    watch: Callable[[Standing], object] | None = None,
+    known_s: float | None = None,
+) -> Session:
+    """Return the runs that the arguments of `compare` ask for, checked, and none of them trained; with no folder.
+
+    Args:
+        known_s: seconds of a step that were measured before, where step times are measured.
+
+    Raises:
+        ArgumentError, DataError: as `compare`.
+    """
     setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
     entries = entries_of(strategies, setting)
     _check_models(task, setting.seeds[0])
@@ -135,35 +189,20 @@ def compare(
         check_count("processes", processes)
         place_rows(setting.nodes, int(processes))
     check_timed(network, step_seconds, speeds, target_loss, timeline)
-    if out is not None:
-        check_matplotlib()
-    elif resume:
-        raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
-    saved = saved_in(out) if resume and out is not None else {}
     forecast = None
     if network is not None:
         like_ours = replace(task, lr=setting.lr)
-        known_s = (saved.get("timing") or {}).get("measured_step_s")
         forecast = forecast_of(
             network, step_seconds, speeds, setting.nodes,
             lambda: known_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
         )  # fmt: skip
-    session = Session(
+    return Session(
         task, setting, entries, split, train, val, setting.val_interval(len(val)), place, processes, forecast, timeline,
         loss_fn, metrics, watch, None,
     )  # fmt: skip
-    asked = _asked(session, target_loss)
-    description = {
-        **asked, "data": task.origin, "versions": _versions(), "arguments": _arguments(given),
-        "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
-    }  # fmt: skip
-    if out is not None:
-        session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
-        session.folder.describe(description | {"state": "running", "runs": []})
-    return _carried_out(session, description, target_loss)
 
 
-def _asked(session: Session, target_loss: float | None) -> dict[str, Any]:
+def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
     """Return as JSON what decides the results: in a comparison that goes on it must be the same."""
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
