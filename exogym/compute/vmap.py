@@ -120,8 +120,15 @@ class Vmap(Loop):
 
     together = True
 
-    def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch):
-        super().__init__(worker, stream, inner, watch)
+    def __init__(
+        self,
+        worker: Worker,
+        stream: Stream,
+        inner: InnerOptimizer | None,
+        watch: Watch,
+        bucket_bytes: int | None = None,
+    ):
+        super().__init__(worker, stream, inner, watch)  # no buckets: all gradients are there at the same moment
         self.gradients_at_once = VmapGradients(worker)
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:

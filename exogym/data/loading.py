@@ -80,20 +80,20 @@ class Loading:
         self._kwargs = {**kwargs, "collate_fn": _as_read, "worker_init_fn": begin}
         self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
         self._seed = seed
-        self._plan = _Plan()
+        self._asked = _Asked()
         self._loader: DataLoader[Any] | None = None
         self._source: Any = None  # the iterator of the loader, where it has workers
         self._turn = 0
 
-    def batches(self, plan: list[Request]) -> Iterator[Any]:
+    def batches(self, requests: list[Request]) -> Iterator[Any]:
         """Yield the batch of each request; if another iteration takes the workers over meanwhile, ask again."""
         turn, source, done = -1, iter(()), 0
         shared = self._kwargs.get("num_workers", 0) > 0
-        while done < len(plan):
+        while done < len(requests):
             if turn < 0 or (shared and turn != self._turn):
                 self._turn += 1
                 turn = self._turn
-                self._plan.requests = plan[done:]
+                self._asked.requests = requests[done:]
                 source = iter(self._made())
                 self._source = source if shared else None
             yield next(source)
@@ -106,7 +106,7 @@ class Loading:
                 kwargs.setdefault("persistent_workers", True)
             # The DataLoader draws a seed at each iteration: not from the caller's generator.
             draws = rng.generator(self._seed, "dataloader")
-            self._loader = DataLoader(self._read, batch_sampler=self._plan, generator=draws, **kwargs)
+            self._loader = DataLoader(self._read, batch_sampler=self._asked, generator=draws, **kwargs)
         return self._loader
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Loading:
                     worker.kill()
 
 
-class _Plan(Sampler[Any]):
+class _Asked(Sampler[Any]):
     """A batch sampler that yields the requests it was given last."""
 
     def __init__(self) -> None:

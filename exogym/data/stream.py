@@ -189,11 +189,11 @@ class Stream:
 
     def _loaded(self, node: int, step: int, count: int) -> Iterator[Any]:
         home = node if self._private else 0
-        plan = []
+        requests = []
         for t in range(step, step + count):
             indices, epoch = self.indices(node, t)
-            plan.append((home, epoch, indices))
-        return self._loading.batches(plan)
+            requests.append((home, epoch, indices))
+        return self._loading.batches(requests)
 
     def _order(self, node: int, epoch: int) -> Tensor:
         """Return the examples of `node` in the order of its own epoch, (n_i,) int64; the current ones are kept."""

@@ -65,7 +65,7 @@ def compute_utilisation(
     0.9
     """
     link_bps = parse_bandwidth(bandwidth)
-    schedule = _Schedule(
+    iteration = _Iteration(
         step_seconds,
         parameters,
         method,
@@ -77,7 +77,7 @@ def compute_utilisation(
         overlap_steps,
         latency,
     )
-    return schedule.utilisation(link_bps)
+    return iteration.utilisation(link_bps)
 
 
 def required_bandwidth(
@@ -109,7 +109,7 @@ def required_bandwidth(
     """
     if isinstance(utilisation, bool) or not isinstance(utilisation, int | float) or not 0 < utilisation < 1:
         raise ArgumentError(f"utilisation={utilisation!r} must be over 0 and under 1")
-    schedule = _Schedule(
+    iteration = _Iteration(
         step_seconds,
         parameters,
         method,
@@ -122,21 +122,21 @@ def required_bandwidth(
         latency,
     )
     low, high = map(math.log, SEARCH_BPS)
-    most = schedule.utilisation(math.exp(high))
+    most = iteration.utilisation(math.exp(high))
     if most < utilisation:
         raise ArgumentError(
             f"utilisation={utilisation!r} is out of reach: with latency={latency!r} even an infinite bandwidth gives "
             f"{most:.3f}; send less often (H), or overlap more"
         )
-    if schedule.utilisation(math.exp(low)) >= utilisation:
+    if iteration.utilisation(math.exp(low)) >= utilisation:
         return SEARCH_BPS[0]
     while high - low > 1e-5:  # utilisation grows with the bandwidth: halve the interval
         middle = (low + high) / 2
-        low, high = (low, middle) if schedule.utilisation(math.exp(middle)) >= utilisation else (middle, high)
+        low, high = (low, middle) if iteration.utilisation(math.exp(middle)) >= utilisation else (middle, high)
     return math.exp(high)
 
 
-class _Schedule:
+class _Iteration:
     """The checked description of a method: which layers are sent at which step of a cycle of `H` steps."""
 
     def __init__(

@@ -74,7 +74,7 @@ def save(
     name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
     temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
     final = folder / name
-    plan, lacking = _planned(snapshot, wire, keepers), []
+    due, lacking = _due(snapshot, wire, keepers), []
     digest = b""
     try:
         with _together(wire, folder, step):
@@ -82,7 +82,7 @@ def save(
                 keepers.check()
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                lacking = [] if snapshot.segments is None else snapshot.segments.link(plan, temporary)
+                lacking = [] if snapshot.segments is None else snapshot.segments.link(due, temporary)
         snapshot, pieces = _as_it_is_written(snapshot, lacking, wire, keepers)
         with _together(wire, folder, step):
             ids = sorted(snapshot.rows)
@@ -91,7 +91,7 @@ def save(
         sums = dict(wire.gather([rows_file(ids), digest.hex()]))
         with _together(wire, folder, step):
             if keepers.is_keeper:
-                sums |= {piece.name: piece.sha256 for piece in plan if piece.name not in pieces}
+                sums |= {piece.name: piece.sha256 for piece in due if piece.name not in pieces}
                 for file, tensors in ({SHARED: snapshot.shared} | pieces).items():
                     sums[file] = _write(tensors, temporary / file).hex()
                 meta = {"format": FORMAT, "sha256": sums} | snapshot.meta
@@ -110,18 +110,18 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if snapshot.segments is not None and keepers.is_keeper:
-        snapshot.segments.written(plan, sums, final)
+        snapshot.segments.written(due, sums, final)
     _remove_older(folder, name, keep, wire, keepers)
     return final
 
 
-def _planned(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> list[Piece]:
+def _due(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> list[Piece]:
     """Return the pieces of the history, as the main process has it."""
     if snapshot.segments is None:
         return []
     snapshot.meta["history"] = snapshot.segments.reach()
-    plan = snapshot.segments.plan()
-    return plan if keepers.are_one else [Piece(*p) for p in wire.tell([[p.first, p.last, p.sha256] for p in plan])]
+    due = snapshot.segments.due()
+    return due if keepers.are_one else [Piece(*p) for p in wire.tell([[p.first, p.last, p.sha256] for p in due])]
 
 
 def _as_it_is_written(

@@ -55,14 +55,14 @@ class Segments:
         self.path: Path | None = None  # the checkpoint that holds them
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def plan(self) -> list[Piece]:
+    def due(self) -> list[Piece]:
         """Return the pieces of the next checkpoint: those that stay, and one without a sum for what is to be written.
 
         >>> history = History()
         >>> segments = Segments(history)
         >>> for step in range(1, 8):
         ...     history.add_evaluation(step, 0, {"val_loss": 1.0})
-        ...     history.settled, segments.pieces = step, segments.plan()
+        ...     history.settled, segments.pieces = step, segments.due()
         >>> [piece.name for piece in segments.pieces]
         ['history-0-3.safetensors', 'history-4-5.safetensors', 'history-6-6.safetensors']
         """
@@ -74,10 +74,10 @@ class Segments:
             start = kept.pop().first
         return [*kept, Piece(start, end)]
 
-    def link(self, plan: Sequence[Piece], folder: Path) -> list[Piece]:
+    def link(self, due: Sequence[Piece], folder: Path) -> list[Piece]:
         """Link the pieces that are on disk into `folder`; return those that are not, or could not be linked there."""
         lacking = []
-        for piece in plan:
+        for piece in due:
             if not (piece.sha256 and piece in self.pieces and self._linked(piece.name, folder)):
                 lacking.append(piece)
         return lacking
@@ -104,12 +104,12 @@ class Segments:
         state = self.history.state(end)
         return {"records": end} | {name: state[name] for name in SMALL}
 
-    def written(self, plan: Sequence[Piece], sums: Mapping[str, str], path: Path) -> None:
-        """The checkpoint `path` holds the pieces of `plan`, whose files have these sums."""
-        self.pieces = [Piece(piece.first, piece.last, sums[piece.name]) for piece in plan]
+    def written(self, due: Sequence[Piece], sums: Mapping[str, str], path: Path) -> None:
+        """The checkpoint `path` holds the pieces of `due`, whose files have these sums."""
+        self.pieces = [Piece(piece.first, piece.last, sums[piece.name]) for piece in due]
         self.path, self.history.settled = path, self.history.records
         self._seen = {}
-        for piece in plan:
+        for piece in due:
             with contextlib.suppress(OSError):  # then it will not be linked
                 self._seen[piece.name] = _mark(path / piece.name)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from exogym.compute.finite import Watch
 from exogym.compute.inner import Correction, InnerOptimizer
-from exogym.compute.loop import Loop
 from exogym.compute.spans import Compute, Losses, Span
-from exogym.compute.vmap import Vmap
+from exogym.compute.ways import WAYS
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.faults import Attendance
@@ -45,7 +44,8 @@ class Setting:
     ) -> Compute:
         """Return the way of computing, with `inner` as each row's optimizer (None: somebody else takes the steps).
 
-        A further way of computing is an entry here. `corrections` rewrite a row's own gradients before each inner step.
+        `bucket_bytes`: of gradients that may be sent while the rest is computed. `corrections` rewrite a row's own
+        gradients before each inner step.
 
         Raises:
             ModelError: the model cannot be computed so.
@@ -53,10 +53,8 @@ class Setting:
         optimizer = None if inner is None else InnerOptimizer(inner, self.worker, self.run.total_steps)
         if optimizer is not None:
             optimizer.corrections += corrections
-        if self.how == "vmap":
-            return Vmap(self.worker, self.stream, optimizer, self.watch)
         overlapping = bucket_bytes if self.attendance is None else None
-        return Loop(self.worker, self.stream, optimizer, self.watch, overlapping)
+        return WAYS[self.how](self.worker, self.stream, optimizer, self.watch, overlapping)
 
 
 class Algorithm:

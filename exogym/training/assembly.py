@@ -42,11 +42,12 @@ from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
 from exogym.strategy.communicate_optimize import NEVER
 from exogym.strategy.strategy import Run
+from exogym.training.agenda import Agenda
 from exogym.training.algorithm import Algorithm, Setting
 from exogym.training.by_clock import ByClock
 from exogym.training.compositions import Compositions
 from exogym.training.driver import Driver
-from exogym.training.loop import Agenda, TrainingLoop
+from exogym.training.loop import TrainingLoop
 from exogym.training.options import FitOptions
 from exogym.training.programs import Programs
 from exogym.training.resuming import Refused, agree, matching_snapshot, open_folder
@@ -144,14 +145,15 @@ def _assemble(
                 stacklevel=4,
             )
         agenda = Agenda(
-            total_steps, stream.steps_per_epoch, options.step_examples, options.val_interval, options.log_interval,
-            options.checkpoint_interval, folder, options.keep_checkpoints, options.final_sync, max_stretch, description,
-            np.minimum(stream.batch_sizes, stream.examples), keepers,
+            total_steps, stream.steps_per_epoch, val_interval=options.val_interval, log_interval=options.log_interval,
+            checkpoint_interval=options.checkpoint_interval, save_dir=folder,
+            keep_checkpoints=options.keep_checkpoints, final_sync=options.final_sync, max_stretch=max_stretch,
+            description=description, examples_per_step=np.minimum(stream.batch_sizes, stream.examples),
+            keepers=keepers, evaluates=subject.val_dataset is not None, callbacks=list(options.callbacks),
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
-        loop = TrainingLoop(
-            agenda, driver, fleet, worker, evaluator, History(), observers, bar, options.callbacks, timing
-        )
+        endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
+        loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
         for callback in options.callbacks:
             if snapshot is None and isinstance(callback, Callback):
                 callback.load_state({})
@@ -164,7 +166,6 @@ def _assemble(
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
             fleet.state.shared()
-        loop.endings += [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
         undo.pop_all()
     return loop

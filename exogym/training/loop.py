@@ -9,11 +9,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,33 +32,15 @@ from exogym.saving.checkpoint import save
 from exogym.saving.keepers import Keepers
 from exogym.saving.segments import Segments
 from exogym.saving.snapshots import for_disk
+from exogym.training.agenda import Agenda
 from exogym.training.driver import Driver
 from exogym.training.interrupt import Interrupt
 from exogym.training.reports import Reports, Standing
 from exogym.training.timing import Timing
 
 
-@dataclass
-class Agenda:
-    """When the loop does what, in steps, and where checkpoints go."""
-
-    total_steps: int
-    steps_per_epoch: int
-    batch_size: int
-    val_interval: int | None = None
-    log_interval: int = 1
-    checkpoint_interval: int | None = None
-    save_dir: Any = None
-    keep_checkpoints: int = 2
-    final_sync: bool = True
-    max_stretch: int | None = None
-    description: dict[str, Any] = field(default_factory=dict)
-    examples_per_step: np.ndarray | int = 1  # of each node
-    keepers: Keepers | None = None
-
-
 class TrainingLoop:
-    """Trains a fleet to the end of a agenda.
+    """Trains a fleet to the end of its agenda.
 
     Attributes:
         step: steps done; `epoch`: of the last one, from 0.
@@ -75,17 +55,16 @@ class TrainingLoop:
 
     def __init__(
         self, agenda: Agenda, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None,
-        history: History, observers: Observers, progress: Progress, callbacks: Sequence[Callable[[Any], Any]],
-        timing: Timing | None = None,
+        history: History, observers: Observers, progress: Progress, timing: Timing | None = None,
+        endings: Sequence[Callable[[], None]] = (),
     ):  # fmt: skip
         self.timing = timing
         self.agenda, self.driver, self.fleet, self.worker = agenda, driver, fleet, worker
         self.evaluator, self.history, self.observers, self.progress = evaluator, history, observers, progress
-        self.callbacks = list(callbacks)
-        self.endings: list[Callable[[], None]] = [driver.close]
+        self.endings = [driver.close, *endings]
         self.wire = fleet.comm.wire
         self.step, self.stopped = 0, False
-        for k, callback in enumerate(self.callbacks):
+        for k, callback in enumerate(agenda.callbacks):
             if isinstance(callback, Callback):
                 name = f"callback {k} {type(callback).__name__}"
                 fleet.state.register(name, Shared(callback.state, callback.load_state))
@@ -95,10 +74,7 @@ class TrainingLoop:
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before = 0.0
-        self.reports = Reports(
-            observers, fleet.comm, agenda.log_interval, agenda.total_steps, agenda.steps_per_epoch,
-            agenda.examples_per_step, [] if agenda.save_dir is None else [self._keep],
-        )  # fmt: skip
+        self.reports = Reports(observers, fleet.comm, agenda, [] if agenda.save_dir is None else [self._keep])
         self._segments: Segments | None = None
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
@@ -179,7 +155,7 @@ class TrainingLoop:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         if self.step < agenda.total_steps and not self.driver.losses.under_way:
             # On resume: what a checkpoint from the end of a shorter run could not know of.
-            if self.evaluated_at != self.step and (self.step == 0 or self._evaluation_due()):
+            if self.evaluated_at != self.step and (self.step == 0 or agenda.evaluation_due(self.step)):
                 self._evaluate()
                 self._call_back(every=False)
             self._log()
@@ -187,7 +163,7 @@ class TrainingLoop:
             self.at_rest()
             first, last, before = self.step, self._stretch_end(), self._standing()
             self.apart = None
-            self.driver.before_sync = self._measure_apart if self._may_be_evaluated(last) else None
+            self.driver.before_sync = self._measure_apart if agenda.may_be_evaluated(last) else None
             with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
                 losses = self.driver.advance(first, last)
             self._warm = True
@@ -202,12 +178,12 @@ class TrainingLoop:
                 )  # fmt: skip
             self.reports.sent(self.step, before.sent)
             at_end = last == agenda.total_steps
-            if not at_end and self._evaluation_due():
+            if not at_end and agenda.evaluation_due(self.step):
                 self._evaluate()
             self._call_back()
             at_end = at_end or self.stopped
             self._log(self.step - 1 if at_end else self.step)
-            if agenda.save_dir is not None and (at_end or self._due(agenda.checkpoint_interval)):
+            if agenda.checkpoint_due(self.step) or (at_end and agenda.save_dir is not None):
                 self.save()
         if agenda.final_sync:
             self._measure_apart()
@@ -302,33 +278,8 @@ class TrainingLoop:
     # Between stretches
 
     def _stretch_end(self) -> int:
-        if self.driver.losses.under_way:
-            return self.driver.losses.last
-        agenda, step = self.agenda, self.step
-        ends = [agenda.total_steps, self.driver.next_event(step)]
-        intervals = [
-            agenda.val_interval if self.evaluator is not None else None,
-            agenda.checkpoint_interval if agenda.save_dir else None,
-        ]
-        if self.evaluator is not None and agenda.val_interval is None:
-            intervals.append(agenda.steps_per_epoch)
-        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
-        ends += [(step // n + 1) * n for n in intervals if n]
-        if agenda.max_stretch is not None:
-            ends.append(step + agenda.max_stretch)
-        return min(ends)
-
-    def _due(self, interval: int | None, step: int | None = None) -> bool:
-        return bool(interval) and (self.step if step is None else step) % interval == 0  # type: ignore[operator]
-
-    def _evaluation_due(self, step: int | None = None) -> bool:
-        return self.evaluator is not None and self._due(self.agenda.val_interval or self.agenda.steps_per_epoch, step)
-
-    def _may_be_evaluated(self, step: int) -> bool:
-        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
-        if step == self.agenda.total_steps or self._evaluation_due(step):
-            return True
-        return any(isinstance(callback, Callback) and self._due(callback.steps, step) for callback in self.callbacks)
+        losses, step = self.driver.losses, self.step
+        return losses.last if losses.under_way else self.agenda.stretch_end(step, self.driver.next_event(step))
 
     def _measure_apart(self) -> None:
         """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
@@ -366,7 +317,7 @@ class TrainingLoop:
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
 
     def _call_back(self, every: bool = True) -> None:
-        due = [callback for callback in self.callbacks if self._is_due(callback, every)]
+        due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
         if not due:
             return
         if not self.wire.is_main:
@@ -381,12 +332,6 @@ class TrainingLoop:
         finally:
             self._calling_back = False
         self.wire.tell(["go on", self.stopped])
-
-    def _is_due(self, callback: Callable[[Any], Any], every: bool) -> bool:
-        is_evaluated = self.evaluated_at == self.step
-        if not isinstance(callback, Callback):
-            return is_evaluated
-        return (every and self._due(callback.steps)) or (callback.at_evaluations and is_evaluated)
 
     def beat(self) -> None:
         """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""

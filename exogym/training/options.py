@@ -14,6 +14,7 @@ import torch
 
 from exogym.balance import Balance
 from exogym.compute.finite import POLICIES
+from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, check_choice, check_count
@@ -21,7 +22,7 @@ from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
-COMPUTE = ("loop", "vmap", "auto")
+COMPUTE = (*WAYS, "auto")
 COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints")
 OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
 DECISIVE = (

@@ -13,6 +13,7 @@ from torch import Tensor
 from exogym.communicator import Communicator
 from exogym.record.history import History
 from exogym.record.observers import Observer, Observers
+from exogym.training.agenda import Agenda
 
 SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
 
@@ -37,7 +38,7 @@ class Reports:
     """Tells `observers` of a run.
 
     Args:
-        examples_per_step: of each node; signs: further things to do now and then between two steps.
+        agenda: of the run; signs: further things to do now and then between two steps.
 
     Attributes:
         logged: the last step that was given to observers.
@@ -45,12 +46,9 @@ class Reports:
     """
 
     def __init__(
-        self, observers: Observers, comm: Communicator, log_interval: int, total_steps: int, steps_per_epoch: int,
-        examples_per_step: np.ndarray | int, signs: Sequence[Callable[[], None]] = (),
-    ):  # fmt: skip
-        self.observers, self.comm = observers, comm
-        self.log_interval, self.total_steps, self.steps_per_epoch = log_interval, total_steps, steps_per_epoch
-        self.examples_per_step, self.signs = examples_per_step, list(signs)
+        self, observers: Observers, comm: Communicator, agenda: Agenda, signs: Sequence[Callable[[], None]] = ()
+    ):
+        self.observers, self.comm, self.agenda, self.signs = observers, comm, agenda, list(signs)
         self.logged, self.examples = -1, 0
         self._there = set(comm.present)  # who was there when observers were last told
 
@@ -60,15 +58,16 @@ class Reports:
     ) -> None:  # fmt: skip
         """Take the (N, K) losses of `steps` (first, last) into the history."""
         first, last = steps
+        agenda = self.agenda
         numbers = np.arange(first + 1, last + 1)
-        logged = numbers[(numbers % self.log_interval == 0) | (numbers == self.total_steps)]
+        logged = numbers[(numbers % agenda.log_interval == 0) | (numbers == agenda.total_steps)]
         values = losses.float().cpu().numpy()
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
-        self.examples += int((np.count_nonzero(~np.isnan(values), axis=1) * self.examples_per_step).sum())
+        self.examples += int((np.count_nonzero(~np.isnan(values), axis=1) * agenda.examples_per_step).sum())
         self.observers.beat(last, {"loss": mean, "tx_bytes": after.payload_tx_rx[1]})
         payload, tx, rx = before.payload_tx_rx
         history.add_stretch(
-            steps=logged, epochs=(logged - 1) // self.steps_per_epoch, losses=values[:, logged - first - 1],
+            steps=logged, epochs=(logged - 1) // agenda.steps_per_epoch, losses=values[:, logged - first - 1],
             lr=np.array([lr(int(s) - 1) for s in logged]), nodes=range(len(values)),
             payload_bytes=payload, tx_bytes=tx, rx_bytes=rx,
             final_bytes=after.payload_tx_rx, wall_s=(before.wall_s, after.wall_s), span=(first + 1, last),

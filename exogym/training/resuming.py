@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from exogym.communicator import Wire
+from exogym.compute.ways import WAYS
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
 from exogym.saving.checkpoint_files import Snapshot
@@ -112,7 +113,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
     chosen = snapshot.meta["description"].get("chosen")
     compute, micro, speeds = (chosen.get(name) if isinstance(chosen, dict) else 0 for name in CHOSEN)
     right = {
-        "compute": compute in (("loop", "vmap") if options.compute == "auto" else (options.compute,)),
+        "compute": compute in (tuple(WAYS) if options.compute == "auto" else (options.compute,)),
         "micro_batch_size": (type(micro) is int and micro > 0)
         if options.max_memory_usage is not None and options.minibatch_size is None
         else micro == options.micro_batch_size,

@@ -1,0 +1,6 @@
+"""The ways of computing local steps, by the names that `fit(compute=)` takes; a further one is an entry here."""
+
+from exogym.compute.loop import Loop
+from exogym.compute.vmap import Vmap
+
+WAYS: dict[str, type[Loop]] = {"loop": Loop, "vmap": Vmap}
