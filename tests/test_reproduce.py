@@ -361,6 +361,6 @@ def test_each_strategy_that_is_there_can_be_asked_for(tmp_path: Path) -> None:
             work.check([claim])
         except ArgumentError as error:
             absent[name] = str(error)
-    coming = ("streaming_diloco", "noloco", "sparseloco", "scaffold", "outer_momentum", "delay", "eager")
+    coming = ("streaming_diloco", "muloco", "noloco", "sparseloco", "scaffold", "outer_momentum", "delay", "eager")
     assert all(any(word in text for word in coming) for text in absent.values()), absent
     assert {"R1", "R2", "R3", "R4", "R7", "R8", "R12", "R14", "R15", "bandwidth"}.isdisjoint(absent)

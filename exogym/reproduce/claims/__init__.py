@@ -1,4 +1,7 @@
-"""All claims, a file for each family."""
+"""All claims, a file for each family.
+
+A new one is a `Claim` in one of the lists: cells, and checks (`exogym.reproduce.checks`), fixed before it is trained.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Sequence
 from exogym.errors import ArgumentError, nearest
 from exogym.reproduce.claim import Claim
 from exogym.reproduce.claims import asynchronous, compression, diloco, federated, gossip, streaming
+
+__all__ = ["CLAIMS", "claims_of"]
 
 
 def _order(claim: Claim) -> tuple[int, str]:

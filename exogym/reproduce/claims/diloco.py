@@ -81,6 +81,20 @@ CLAIMS = [
         [lower("DiLoCo, Muon", "DiLoCo, AdamW"), lower("DDP, Muon", "DDP, AdamW")],
     ),
     Claim(
+        "muloco-one",
+        "MuLoCo with one worker is at least as good as Muon in DDP",
+        "Therien et al., MuLoCo, arXiv:2505.23725",
+        "Loss 2.6773 with one worker, 2.6792 with data-parallel Muon. The published package for one worker has an outer "
+        "rate of 0.7 and momentum 0.6.",
+        "One node with the global batch of 32 windows, H = 30, these outer settings: is the loss at most "
+        "0.5 % above that of Muon in DDP?",
+        {
+            "MuLoCo, N=1": Cell("muloco:H=30:outer_lr=0.7:outer_momentum=0.6", nodes=1, batch_size=32),
+            "DDP, Muon": Cell("ddp:inner_optim=muon"),
+        },
+        [no_worse("MuLoCo, N=1", "DDP, Muon", 0.005)],
+    ),
+    Claim(
         "momentum",
         "No outer momentum is best at small H, 0.5 to 0.9 at large H",
         "Public draft, not reviewed",
