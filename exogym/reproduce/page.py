@@ -14,9 +14,9 @@ from typing import Any
 from exogym.base.files import replacing
 from exogym.errors import ArgumentError
 from exogym.progress import readable_bytes
+from exogym.reproduce.catalogue import CLAIMS
 from exogym.reproduce.checks import mean_text
 from exogym.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict, plain_of, run_of
-from exogym.reproduce.claims import CLAIMS
 
 HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\

@@ -84,8 +84,8 @@ CLAIMS = [
         "muloco-one",
         "MuLoCo with one worker is at least as good as Muon in DDP",
         "Therien et al., MuLoCo, arXiv:2505.23725",
-        "Loss 2.6773 with one worker, 2.6792 with data-parallel Muon. The published package for one worker has an outer "
-        "rate of 0.7 and momentum 0.6.",
+        "Loss 2.6773 with one worker, 2.6792 with data-parallel Muon. The published package for one worker has an "
+        "outer rate of 0.7 and momentum 0.6.",
         "One node with the global batch of 32 windows, H = 30, these outer settings: is the loss at most "
         "0.5 % above that of Muon in DDP?",
         {
