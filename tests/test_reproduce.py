@@ -273,6 +273,19 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     assert (tmp_path / "short.md").exists() and main([*command, "--page", "x.md"]) == 2
 
 
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(self: object, at: Progress) -> None:
+        raise KeyboardInterrupt
+
+    toy = claim_of("single", "ddp")
+    monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toy])
+    monkeypatch.setattr("exogym.cli.reproduce._Teller.__call__", stop)
+    assert main(["reproduce", "toy", "--short", "--out", str(tmp_path), "--device", "cpu"]) == 130
+    assert f"to go on: exogym reproduce toy --short --out {tmp_path}" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- the page
 
 
