@@ -63,6 +63,7 @@ RISING, FALLING = [0.0, 1.0, 2.0, 3.0], [0.0, 3.0, 2.0, 1.0]
         (c.spread_shrinks("a", 0.5), {"a": runs(A, consensus_distance=RISING)}, False),
         (c.spread_follows_lr("a"), {"a": runs(A, consensus_distance=FALLING, lr=[NAN, 6.0, 4.0, 2.0])}, True),
         (c.spread_follows_lr("a"), {"a": runs(A, consensus_distance=RISING, lr=[NAN, 6.0, 4.0, 2.0])}, False),
+        (c.spread_follows_lr("a"), {"a": runs(A, consensus_distance=FALLING, lr=[2.0] * 4)}, False),
         (c.late_order("a", ["x", "y"], 0.5), {"a": runs(A, x=[9, 9, 1, 5], y=[1, 1, 2, 4])}, True),
         (c.late_order("a", ["x", "y"]), {"a": [Run(0, {"val_loss": math.inf}, {"step": []}, "not finite")]}, False),
         (c.late_order("a", ["y", "x"], 0.5), {"a": runs(A, x=[9, 9, 1, 5], y=[1, 1, 2, 4])}, False),
@@ -245,6 +246,15 @@ def test_nodes_of_unequal_speed_and_replicas(tmp_path: Path) -> None:
     single, mean, outer = (run.curves[name] for name in ("node_val_loss", "mean_val_loss", "val_loss"))
     assert len(single) == len(mean) == len(outer) and mean == pytest.approx(outer, rel=1e-4)
     assert single != pytest.approx(mean, rel=1e-4)
+
+
+def test_demo_without_its_transform_sends_as_much_and_does_something_else(tmp_path: Path) -> None:
+    work = Reproduction(tmp_path, seeds=(0,), device="cpu")
+    (with_it,) = work.results(Cell("demo:compression_topk=4", **SMALL))
+    (without,) = work.results(Cell(CLAIMS["R12"].cells["no transform, k=4"].strategy, **SMALL))
+    assert with_it.last["payload_bytes"] == without.last["payload_bytes"]
+    assert with_it.last["val_loss"] != pytest.approx(without.last["val_loss"], rel=1e-3)
+    assert Cell(CLAIMS["R12"].cells["no transform, k=4"].strategy).says == "demo_without_transform"
 
 
 def test_a_strategy_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,8 @@ def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) ->
 
     def check(found: Found) -> Seen:
         found_r = [_correlation(run, after) for run in found[label]]
-        says = f"{label}: correlation of spread and learning rate {mean_text(found_r, '{:.3f}')}; claimed: {at_least:g}"
+        values = ", ".join(f"{r:.3f}" for r in found_r)
+        says = f"{label}: correlation of spread and learning rate {values}; claimed: at least {at_least:g}"
         holds = [r >= at_least for r in found_r]
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
@@ -149,6 +150,8 @@ def _correlation(run: Run, after: float) -> float:
     late = steps > after * steps[-1]
     apart, rate = (np.asarray(run.curves[name], float)[late] for name in ("consensus_distance", "lr"))
     known = np.isfinite(apart) & np.isfinite(rate)
+    if min(np.ptp(apart[known]), np.ptp(rate[known])) == 0:
+        return math.nan  # of what does not change there is none
     return float(np.corrcoef(apart[known], rate[known])[0, 1])
 
 

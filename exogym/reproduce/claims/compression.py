@@ -23,7 +23,7 @@ class _Blocks(BlockDCT):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.ch, self.cw = torch.eye(self.h).to(self.ch), torch.eye(self.w).to(self.cw)
+        self.ch, self.cw = (torch.eye(len(c)).to(c) for c in (self.ch, self.cw))
 
 
 class _TopKMomentum(DCTMomentum):
