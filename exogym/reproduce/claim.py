@@ -123,7 +123,7 @@ class Claim:
         checks: pure functions of the results; the claim comes out if all hold.
         picture: "dots" (the last loss of each cell), "curves" (losses against steps) or "spread" (how far nodes are
             apart, and the learning rate).
-        tried: what was tried where it did not come out.
+        notes: what was tried where it did not come out; how the rule was changed after the training, if it was.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Claim:
     cells: Mapping[str, Cell]
     checks: Sequence[Check]
     picture: str = "dots"
-    tried: str = ""
+    notes: str = ""
 
     def seen(self, found: Found) -> list[Seen]:
         """Return what each check sees in the results."""

@@ -23,9 +23,11 @@ ABOUT = """\
 Claims of papers, trained again in small. Orderings can come out on two cores; absolute numbers cannot. Each claim says
 what its paper found, what was asked here and with which tolerance, what came out (mean ± standard deviation over seeds,
 which start alike in all cells), and a verdict, which follows from the runs by a rule that was fixed before they were
-trained. A claim that does not come out is reported as such: nothing was tuned until it did.
+trained; where a rule was changed afterwards, the section says so. A claim that does not come out is reported as such:
+nothing was tuned until it did.
 
-Written by `exogym reproduce` from the results in {results}; a section ends with the command that made it. All claims:
+Written by `exogym reproduce` from the results in {results}; a section ends with the
+command that made it. All claims:
 
 ```bash
 exogym reproduce --list
@@ -131,7 +133,7 @@ class Page:
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         checks = "\n".join(f"- {HOLDS[each.holds]}: {each.says}." for each in seen)
         seeds = max(len(runs) for runs in found.values())
-        tried = f"\nTried: {claim.tried}\n" if claim.tried else ""
+        notes = f"\n{claim.notes}\n" if claim.notes else ""
         return f"""\
 ## {claim.name}: {claim.title}
 
@@ -144,7 +146,7 @@ class Page:
 {checks}
 
 **Verdict: {claim.name} {verdict}** ({seeds} {"seeds" if seeds > 1 else "seed: no spread is known"}).
-{tried}
+{notes}
 ![{claim.title}]({self._picture(claim)})
 
 `exogym reproduce {claim.name}` trained it: {minutes:.0f} minutes in one process on a busy machine.
