@@ -13,6 +13,7 @@ from exogym.strategy.communicate_optimize import (
     GradientModule,
     PeriodicModule,
 )
+from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
 from exogym.strategy.desloc import DESLOCStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
@@ -45,6 +46,7 @@ __all__ = [
     "CommunicationModule",
     "DESLOCStrategy",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
     "FedAvgStrategy",
     "FedNovaStrategy",
