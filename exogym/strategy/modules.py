@@ -33,10 +33,12 @@ class Module(Stateful, ABC):
         name: what its state is kept under; None: the name of its class.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
+        only_means: whether what it averages is nothing but a part of a mean (a shard, a factor), so that no robust rule
+            can take its place.
     """
 
     acts_on = "elements"
-    weighted_means = False
+    weighted_means = only_means = False
     counters: tuple[str, ...] = ()
     name: str | None = None
 
