@@ -20,6 +20,7 @@ from hosts.fixtures import said, wait_for
 
 from exogym import LocalTrainer, load_model
 from exogym.faults import Faults
+from exogym.record.run_folder import read_status
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -48,7 +49,7 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
         time.sleep(0.002)
-        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_SEAT", "")): time.sleep(0.01)
+        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_RANK", "")): time.sleep(0.01)
         return self.data[i]
 
 def note(loop):
@@ -58,7 +59,7 @@ def note(loop):
     if len(loop.fleet.comm.present) < loop.fleet.num_nodes:
         time.sleep(1)  # a busy machine takes its time to start the lost one again
 
-if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_SEAT"):
+if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
 
 model, data = small_problem()
@@ -117,7 +118,17 @@ def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int,
             assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
         if same:
             assert trainer.traffic == facts["traffic"]
+    is_told_without_a_gap(folder, steps)
     return away
+
+
+def is_told_without_a_gap(folder: Path, steps: int) -> None:
+    """Hold the run folder of rank 0 against what happened: each step of a node that was never away, once."""
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("done", steps)
+    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    told = [row["step"] for row in rows if row["node"] == COUNT - 1]
+    assert told == list(range(told[0], steps + 1))
 
 
 @pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
@@ -133,7 +144,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
 
 
 def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
-    """In an endless loop, while its thread goes on to tell the roll call that it is there."""
+    """In an endless loop, while its thread goes on to tell the membership server that it is there."""
     run = start(hosts, project, "diloco", min_hosts=1)
     (project / "hang1").touch()
     wait_for(lambda: "rank 1 hangs" in said_by(project), run)
@@ -226,7 +237,7 @@ def said_by(project: Path) -> str:
     return (project / "said").read_text()
 
 
-def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: Path) -> None:
+def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
     (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
     hosts.file(project / "hosts.json")
     words = [
@@ -239,4 +250,6 @@ def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: 
     ]
     done = hosts.controller.run(words, cwd=project)
     assert done.returncode == 0, said(done)
-    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    assert (
+        "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    )

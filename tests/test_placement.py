@@ -31,8 +31,9 @@ from strategies import STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, engine
 from exogym.callbacks import EvaluateNodes, Every
+from exogym.communicator import Wire
 from exogym.engine import shared
 from exogym.errors import ArgumentError, ModelError, TrainingError, WorkerError
 from exogym.faults import Faults
@@ -438,7 +439,7 @@ def test_layouts_that_cannot_be(name):
 
 
 def test_where_forking_is_not_safe_it_is_said(monkeypatch):
-    monkeypatch.setattr("exogym.training.placement.can_fork", lambda: False)
+    monkeypatch.setattr("exogym.engine.forked.can_fork", lambda: False)
     with pytest.raises(ArgumentError, match=r"processes=2 forks .* start the script with python -m exogym.launch"):
         train(**AVERAGES, processes=2)
 
@@ -566,3 +567,37 @@ def test_a_fork_leaves_the_callers_garbage_alone(tmp_path, made_in_the_fork):
         gc.enable()
         gc.collect()
     assert mark.exists() == made_in_the_fork
+
+
+class InAThread:
+    """An engine of one's own: all rows in a thread of this process. It is this class, and an entry in the list."""
+
+    shares_memory, runs_again = True, True
+
+    def __init__(self):
+        self.ran = 0
+
+    def applies(self, options):
+        return options.num_nodes == 4
+
+    def processes(self, options):
+        return 1
+
+    def run(self, options, body):
+        (rows,), found = options.placement, []
+        thread = threading.Thread(target=lambda: found.append(body(Wire(rows, options.native))))
+        thread.start()
+        thread.join()
+        self.ran += 1
+        return found[0]
+
+
+def test_an_engine_is_one_class_and_one_entry(monkeypatch):
+    """It takes the runs that are its own, whatever was asked else, and they have the same bits."""
+    wanted = outcome(train(**AVERAGES))
+    toy = InAThread()
+    monkeypatch.setattr(engine, "ENGINES", [toy, *engine.ENGINES])
+    assert outcome(train(**AVERAGES)) == wanted and toy.ran == 1
+    assert outcome(train(**AVERAGES, processes="auto")) == wanted and toy.ran == 2
+    train(**AVERAGES | {"num_nodes": 3})  # the control: not its own
+    assert toy.ran == 2

@@ -227,6 +227,7 @@ def advise(
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    lines += _of_probes(network, plans, num_nodes)
     if any(plan.local_steps for plan in plans):
         lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
     if flops is not None:
@@ -265,6 +266,24 @@ def _assumptions(
     ]
 
 
+def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
+    """Return what is to be known where the network was measured: what stands for what, and what was not probed."""
+    measurement = network.measurement
+    if measurement is None:
+        return []
+    kinds = ", ".join(measurement.probes) or "no collective"
+    lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
+    late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
+    lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
+    beyond = [
+        measurement.probes[t.kind].beyond(t.payload_bytes)
+        for plan in plans
+        for t in plan.traffic
+        if t.kind in measurement.probes and (t.members is None or t.members == num_nodes)
+    ]
+    return lines + [text for text in dict.fromkeys(beyond) if text is not None]
+
+
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
     if plan.local_steps is not None:
         return _row_of_rounds(plan, plan.local_steps, num_nodes, network, time, target)
@@ -277,7 +296,10 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
         way = traffic.algorithm
         if way is None and algorithm == "cheapest":
             way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
-        cost_s = network.duration_s(network.cost(traffic.kind, traffic.payload_bytes, members, way))
+        fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
+        cost_s = network.duration_s(
+            network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
+        )
         stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
@@ -338,4 +360,7 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
         return 0.0
     if kind == "broadcast":
         return (n - 1) / n
-    return FACTORS.get((kind, algorithm or "ring"), FACTORS[kind, "ring"])(n)
+    if kind in ("exchange", "mix", "send"):
+        return 1.0
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual one first
+    return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0

@@ -31,11 +31,11 @@ Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collective under way: its members, and in ticks its cost and its end."""
+    """A collective under way: its members, and in ticks its cost and its end (each member's own, of a mix)."""
 
     members: Any
     cost: int
-    end: int
+    end: Any
     name: str
 
 
@@ -152,8 +152,9 @@ class Clock:
         It starts once all members have got here, are up, and have their lines free.
         """
         members = self._members(event.members)
-        start = max(int(self._ticks[members].max()), int(self._line_free[members].max()))
-        if self._outages:
+        ready = np.maximum(self._ticks, self._line_free)
+        start: Any = self._starts(event, ready) if event.links else int(ready[members].max())
+        if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
         cost = round(self.network.seconds(event, draw=self.events, algorithm=algorithm) * TICKS_PER_S)
@@ -282,6 +283,15 @@ class Clock:
         if key not in self._cheapest:
             self._cheapest[key] = self.network.cheapest(event.kind, event.payload_bytes, event.members)[0]
         return self._cheapest[key]
+
+    def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
+        """Return (members,) when each member of a mix has all that is given to it on its way: it waits for no other."""
+        if self._outages:
+            ready = np.array([self._all_up([node], int(tick)) for node, tick in enumerate(ready)])
+        starts = ready.copy()
+        for giver, taker in event.links:
+            starts[taker] = max(starts[taker], ready[giver])
+        return starts[list(event.members)]
 
     def _all_up(self, members: Sequence[int], start: int) -> int:
         """Return the first moment from `start` at which no member is down."""

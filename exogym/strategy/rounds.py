@@ -67,7 +67,12 @@ class Rounds:
 
     def lengths(self, total_steps: int) -> list[int]:
         """Return the steps of each round that begins within `total_steps` steps."""
-        count = self.of_step(total_steps) + 1
+        return self.first(self.of_step(total_steps) + 1)
+
+    def first(self, count: int) -> list[int]:
+        """Return the steps of each of the first `count` rounds."""
         if isinstance(self.H, int):
             return [self.H] * count
+        while len(self._ends) <= count:
+            self._add()
         return [after - before for before, after in zip(self._ends[:count], self._ends[1 : count + 1], strict=True)]

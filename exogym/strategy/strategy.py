@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from exogym.base.torch_private import scale_
 from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.faults import Faults
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
@@ -177,6 +178,17 @@ class Strategy:
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
         """Return the steps of each round, by module, of modules whose H is a function of the round."""
         return {}
+
+    def beside(self, faults: Faults) -> Strategy:
+        """Return this strategy for a run in which the bad nodes of `faults` bring wrong updates.
+
+        Raises:
+            ArgumentError: its updates are not seen by anybody.
+        """
+        raise ArgumentError(
+            f"faults: bad_nodes={faults.bad_nodes!r} send wrong updates, and what {type(self).__name__} sends is its "
+            "own: take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out"
+        )
 
     def unweighted(self) -> list[str]:
         """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""

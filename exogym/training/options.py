@@ -131,6 +131,9 @@ class FitOptions:
             raise ArgumentError(
                 f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
             )
+        if self.faults is not None and self.faults.bad_nodes:
+            self.faults.bad(self.num_nodes)
+            object.__setattr__(self, "strategy", self.strategy.beside(self.faults))
         if self.balance is not None:
             object.__setattr__(self, "balance", Balance.of(self.balance))
             if self.weighs_nodes:
