@@ -157,7 +157,8 @@ class Clock:
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
-        cost = round(self.network.seconds(event, draw=self.events, algorithm=algorithm) * TICKS_PER_S)
+        start_s = float(np.max(start)) / TICKS_PER_S
+        cost = round(self.network.seconds(event, self.events, algorithm, start_s) * TICKS_PER_S)
         if cost:
             self._line_free[members] = start + cost
         self.tx_bytes[members] += event.tx_bytes

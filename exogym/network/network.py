@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, w
 from exogym.network.measured import Measurement, Probes
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
+from exogym.network.trace import Trace
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 
 Members = int | Sequence[int]
-OPTIONS = ("jitter", "loss", "seed", "server")
+OPTIONS = ("jitter", "loss", "seed", "server", "trace")
 SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
 
 
@@ -40,6 +42,7 @@ class Network:
             Networks, 2.4). That TCP slows down on loss is not in it.
         seed: of the jitter.
         server: bandwidth of a parameter server's line; by default it has the fastest line of the members it serves.
+        trace: rates over time, a CSV file or rows (time_s, who, rate), see `exogym.network.trace`; a clock follows it.
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
@@ -67,6 +70,7 @@ class Network:
         loss: float = 0.0,
         seed: int = 0,
         server: Any = None,
+        trace: Any = None,
     ):
         if bandwidth is None and (up is None or down is None):
             raise ArgumentError("a network needs a bandwidth, as in Network('1Gbps', '0.5ms'), or up= and down=")
@@ -77,20 +81,22 @@ class Network:
             parse_bandwidth(given, name if given is not bandwidth else "bandwidth") for name, given in ways.items()
         )
         links = UniformLinks(up_bps, down_bps, parse_seconds(latency))
-        self._set(links, jitter, loss, seed, server, {"up": up_bps, "down": down_bps, "latency": links.latency_s})
+        self._set(
+            links, jitter, loss, seed, server, trace, {"up": up_bps, "down": down_bps, "latency": links.latency_s}
+        )
 
     @classmethod
     @checked
     def matrix(
         cls, bandwidth: Any, latency: Any = 0.0, *, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0,
-        server: Any = None,
+        server: Any = None, trace: Any = None,
     ) -> Network:  # fmt: skip
         """Return a network with a link of its own for each ordered pair of nodes.
 
         Args:
             bandwidth, latency: (N, N) numbers or text, entry [i][j] from i to j, the diagonal ignored; one latency
                 may stand for all. Every pair needs a way.
-            jitter, loss, seed, server: as `Network`.
+            jitter, loss, seed, server, trace: as `Network`.
 
         Raises:
             ArgumentError: not square, of different sizes, or a pair that cannot reach each other.
@@ -101,13 +107,13 @@ class Network:
         """
         links = MatrixLinks(bandwidth, latency)
         shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, {"matrix": without_diagonal(shape)})
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, trace, {"matrix": without_diagonal(shape)})
 
     @classmethod
     @checked
     def groups(
         cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: bool = True, jitter: Any = 0.0,
-        loss: float = 0.0, seed: int = 0, server: Any = None,
+        loss: float = 0.0, seed: int = 0, server: Any = None, trace: Any = None,
     ) -> Network:  # fmt: skip
         """Return islands: fast links inside each, slow ones between them.
 
@@ -117,7 +123,7 @@ class Network:
             between: the network of two nodes of different islands; a matrix has one row per island.
             shared: an island has one such line, which all its messages of a moment share; False gives each node its
                 own.
-            jitter, loss, seed, server: as `Network`, for all links.
+            jitter, loss, seed, server, trace: as `Network`, for all links.
 
         Raises:
             ArgumentError: groups that are empty or miss nodes, or networks that do not fit them.
@@ -130,9 +136,10 @@ class Network:
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part.jitter_s or part.loss:
+            if part.jitter_s or part.loss or part.trace is not None:
                 raise ArgumentError(
-                    "give jitter and loss to Network.groups(), for all links, not to the networks inside and between"
+                    "give jitter, loss and trace to Network.groups(), for all links, not to the networks inside and "
+                    "between"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
@@ -146,7 +153,7 @@ class Network:
         }
         shape["inside"] = [part.describe() for part in insides] if many else insides[0].describe()
         shape["shared"] = bool(shared)
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape)
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, trace, shape)
 
     @classmethod
     @checked
@@ -177,7 +184,7 @@ class Network:
     def _of_measurement(cls, measurement: Measurement) -> Network:
         network = cls.__new__(cls)
         network.measurement = measurement
-        return network._set(measurement.links, 0.0, 0.0, 0, None, measurement.describe())
+        return network._set(measurement.links, 0.0, 0.0, 0, None, None, measurement.describe())
 
     @classmethod
     def preset(cls, name: str) -> Network:
@@ -245,7 +252,9 @@ class Network:
             raise ArgumentError(f"a network by {shape} takes {', '.join(wanted)}, not {', '.join(sorted(settings))}")
         return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
 
-    def _set(self, links: Links, jitter: Any, loss: float, seed: int, server: Any, shape: dict[str, Any]) -> Network:
+    def _set(
+        self, links: Links, jitter: Any, loss: float, seed: int, server: Any, trace: Any, shape: dict[str, Any]
+    ) -> Network:
         self.links = links
         self.jitter_s = parse_seconds(jitter, "jitter")
         if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < 1:
@@ -253,7 +262,16 @@ class Network:
         check_count("seed", seed, least=0)
         self.loss, self.seed = float(loss), seed
         self.server_bps = None if server is None else parse_bandwidth(server, "server")
-        options = {"jitter": self.jitter_s, "loss": self.loss, "seed": self.seed, "server": self.server_bps}
+        options: dict[str, Any] = {
+            "jitter": self.jitter_s,
+            "loss": self.loss,
+            "seed": self.seed,
+            "server": self.server_bps,
+        }
+        self.trace = None if trace is None else Trace(links, trace)
+        self._at: dict[int, Network] = {}
+        if self.trace is not None:
+            options["trace"] = [list(row) for row in self.trace.rows]
         self._description = shape | {name: value for name, value in options.items() if value}
         return self
 
@@ -275,6 +293,7 @@ class Network:
             return f"Network.measured(<{self.num_nodes} nodes: {probed}>)"
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
+        extra += f", trace=<{len(self.trace.rows)} rows>" if self.trace is not None else ""
         if isinstance(links, MatrixLinks):
             return f"Network.matrix(<{links.size} nodes>{extra})"
         if isinstance(links, GroupLinks):
@@ -307,14 +326,31 @@ class Network:
 
     # What things cost
 
-    def seconds(self, event: Event, draw: int | None = None, algorithm: str | None = None) -> float:
+    def at(self, time_s: float) -> Network:
+        """Return the network with the links that it has at a moment, by its trace; itself where it has none."""
+        return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
+
+    def _in_interval(self, k: int) -> Network:
+        assert self.trace is not None
+        if k not in self._at:
+            network = copy.copy(self)
+            network.links, network.trace = self.trace.links(k), None
+            self._at[k] = network
+        return self._at[k]
+
+    def seconds(
+        self, event: Event, draw: int | None = None, algorithm: str | None = None, start_s: float = 0.0
+    ) -> float:
         """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
 
         Args:
             draw: number of the event, which picks its jitter; the first, 0, sets connections up. None: the mean jitter
                 of any other.
             algorithm: another way to carry it out than the event names.
+            start_s: that moment, which counts where links change.
         """
+        if self.trace is not None:
+            return self.trace.seconds(start_s, lambda k: self._in_interval(k).seconds(event, draw, algorithm))
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
         if event.links:
