@@ -341,7 +341,9 @@ def _row_of_fleet(
             way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
         fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
         cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
-        cost_s = scale * network.duration_s(cost)
+        idle_s = traffic.every_steps * step_s
+        ramp_s = network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s)
+        cost_s = scale * (network.duration_s(cost) + ramp_s)
         stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
