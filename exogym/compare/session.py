@@ -62,6 +62,7 @@ class Session:
     """What all runs share, and those that have ended.
 
     Attributes:
+        callbacks: of every run, beside those that keep and tell.
         outcomes: (label, seed) to what came out, in the order of the runs.
     """
 
@@ -80,21 +81,30 @@ class Session:
     metrics: dict[str, Metric] | None
     watch: Callable[[Standing], object] | None
     folder: Folder | None
+    callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     _node_steps: int = 0  # trained since the start, of all nodes
     _start: float = field(default_factory=time.perf_counter)
 
     def train_all(self) -> None:
         """Take every run to its end; what the folder already has is not trained again."""
-        for label, entry in self.entries.items():
+        for label in self.entries:
             for number, seed in enumerate(self.setting.seeds, 1):
-                known = None if self.folder is None else self.folder.outcome(label, seed)
-                outcome = known or self._train(label, entry, number, seed)
-                if known is None and self.folder is not None:
-                    self.folder.keep(label, seed, outcome)
-                self.outcomes[label, seed] = outcome
+                known = self.known(label, seed)
+                self.outcomes[label, seed] = known or self.settle(label, seed)
                 if known is not None and known.history is not None:
                     self._tell(label, number, self.setting.steps, known.history)
+
+    def known(self, label: str, seed: int) -> Outcome | None:
+        """Return what the folder has of a run that has ended."""
+        return None if self.folder is None else self.folder.outcome(label, seed)
+
+    def settle(self, label: str, seed: int) -> Outcome:
+        """Take one run to its end, and keep what came out where there is a folder."""
+        outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
+        if self.folder is not None:
+            self.folder.keep(label, seed, outcome)
+        return outcome
 
     @property
     def histories(self) -> dict[tuple[str, int], History]:
@@ -122,7 +132,7 @@ class Session:
                 seed=seed, batch_size=self.setting.batch_size, val_interval=self.val_interval, device=self.place,
                 partitioner=FirstShard(self.split, self.setting.nodes) if entry.alone else self.split,
                 processes=1 if entry.alone else self.processes, progress=False,
-                callbacks=[_At(self, label, entry, number, saved)], **timing, **saving,
+                callbacks=[*self.callbacks, _At(self, label, entry, number, saved)], **timing, **saving,
             )  # fmt: skip
             _check_finite(trainer.history, seed)
         except TrainingError as failure:
