@@ -303,17 +303,30 @@ def measured(answers: list[dict[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(segment[name] for segment in segments) for name in segments[0]}
 
 
-def predict(train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float) -> dict[str, Any]:
+def memory_bytes_per_s(size: int = 4_000_000, times: int = 20) -> float:
+    """Return the most bytes per second that a host's process read and wrote as it copied `size` bytes."""
+    x, y, seconds = torch.zeros(size // 4), torch.zeros(size // 4), []
+    for _ in range(times):
+        start = time.perf_counter()
+        y.copy_(x)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size / min(seconds)
+
+
+def predict(
+    train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, memory_bytes_per_s: float = 0.0
+) -> dict[str, Any]:
     """Return the seconds of a segment, "comm_s" and "run_s", as the clock has it, and the weights' "fingerprint".
 
     The job is trained here, in one process; `rate_bps` and `latency_s` are of every link, `step_s` of a node's step.
+    With `memory_bytes_per_s` the copies and sums of the exact reduction take time.
     """
     seen: list[tuple[float, float]] = []
 
     def mark(loop: Any) -> None:
         seen.append((loop.timing.time_s, float(loop.timing.clock.seconds("sending")[0])))
 
-    network = Network(rate_bps * PAYLOAD_SHARE, latency_s)
+    network = Network(rate_bps * PAYLOAD_SHARE, latency_s, memory=8 * memory_bytes_per_s or None)
     trainer = train(job, mark, network=network, step_seconds=step_s)
     run_s, comm_s = ((seen[-1][part] - seen[0][part]) / (len(seen) - 1) for part in (0, 1))
     return {"run_s": run_s, "comm_s": comm_s, "fingerprint": fingerprint(trainer.model)}

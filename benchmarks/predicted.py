@@ -14,10 +14,11 @@ process to rank 0's exit, small messages included; until then rank 0 waits, whic
 
 **Predicted.** The same `fit` in one process with `network=` and `step_seconds=`; the fingerprint of the weights shows
 that it is the same training. Of the links it knows the rate, the share of it that is payload, and the time of a small
-message; that and the time of a step (a segment less *comm*) are measured beforehand without limits. Nothing is fitted.
+message; that and the time of a step (a segment less *comm*) are measured beforehand without limits, and so is the rate
+at which a process copies memory, for the copies and sums of the exact reduction. Nothing is fitted.
 The share: 1,448 bytes of a packet of 1,514 (Ethernet 14, IP 20, TCP with timestamps 32), and 66 bytes back to
 acknowledge every second packet (RFC 5681, section 4.2), which share the line with the data that goes that way. A ring,
-which the clock reckons with, and the exact reduction cost the same here.
+which the clock reckons with, and the exact reduction cost the same on the wire.
 
 The script fails where they differ by more than `--limit`.
 """
@@ -33,7 +34,7 @@ from typing import Any
 
 import namespaces
 import torch
-from namespaces import bits_per_s, enter, hosts, load, measured
+from namespaces import bits_per_s, enter, hosts, load, measured, memory_bytes_per_s
 from torch import Tensor, nn
 
 from exogym import LocalTrainer
@@ -70,9 +71,11 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     return trainer
 
 
-def predict(job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float) -> dict[str, Any]:
+def predict(
+    job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, memory_bytes_per_s: float = 0.0
+) -> dict[str, Any]:
     """Return what the clock says of a job, whose forward pass does not sleep here."""
-    return namespaces.predict(train, job | {"step_s": 0.0}, rate_bps, latency_s, step_s)
+    return namespaces.predict(train, job | {"step_s": 0.0}, rate_bps, latency_s, step_s, memory_bytes_per_s)
 
 
 def compare(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -88,6 +91,8 @@ def compare(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             own_step_s = (free["run_s"] - free["comm_s"]) / job["steps"]
             for rate in given.rates.split(","):
                 known = {"rate_bps": bits_per_s(rate), "latency_s": latency_s, "step_s": own_step_s}
+                if reduction == "tree":
+                    known["memory_bytes_per_s"] = memory_bytes_per_s()
                 clock = predict(job, **known)
                 group.limit(rate)
                 answers = group.train(job)

@@ -222,6 +222,7 @@ def advise(
     if (step_seconds is None) == (flops is None):
         raise ArgumentError("give the time of a step, step_seconds=, or its work, flops= (see exogym.clock.flops_of)")
     network = Network.of(network)
+    links = network.at(0.0)
     if flops is not None:
         step_seconds = seconds_of(flops, device, device_utilisation)
     if speeds is not None:
@@ -240,13 +241,15 @@ def advise(
         given if isinstance(given, Plan) else plan_of(given, parameters, num_nodes, bytes_per_element)
         for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
     ]
-    rows = [_row(plan, num_nodes, network, time, algorithm, target_utilisation) for plan in plans]
+    rows = [_row(plan, num_nodes, links, time, algorithm, target_utilisation) for plan in plans]
     if failures is not None:
         rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if network.trace is not None:
+        lines.append("links change by a trace: reckoned with as they are at its beginning; a clock follows them")
     lines += _of_probes(network, plans, num_nodes)
     if failures is not None:
         lines += [
@@ -338,7 +341,9 @@ def _row_of_fleet(
             way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
         fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
         cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
-        cost_s = scale * network.duration_s(cost)
+        idle_s = traffic.every_steps * step_s
+        ramp_s = network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s)
+        cost_s = scale * (network.duration_s(cost) + ramp_s)
         stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)

@@ -10,6 +10,7 @@ where waiting is for the others and sending is for the collective under way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,10 @@ class Clock:
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
-        cost = round(self.network.seconds(event, draw=self.events, algorithm=algorithm) * TICKS_PER_S)
+        start_s = float(np.max(start)) / TICKS_PER_S
+        used_s = float(self._line_free[members].max()) / TICKS_PER_S
+        idle_s = start_s - used_s if used_s else math.inf
+        cost = round(self.network.seconds(event, self.events, algorithm, start_s, idle_s) * TICKS_PER_S)
         if cost:
             self._line_free[members] = start + cost
         self.tx_bytes[members] += event.tx_bytes

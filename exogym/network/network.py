@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +15,14 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked, nea
 from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement, Probes
+from exogym.network.overheads import IDLE_S, moved_in_memory, slow_start_s
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
+from exogym.network.trace import Trace
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 
 Members = int | Sequence[int]
-OPTIONS = ("jitter", "loss", "seed", "server")
+OPTIONS = ("jitter", "loss", "seed", "server", "trace", "tcp", "memory")
 SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
 
 
@@ -40,6 +43,10 @@ class Network:
             Networks, 2.4). That TCP slows down on loss is not in it.
         seed: of the jitter.
         server: bandwidth of a parameter server's line; by default it has the fastest line of the members it serves.
+        trace: rates over time, a CSV file or rows (time_s, who, rate), see `exogym.network.trace`; a clock follows it.
+        tcp: connections that were idle start slowly, see `exogym.network.overheads`.
+        memory: rate at which a host reads and writes memory, as "10GB/s": then the copies and sums of the exact
+            reduction take time (torch's own, `reduction="native"`, has fewer).
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
@@ -67,6 +74,9 @@ class Network:
         loss: float = 0.0,
         seed: int = 0,
         server: Any = None,
+        trace: Any = None,
+        tcp: bool = False,
+        memory: Any = None,
     ):
         if bandwidth is None and (up is None or down is None):
             raise ArgumentError("a network needs a bandwidth, as in Network('1Gbps', '0.5ms'), or up= and down=")
@@ -77,20 +87,22 @@ class Network:
             parse_bandwidth(given, name if given is not bandwidth else "bandwidth") for name, given in ways.items()
         )
         links = UniformLinks(up_bps, down_bps, parse_seconds(latency))
-        self._set(links, jitter, loss, seed, server, {"up": up_bps, "down": down_bps, "latency": links.latency_s})
+        shape = {"up": up_bps, "down": down_bps, "latency": links.latency_s}
+        self._set(links, jitter, loss, seed, server, trace, shape, tcp, memory)
 
     @classmethod
     @checked
     def matrix(
         cls, bandwidth: Any, latency: Any = 0.0, *, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0,
-        server: Any = None,
+        server: Any = None, trace: Any = None,
+        tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
         """Return a network with a link of its own for each ordered pair of nodes.
 
         Args:
             bandwidth, latency: (N, N) numbers or text, entry [i][j] from i to j, the diagonal ignored; one latency
                 may stand for all. Every pair needs a way.
-            jitter, loss, seed, server: as `Network`.
+            jitter, loss, seed, server, trace, tcp, memory: as `Network`.
 
         Raises:
             ArgumentError: not square, of different sizes, or a pair that cannot reach each other.
@@ -101,13 +113,16 @@ class Network:
         """
         links = MatrixLinks(bandwidth, latency)
         shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, {"matrix": without_diagonal(shape)})
+        return cls.__new__(cls)._set(
+            links, jitter, loss, seed, server, trace, {"matrix": without_diagonal(shape)}, tcp, memory
+        )
 
     @classmethod
     @checked
     def groups(
         cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: bool = True, jitter: Any = 0.0,
-        loss: float = 0.0, seed: int = 0, server: Any = None,
+        loss: float = 0.0, seed: int = 0, server: Any = None, trace: Any = None,
+        tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
         """Return islands: fast links inside each, slow ones between them.
 
@@ -117,7 +132,7 @@ class Network:
             between: the network of two nodes of different islands; a matrix has one row per island.
             shared: an island has one such line, which all its messages of a moment share; False gives each node its
                 own.
-            jitter, loss, seed, server: as `Network`, for all links.
+            jitter, loss, seed, server, trace, tcp, memory: as `Network`, for all links.
 
         Raises:
             ArgumentError: groups that are empty or miss nodes, or networks that do not fit them.
@@ -130,9 +145,10 @@ class Network:
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part.jitter_s or part.loss:
+            if part.jitter_s or part.loss or part.trace is not None:
                 raise ArgumentError(
-                    "give jitter and loss to Network.groups(), for all links, not to the networks inside and between"
+                    "give jitter, loss and trace to Network.groups(), for all links, not to the networks inside and "
+                    "between"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
@@ -146,7 +162,7 @@ class Network:
         }
         shape["inside"] = [part.describe() for part in insides] if many else insides[0].describe()
         shape["shared"] = bool(shared)
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape)
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, trace, shape, tcp, memory)
 
     @classmethod
     @checked
@@ -177,7 +193,7 @@ class Network:
     def _of_measurement(cls, measurement: Measurement) -> Network:
         network = cls.__new__(cls)
         network.measurement = measurement
-        return network._set(measurement.links, 0.0, 0.0, 0, None, measurement.describe())
+        return network._set(measurement.links, 0.0, 0.0, 0, None, None, measurement.describe(), False, None)
 
     @classmethod
     def preset(cls, name: str) -> Network:
@@ -245,7 +261,10 @@ class Network:
             raise ArgumentError(f"a network by {shape} takes {', '.join(wanted)}, not {', '.join(sorted(settings))}")
         return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
 
-    def _set(self, links: Links, jitter: Any, loss: float, seed: int, server: Any, shape: dict[str, Any]) -> Network:
+    def _set(
+        self, links: Links, jitter: Any, loss: float, seed: int, server: Any, trace: Any, shape: dict[str, Any],
+        tcp: bool, memory: Any,
+    ) -> Network:  # fmt: skip
         self.links = links
         self.jitter_s = parse_seconds(jitter, "jitter")
         if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < 1:
@@ -253,7 +272,21 @@ class Network:
         check_count("seed", seed, least=0)
         self.loss, self.seed = float(loss), seed
         self.server_bps = None if server is None else parse_bandwidth(server, "server")
-        options = {"jitter": self.jitter_s, "loss": self.loss, "seed": self.seed, "server": self.server_bps}
+        options: dict[str, Any] = {
+            "jitter": self.jitter_s,
+            "loss": self.loss,
+            "seed": self.seed,
+            "server": self.server_bps,
+        }
+        if not isinstance(tcp, bool):
+            raise ArgumentError(f"tcp={tcp!r} must be True or False")
+        self.tcp = tcp
+        self.memory_bps = None if memory is None else parse_bandwidth(memory, "memory")
+        options |= {"tcp": self.tcp, "memory": self.memory_bps}
+        self.trace = None if trace is None else Trace(links, trace)
+        self._at: dict[int, Network] = {}
+        if self.trace is not None:
+            options["trace"] = [list(row) for row in self.trace.rows]
         self._description = shape | {name: value for name, value in options.items() if value}
         return self
 
@@ -275,6 +308,7 @@ class Network:
             return f"Network.measured(<{self.num_nodes} nodes: {probed}>)"
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
+        extra += f", trace=<{len(self.trace.rows)} rows>" if self.trace is not None else ""
         if isinstance(links, MatrixLinks):
             return f"Network.matrix(<{links.size} nodes>{extra})"
         if isinstance(links, GroupLinks):
@@ -307,14 +341,35 @@ class Network:
 
     # What things cost
 
-    def seconds(self, event: Event, draw: int | None = None, algorithm: str | None = None) -> float:
+    def at(self, time_s: float) -> Network:
+        """Return the network with the links that it has at a moment, by its trace; itself where it has none."""
+        return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
+
+    def _in_interval(self, k: int) -> Network:
+        assert self.trace is not None
+        if k not in self._at:
+            network = copy.copy(self)
+            network.links, network.trace = self.trace.links(k), None
+            self._at[k] = network
+        return self._at[k]
+
+    def seconds(
+        self, event: Event, draw: int | None = None, algorithm: str | None = None, start_s: float = 0.0,
+        idle_s: float = math.inf,
+    ) -> float:  # fmt: skip
         """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
 
         Args:
             draw: number of the event, which picks its jitter; the first, 0, sets connections up. None: the mean jitter
                 of any other.
             algorithm: another way to carry it out than the event names.
+            start_s: that moment, which counts where links change.
+            idle_s: how long the members' lines had been idle then, which counts where connections start slowly.
         """
+        if self.trace is not None:
+            return self.trace.seconds(
+                start_s, lambda k: self._in_interval(k).seconds(event, draw, algorithm, start_s, idle_s)
+            )
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
         if event.links:
@@ -326,7 +381,8 @@ class Network:
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
         way = event.algorithm if algorithm is None else algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
-        return self.duration_s(cost, draw) + (self.set_up_s(event.kind) if draw == 0 else 0.0)
+        ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s)
+        return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind) if draw == 0 else 0.0)
 
     def _cost_of_links(self, event: Event) -> Cost:
         """Return what the messages of a mix cost, which go at once; those of a node share its line."""
@@ -378,7 +434,10 @@ class Network:
         known = None if fan is not None else self._measured(kind, way, n)
         if known is not None:
             return known.cost(payload_bytes)
-        return cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
+        cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
+        if self.memory_bps is not None:
+            cost += Cost(8 * payload_bytes * moved_in_memory(kind, way, n) / self.memory_bps)
+        return cost
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
@@ -390,6 +449,14 @@ class Network:
         times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
         best = min(times, key=times.__getitem__)
         return best, times[best]
+
+    def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
+        """Return the seconds that a collective loses as its connections start slowly; 0 where they were not idle."""
+        ids = self._members(members)
+        if not self.tcp or idle_s <= IDLE_S or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
+            return 0.0
+        bandwidth, latency = self.links.slowest(np.asarray(ids))
+        return slow_start_s(payload_bytes, float(bandwidth), float(latency))
 
     def set_up_s(self, kind: str) -> float:
         """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""

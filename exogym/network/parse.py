@@ -32,7 +32,7 @@ def settings_of(text: str) -> dict[str, Any]:
         elif name in named:
             raise ArgumentError(f"network {text!r} gives {name} twice: give it once")
         else:
-            named[name] = _number(value) if name in ("loss", "seed") else value
+            named[name] = _number(value) if name in ("loss", "seed", "tcp") else value
     places: tuple[str, ...] = ("bandwidth", "latency")
     if bare and not bare[0].startswith((*"0123456789.+-",)):
         places = ("preset",)
@@ -57,6 +57,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _number(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for read in (int, float):
         try:
             return read(text)

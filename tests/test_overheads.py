@@ -1,0 +1,70 @@
+"""What a collective costs beside latency and rate: TCP's slow start, played round by round, and a host's memory."""
+
+import pytest
+import torch
+
+from exogym.advise import advise
+from exogym.clock import Clock
+from exogym.communicator import Communicator
+from exogym.errors import ArgumentError
+from exogym.network import Network
+from exogym.network.overheads import FIRST_WINDOW_BYTES, slow_start_s
+
+
+def played_s(payload, bandwidth, latency):
+    """Send windows that double, each answered after a round trip, until the line is full; then at its rate."""
+    sent, window, now = 0, FIRST_WINDOW_BYTES, 0.0
+    full = bandwidth / 8 * 2 * latency
+    while window < full and sent + window < payload:
+        sent, window, now = sent + window, 2 * window, now + 2 * latency
+    return now + (payload - sent) * 8 / bandwidth
+
+
+@pytest.mark.parametrize("payload", [1e3, 1e5, 3e6, 1e9])
+@pytest.mark.parametrize(("bandwidth", "latency"), [(5e8, 0.075), (1e9, 0.01), (1e7, 0.1), (1e9, 1e-5)])
+def test_slow_start_is_what_it_is_round_by_round(payload, bandwidth, latency):
+    lost = played_s(payload, bandwidth, latency) - payload * 8 / bandwidth
+    assert slow_start_s(payload, bandwidth, latency) == pytest.approx(lost, abs=1e-9)
+
+
+def test_only_idle_connections_start_slowly():
+    """H = 1 with short steps keeps the window; after a second of computing it is lost."""
+    plain, slow = Network("500Mbps", "75ms"), Network("500Mbps", "75ms", tcp=True)
+    ramp_s = slow_start_s(4e6, 5e8, 0.075)
+    for step_s, ramps in ((0.1, 1), (1.0, 3)):
+        ends = []
+        for network in (plain, slow):
+            clock = Clock(4, network, step_s)
+            comm = Communicator(range(4), 4)
+            comm.ledger.listeners.append(clock.event)
+            for _ in range(3):
+                clock.advance(1)
+                comm.all_reduce(torch.zeros(4, 1_000_000))
+            ends.append(float(clock.time_s[0]))
+        assert ends[1] - ends[0] == pytest.approx(ramps * ramp_s)
+        rows = [
+            advise(parameters=1e6, num_nodes=4, network=n, step_seconds=step_s, strategies=["ddp"])
+            .rows[0]
+            .seconds_per_step
+            for n in (plain, slow)
+        ]
+        assert rows[1] - rows[0] == pytest.approx(ramp_s if ramps == 3 else 0, abs=1e-9)
+
+
+def test_memory_is_read_and_written():
+    plain, busy = Network("1Gbps"), Network("1Gbps", memory="10GB/s")
+    for n, passes in ((2, 9.5), (4, 9.25)):
+        more = busy.cost("all_reduce", 4e6, n).seconds - plain.cost("all_reduce", 4e6, n).seconds
+        assert more == pytest.approx(passes * 4e6 / 10e9)
+    assert busy.cost("all_reduce", 4e6, 1).seconds == 0
+    assert busy.cost("all_reduce", 4e6, 4, "tree") == plain.cost("all_reduce", 4e6, 4, "tree")
+
+
+def test_they_are_settings_like_others():
+    text = Network.parse("1Gbps,20ms,tcp=true,memory=10GB/s")
+    assert text.tcp and text.memory_bps == 80e9
+    assert Network.of(text.describe()).describe() == text.describe()
+    assert "tcp" not in Network("1Gbps").describe()
+    for wrong in ({"tcp": "yes"}, {"memory": 0}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            Network("1Gbps", **wrong)
