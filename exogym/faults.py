@@ -6,6 +6,7 @@ training is cut into stretches. Steps are the fleet's, counted from 1.
     away    the node neither computes nor communicates; back, it takes the others' parameters
     lost    the synchronisation after that step passes the node by: it keeps its own parameters and goes on
     slow    the node takes only a share of the local steps, and takes part with what it has
+    bad     the node brings wrong updates to the others (`exogym.strategy.updates`); its own training is right
 
 `Outages` are the faults that nobody planned: a run on real hosts writes down who was away when, and the same written
 into `Faults(absent=..., forget=True)` gives the same run in simulation.
@@ -13,6 +14,7 @@ into `Faults(absent=..., forget=True)` gives the same run in simulation.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
@@ -21,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from exogym.base.rng import numpy_generator
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 
 NEVER = 2**62
+ATTACKS = {"sign_flip": 1, "noise": 10, "scale": 10}  # each with its factor
 FIRST_HORIZON = 1024
 
 
@@ -43,7 +46,11 @@ class Faults:
         forget: a node that comes back was started anew and remembers nothing: besides parameters it takes the state of
             its inner optimizer, and what its strategy keeps, from the node whose parameters it takes. Otherwise it was
             out of reach only.
-        seed: of the rates.
+        seed: of the rates, of which nodes are bad, and of their noise.
+        bad_nodes: ids of the nodes that send wrong updates, or a share of all, rounded, drawn by the seed.
+        attack: what they send: "sign_flip", "noise" or "scale".
+        attack_factor: c, over 0: the update times -c, noise of c times its norm, or the update times c; by default 1
+            for "sign_flip", and 10 for the others.
 
     Raises:
         ArgumentError: a node, step, rate or share that cannot be.
@@ -68,6 +75,9 @@ class Faults:
         slow: Mapping[int, float] | None = None,
         forget: bool = False,
         seed: int = 0,
+        bad_nodes: float | Sequence[int] = (),
+        attack: str = "sign_flip",
+        attack_factor: float | None = None,
     ):
         for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
             if not isinstance(given, Mapping | None):
@@ -94,6 +104,37 @@ class Faults:
         if not isinstance(forget, bool):
             raise ArgumentError(f"forget={forget!r} must be True or False")
         self.forget = forget
+        if isinstance(bad_nodes, list | tuple | range):
+            for node in bad_nodes:
+                check_count("each of bad_nodes", node, least=0)
+        elif not (isinstance(bad_nodes, int | float) and _is_number(bad_nodes) and 0 <= bad_nodes < 1):
+            raise ArgumentError(
+                f"bad_nodes={bad_nodes!r} must be a list of nodes, or a share of them, at least 0 and under 1"
+            )
+        check_choice("attack", attack, ATTACKS)
+        if attack_factor is not None and not (_is_number(attack_factor) and 0 < attack_factor < math.inf):
+            raise ArgumentError(f"attack_factor={attack_factor!r} must be a number over 0")
+        self.bad_nodes, self.attack = bad_nodes, attack
+        self.attack_factor = float(ATTACKS[attack] if attack_factor is None else attack_factor)
+
+    def bad(self, num_nodes: int) -> list[int]:
+        """Return the sorted ids of the bad nodes among `num_nodes`: the same in every step.
+
+        Raises:
+            ArgumentError: a node that the fleet does not have.
+
+        >>> Faults(bad_nodes=0.25).bad(8), Faults(bad_nodes=[5, 1]).bad(8)
+        ([0, 7], [1, 5])
+        """
+        if isinstance(self.bad_nodes, int | float):
+            drawn = numpy_generator(self.seed, "bad").permutation(num_nodes)
+            return sorted(drawn[: round(self.bad_nodes * num_nodes)].tolist())
+        for node in self.bad_nodes:
+            if node >= num_nodes:
+                raise ArgumentError(
+                    f"faults name node {node} in bad_nodes, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
+                )
+        return sorted(set(self.bad_nodes))
 
     def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
         """Return who is there in a fleet of `num_nodes`.

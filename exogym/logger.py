@@ -17,12 +17,11 @@ import inspect
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from exogym.base.files import cut_torn_line, replacing
+from exogym.base.files import cut_torn_line, make_folder, replacing
 from exogym.errors import ArgumentError, ExoGymError, checked
 from exogym.progress import notice
 from exogym.record.history import OF_THE_STEP, plain
@@ -140,15 +139,9 @@ def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
     Raises:
         ArgumentError: it cannot; folders made on the way are removed, and `name` is the argument in the message.
     """
-    made = [parent for parent in (Path(folder), *Path(folder).parents) if not os.path.exists(parent)]
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"exogym")
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
-        for parent in made:
-            with contextlib.suppress(OSError, ValueError):
-                parent.rmdir()
+        make_folder(folder)
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{name}={str(folder)!r} cannot be written ({error}): choose another folder") from error
 
 

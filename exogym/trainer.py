@@ -19,6 +19,7 @@ from exogym.base.rng import preserved_state
 from exogym.clock import Clock
 from exogym.communicator import Wire
 from exogym.data.partition import Partitioner
+from exogym.engine import Engine
 from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, checked
 from exogym.faults import Faults
@@ -140,6 +141,7 @@ class LocalTrainer(Trainer):
     """
 
     max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
+    engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
 
     @checked
     def fit(
@@ -268,7 +270,8 @@ class LocalTrainer(Trainer):
                     module.training = training
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
-        run_placed(self.subject, options, device, lambda given, wire: self._train(given, device, wire))
+        body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
+        run_placed(self.subject, options, device, body, self.engine)
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""

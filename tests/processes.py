@@ -1,13 +1,21 @@
-"""Real processes for tests: forked ones, those that meet over gloo or in shared memory, and worlds under torchrun."""
+"""Real processes for tests: forked ones, those that meet over gloo or in shared memory, and worlds under torchrun.
+
+Importing torch takes a second of a core. So `python(...)` runs what `python WORDS...` would run in a fork of this
+process, which has it, and `world(...)` does so for ranks; of each kind one test starts a Python of its own.
+"""
 
 import contextlib
+import logging
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,7 +25,7 @@ from exogym.engine.forks import run_forked
 from exogym.engine.wire import ProcessWire, place
 
 WIDTH = 1001
-PATIENCE_S = 100
+PATIENCE_S = 300  # a world trains every strategy of the table, on a machine that others use too
 
 
 # Looking around
@@ -86,11 +94,90 @@ def apart(body, patience_s=60):
 def ended(pid):
     """Wait for a process of `apart`; return its exit code, after all of its session are gone."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := of_session(pid)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
     return code
+
+
+def start(words, cwd=".", env=None, files=(None, None, None)):
+    """Run `python WORDS...` in a fork of this process, in a session of its own; return its process id.
+
+    Args:
+        words: a script, `-m` and a module, or `-c` and code, with arguments; `-W error` before it.
+        env: the whole environment; this process's if None.
+        files: descriptors for stdin, stdout and stderr; None: nothing.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.alarm(PATIENCE_S)
+        null = os.open(os.devnull, os.O_RDWR)
+        for at, file in enumerate(files):
+            os.dup2(null if file is None else file, at)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        os.chdir(cwd)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        os._exit(_status(list(map(str, words))))
+    return pid
+
+
+def _status(words):
+    """Run the words of `python WORDS...` here; return the exit status."""
+    for handler in list(logging.root.handlers):  # of pytest
+        logging.root.removeHandler(handler)
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    if words[0] == "-W":
+        warnings.simplefilter(words[1])
+        words = words[2:]
+    code = 1
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[0] = words[1:], os.getcwd()
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    measuring = sys.modules.get("coverage")
+    if measuring is not None and (lines := measuring.Coverage.current()) is not None:  # which the exit would lose
+        lines.stop()
+        lines.save()
+    return code
+
+
+def python(*words, cwd=".", env=None, input=""):
+    """Run `python WORDS...` in a fork of this process to its end; return subprocess's CompletedProcess, with texts."""
+    with contextlib.ExitStack() as stack:
+        given, out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+        given.write(input)
+        given.seek(0)
+        pid = start(words, cwd, env, (given.fileno(), out.fileno(), err.fileno()))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
 def everywhere(processes, body):
@@ -101,7 +188,7 @@ def everywhere(processes, body):
         if pid == 0:
             code = 1
             try:
-                signal.alarm(30)
+                signal.alarm(PATIENCE_S)
                 body(rank)
                 code = 0
             except BaseException:
@@ -142,15 +229,56 @@ def over_memory(processes, nodes, folder, body, native=False):
 # Worlds
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def world(processes, folder, script):
+    """Run the script with `.` and this folder in forks that are ranks, as `launch` does; return the status and the log.
+
+    As under torchrun the others are ended where one has failed; its status is returned.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
+    shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RESTART_COUNT": 0}
+    running, codes = [], []
+    with open(folder / "log", "w+") as log:
+        for rank in range(processes):
+            own = shared | {"RANK": rank, "LOCAL_RANK": rank}
+            env = os.environ | {name: str(value) for name, value in own.items()}
+            words = ["script.py", ".", Path(__file__).parent]
+            running.append(start(words, folder, env, (None, log.fileno(), log.fileno())))
+        while running:
+            time.sleep(0.01)
+            for pid in list(running):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    running.remove(pid)
+                    codes.append(os.waitstatus_to_exitcode(status))
+            if any(codes):
+                for pid in running:
+                    os.killpg(pid, signal.SIGKILL)
+        log.seek(0)
+        return next(filter(None, codes), 0), log.read()
+
+
 def launch(processes, folder, script):
     """Start the script under torchrun with `folder` and this one; return the launcher, which leads its own session."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(port), "script.py", ".", str(Path(__file__).parent)]
+    command += [
+        "--master_addr",
+        "127.0.0.1",
+        "--master_port",
+        str(free_port()),
+        "script.py",
+        ".",
+        str(Path(__file__).parent),
+    ]
     with open(folder / "log", "w") as log:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
 
@@ -158,7 +286,7 @@ def launch(processes, folder, script):
 def end(launcher):
     """Wait for the launcher; return its exit code, once all of its session are gone."""
     code = launcher.wait(PATIENCE_S)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (left := of_session(launcher.pid)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left

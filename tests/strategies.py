@@ -13,13 +13,31 @@ import torch
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    FedNovaStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
+    MuLoCoStrategy,
+    NoLoCoStrategy,
     PeriodicModule,
+    PostLocalSGDStrategy,
+    PowerSGDStrategy,
+    QSGDStrategy,
+    QuantizedReduceStrategy,
+    ScaffoldStrategy,
+    SignSGDStrategy,
     SimpleReduceStrategy,
+    SlowMoStrategy,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
+    TopKStrategy,
 )
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -122,6 +140,46 @@ STRATEGIES: dict[str, Entry] = {
     "diloco uneven rounds": Entry(
         lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
     ),
+    "diloco delayed": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=5, delay=3, outer_momentum=0.6, outer_restarts=2),
+        lambda row, steps: row * math.ceil(steps / 5),
+    ),
+    "diloco a round late": Entry(
+        lambda: DiLoCoStrategy(lr=0.01, H=4, delay=4, outer_lr=0.4, outer_momentum=0.3),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco eager": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=4, eager=True, outer_lr=0.4, outer_momentum=0.5),
+        lambda row, steps: row * steps / 4,
+    ),
+    "diloco islands": Entry(
+        lambda: DiLoCoStrategy(lr=0.02, H=6, island_size=2, island_H=2), lambda row, steps: row * steps / 2
+    ),
+    "muloco": Entry(lambda: MuLoCoStrategy(lr=0.02, H=4, outer_lr=0.7), lambda row, steps: row * steps / 4),
+    "post-local sgd": Entry(
+        lambda: PostLocalSGDStrategy("adamw", lr=0.02, H=4, start_step=8),
+        lambda row, steps: row * (8 + (steps - 8) / 4),
+    ),
+    "slowmo": Entry(
+        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
+    ),
+    "streaming diloco": Entry(  # at the end the last layer is sent once more
+        lambda: StreamingDiLoCoStrategy(
+            lr=0.02, H=8, fragment_sync_delay=1, fragment_update_alpha=0.5, outer_lr=0.4, pattern="sequential"
+        ),
+        lambda row, steps: row * steps / 8 + 4 * (2 * 16 + 2),
+    ),
+    "streaming diloco 4 bit": Entry(
+        lambda: StreamingDiLoCoStrategy(lr=0.02, H=4, num_fragments=3, bits=4, outer_lr=0.4),
+    ),
+    "gossip": Entry(lambda: GossipStrategy("adamw", H=2, lr=0.02), lambda row, steps: 2 * row * steps / 2),
+    "gossip in the paper's order": Entry(lambda: GossipStrategy(graph="random", order="combine_then_adapt", lr=0.1)),
+    "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
+    "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
+    "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
+    "desloc": Entry(
+        lambda: DESLOCStrategy(lr=0.02, H=2, H_u=4, H_v=6), lambda row, steps: row * steps * (1 / 2 + 1 / 4 + 1 / 6)
+    ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -157,9 +215,44 @@ STRATEGIES: dict[str, Entry] = {
         lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
     ),
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
+    # compressed gradients
+    "topk": Entry(lambda: TopKStrategy(lr=0.1, density=0.1), lambda row, steps: steps * 18 * 8),
+    "qsgd": Entry(lambda: QSGDStrategy(lr=0.02, bucket=50), lambda row, steps: steps * (math.ceil(P * 4 / 8) + 4 * 4)),
+    "signsgd": Entry(lambda: SignSGDStrategy(lr=0.003), lambda row, steps: steps * math.ceil(P / 8)),
+    "ef-signsgd": Entry(
+        lambda: SignSGDStrategy(lr=0.1, error_feedback=True), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
+    ),
+    "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
+    "powersgd": Entry(
+        lambda: PowerSGDStrategy(lr=0.02, rank=4, start_step=2, min_rate=1.0),  # (16, 6) is worth it, (2, 16) is not
+        lambda row, steps: 2 * row + (steps - 2) * 4 * (4 * (16 + 6) + P - 16 * 6),
+    ),
+    "sparseloco": Entry(
+        lambda: SparseLoCoStrategy(lr=0.02, H=4, topk=24, chunk=64),
+        # of (16, 6) 18 of each (8, 6), of three vectors 6, of (2, 16) 6 of each (2, 8), 1 of 2; indices of 6, 4, 4, 1
+        lambda row, steps: steps / 4 * ((27 + 9) + 3 * (3 + 2) + (6 + 3) + (1 + 1) + 6 * 16),
+    ),
+    # federated
+    "fedprox": Entry(lambda: FedProxStrategy(lr=0.1, mu=0.1, H=4), lambda row, steps: row * steps / 4),
+    "fedopt": Entry(lambda: FedOptStrategy(lr=0.1, H=4, server_lr=0.03), lambda row, steps: row * steps / 4),
+    "fedopt sampling": Entry(
+        lambda: FedOptStrategy(lr=0.1, H=4, server_optim="momentum", client_fraction=0.5),
+        lambda row, steps: row * steps / 8,
+    ),
+    "scaffold": Entry(lambda: ScaffoldStrategy(lr=0.1, H=4), lambda row, steps: 2 * row * steps / 4),
+    "scaffold sampling": Entry(
+        lambda: ScaffoldStrategy(lr=0.1, H=4, client_fraction=0.5, server_lr=0.8),
+        lambda row, steps: 2 * row * steps / 8,
+    ),
+    "fednova": Entry(
+        lambda: FedNovaStrategy(lr=0.1, H=4, local_steps=[1, 4, 3, 2]),
+        lambda row, steps: (row + 8) * steps / 4,
+        any_size=False,
+        alone=False,
+    ),
     "composition": Entry(composition),
     "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
-    "gossip": Entry(lambda: Gossip(lr=0.02), alone=False),
+    "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 OURS = {name: kind for name, kind in KNOWN.items() if kind.__module__.startswith("exogym.")}

@@ -20,11 +20,18 @@ from exogym.fleet.presence import take_state
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
+    NoLoCoStrategy,
+    PostLocalSGDStrategy,
     SimpleReduceStrategy,
+    SlowMoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
+    StreamingDiLoCoStrategy,
 )
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
@@ -118,6 +125,17 @@ ANY: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "demo": lambda: DeMoStrategy(lr=RATE, compression_topk=3, compression_chunk=4, compression_decay=0.9),
     "diloco": lambda: DiLoCoStrategy("sgd", H=4),
     "diloco adam": lambda: DiLoCoStrategy("sgd", "adam", H=3, outer_lr=0.1),
+    "diloco delayed": lambda: DiLoCoStrategy("sgd", H=4, delay=2),
+    "diloco a round late": lambda: DiLoCoStrategy("sgd", H=3, delay=3),
+    "diloco eager": lambda: DiLoCoStrategy("sgd", H=4, eager=True),
+    "post-local sgd": lambda: PostLocalSGDStrategy("sgd", lr=RATE, H=3, start_step=7),
+    "slowmo": lambda: SlowMoStrategy("adamw", lr=RATE, H=4, buffers="average"),
+    "streaming": lambda: StreamingDiLoCoStrategy("sgd", H=4, fragment_sync_delay=1, fragment_update_alpha=0.5),
+    "streaming 8 bit": lambda: StreamingDiLoCoStrategy("sgd", H=4, bits=8),
+    "gossip complete": lambda: GossipStrategy("sgd", "complete", H=2),
+    "push complete": lambda: GradientPushStrategy("sgd", "complete"),
+    "noloco": lambda: NoLoCoStrategy("sgd", H=3),
+    "desloc": lambda: DESLOCStrategy("adamw", H=3, H_u=4, H_v=6),
     "sparta": lambda: SPARTAStrategy("sgd", p_sparta=0.3),
     "sparta all": lambda: SPARTAStrategy("sgd", p_sparta=1.0),
     "sparta sequential": lambda: SPARTAStrategy("sgd", p_sparta=0.3, compression_method="sequential", interval=2),
@@ -129,6 +147,9 @@ ANY: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
 }  # act alike in fleets of any size
 SAMPLED: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "islands": lambda: FedAvgStrategy("sgd", H=3, island_size=2),
+    "gossip": lambda: GossipStrategy("sgd", "ring"),
+    "gossip before": lambda: GossipStrategy("sgd", "random", order="combine_then_adapt", lr=RATE),
+    "push": lambda: GradientPushStrategy("sgd"),
     "clients": lambda: FedAvgStrategy("sgd", H=4, client_fraction=0.5),
     "clients in islands": lambda: FedAvgStrategy("sgd", H=3, client_fraction=0.7, island_size=2),
     "unequal work": lambda: FedAvgStrategy("sgd", H=4, local_steps=[4, 1, 2, 3]),
@@ -236,9 +257,9 @@ def test_stopping_changes_no_bit(name: str) -> None:
         second.fleet.blocks[0].params.copy_(rows)
         second.step, second.taken = stop, first.taken
         for old, new in zip(first.strategy.modules, second.strategy.modules, strict=True):
-            new.load_state({key: value.clone() for key, value in old.save_state().items()})
-            for key, value in new.row_state.items():
-                value.copy_(old.row_state[key])
+            for row in range(4):
+                new.load_row(row, {key: value.clone() for key, value in old.row(row).items()})
+            new.load_shared({key: value.clone() for key, value in old.shared().items()})
         assert torch.equal(second.go(40), whole)
 
 
@@ -297,11 +318,11 @@ def test_diloco_measures_against_the_theta_each_node_last_received() -> None:
     wanted, theta = diloco(LOST, 26, 4, 0.7, 0.9)
     same(ours.go(26), wanted)
     same(ours.strategy.consensus(ours.fleet)[0], theta)  # type: ignore[index]
-    module: Any = ours.strategy.modules[0]
+    module: Any = ours.strategy.modules[0].outer
     assert module.received.tolist() == [6, 6, 6, 6] and not module.earlier  # what nobody needs is not kept
     kept = hand(DiLoCoStrategy("sgd", H=4), LOST)
     kept.go(9)
-    module = kept.strategy.modules[0]
+    module = kept.strategy.modules[0].outer
     assert module.received.tolist() == [1, 1, 2, 2] and list(module.earlier) == [1]
 
 
@@ -545,7 +566,7 @@ def test_a_return_costs_a_row_and_leaves_the_others_alone(name: str) -> None:
     means, ledger = fleet.buffers["mean"].clone(), fleet.comm.ledger
     fleet.comm.present = [0, 2, 3, 4]
     takes_inner = strategy.bring_back(fleet, [0, 4], 2, 7)
-    assert takes_inner == (name in ("ddp", "demo"))
+    assert takes_inner == strategy.needs_gradients
     outer = strategy.consensus(fleet)
     module: Any = strategy.modules[0]
     joined = [0, 4]

@@ -27,7 +27,7 @@ from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec
-from exogym.strategy.async_diloco import RULES, Server
+from exogym.strategy.async_diloco import RULES, RuleServer
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 from exogym.training.interrupt import Interrupt
@@ -286,7 +286,7 @@ def test_the_rules(rule: str, K: int, c: float, beta: float) -> None:
     g = torch.Generator().manual_seed(0)
     deltas = torch.randn(13, 5, generator=g, dtype=torch.float64)
     staleness = torch.randint(0, 5, (13,), generator=g).tolist()
-    server = Server([torch.zeros(2).double(), torch.zeros(3).double()], rule, K, c, 0.7, beta)
+    server = RuleServer([torch.zeros(2).double(), torch.zeros(3).double()], rule, K, c, 0.7, beta)
     for delta, s in zip(deltas, staleness, strict=True):
         server.apply([x.clone() for x in delta.split([2, 3])], s)
     same(torch.cat(server.theta), by_the_book(rule, deltas, K, c, 0.7, beta, staleness), 1e-14)
@@ -294,7 +294,7 @@ def test_the_rules(rule: str, K: int, c: float, beta: float) -> None:
     others = [by_the_book(other, deltas, K, c, 0.7, beta, staleness) for other in RULES if other != rule]
     different = [other for other in others if distance(other, torch.cat(server.theta)) > 1e-6]
     assert len(different) >= (1 if K == 1 or beta == 0 else 3)
-    again = Server([torch.ones(2).double(), torch.ones(3).double()], rule, K, c, 0.7, beta)
+    again = RuleServer([torch.ones(2).double(), torch.ones(3).double()], rule, K, c, 0.7, beta)
     again.load_state({name: x.clone() for name, x in server.state().items()})
     for one in (server, again):
         one.apply([torch.ones(2).double(), torch.ones(3).double()])

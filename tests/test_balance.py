@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from problems import BATCH, Regressor, examples, loss_of, put, same, shards, train, unlike, unwarned, vector
+from processes import world
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -342,7 +340,7 @@ def test_one_process_has_nothing_to_measure(capfd: pytest.CaptureFixture[str]) -
 SCRIPT = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv[2])
 import torch
 import test_balance as t
 
@@ -358,20 +356,15 @@ seen["nodes"] = [t.fingerprint(nodes.model), nodes.description["placement"]]
 measured = t.fit(t.DiLoCoStrategy(H=4, lr=0.01), balance="steps")
 seen["steps"] = [t.fingerprint(measured.model), measured.description["chosen"]["speeds"]]
 if torch.distributed.get_rank() == 0:
-    Path(sys.argv[2]).write_text(json.dumps(seen))
+    Path("seen.json").write_text(json.dumps(seen))
 """
 
 
 def test_processes_started_apart_agree(tmp_path: Path) -> None:
-    """Under the launcher: the bits of one process, and native sums, begun while backward runs, close to them."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launch = ["-m", "exogym.launch", "--nproc_per_node", "2", str(tmp_path / "script.py")]
-    done = subprocess.run(
-        [sys.executable, *launch, str(Path(__file__).parent), str(tmp_path / "seen.json")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    """In a world: the bits of one process, and native sums, begun while backward runs, close to them."""
+    status, log = world(2, tmp_path / "world", SCRIPT)
+    assert status == 0, log
+    seen = json.loads((tmp_path / "world" / "seen.json").read_text())
     for name in ("DDP", "DiLoCo"):
         alone = fit(LAWFUL[name][0](), num_nodes=2, balance=Balance("batch", [1, 3]))
         (bits, tree), (_, native) = seen[f"{name} tree"], seen[f"{name} native"]

@@ -1,16 +1,15 @@
 """Gradients leave in buckets while backward runs: with one node per process and torch's own all-reduce."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from processes import world
 
 from exogym.errors import ArgumentError
 from exogym.strategy import SimpleReduceStrategy
 
 SCRIPT = """
-import json, os, sys, torch
+import json, os, torch
 from torch import nn
 from exogym import LocalTrainer
 from exogym.compute.buckets import Buckets
@@ -56,17 +55,15 @@ for name, model, given, fit in [
     found[name] = {"at": after.tolist(), "moved": float((after - before).abs().max()), "counts": dict(counts),
                    "traffic": trainer.traffic}
 if os.environ["RANK"] == "0":
-    json.dump(found, open(sys.argv[1], "w"))
+    json.dump(found, open("found.json", "w"))
 """
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("buckets")
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(folder / "train.py"), str(folder / "found.json")], capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    status, log = world(2, folder, SCRIPT)
+    assert status == 0, log[-3000:]
     return json.loads((folder / "found.json").read_text())
 
 

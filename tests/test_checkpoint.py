@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import RUNS, SGD, STEPS, examples, fit, network, rows, small_disk, trainer_of
+from processes import python, start
 from torch import nn
 
 from exogym import LocalTrainer
@@ -338,16 +337,16 @@ def test_every_checkpoint_by_its_name_is_whole_after_kill_9(tmp_path):
     """Also while old ones are removed. What is half done bears another name and goes at the next start."""
     last, loaded = 0, 0
     for delay_s in (0.0, 0.007, 0.017, 0.029):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(last)], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(3):
-            writer.stdout.readline()
-        time.sleep(delay_s)
-        os.kill(writer.pid, signal.SIGKILL)
-        rest = writer.stdout.read()
-        writer.wait()
-        writer.stdout.close()
+        ours, theirs = os.pipe()
+        writer = start(["-c", WRITER, tmp_path, last], files=(None, theirs, 2))
+        os.close(theirs)
+        with open(ours) as said:
+            for _ in range(3):
+                said.readline()
+            time.sleep(delay_s)
+            os.kill(writer, signal.SIGKILL)
+            rest = said.read()
+        os.waitpid(writer, 0)
         paths = list_checkpoints(tmp_path)
         assert len(paths) >= 2
         for path in paths:
@@ -400,9 +399,7 @@ except CheckpointError as error:
 
 
 def test_a_file_that_may_not_grow_is_said_too(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path), str(Path(__file__).parent)], capture_output=True, text=True
-    )
+    done = python("-c", LIMITED, tmp_path, Path(__file__).parent)
     assert "step 2 could not be written" in done.stdout, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["step_0000000001"]
     assert load_newest(tmp_path)[0].meta["step"] == 1

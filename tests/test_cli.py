@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import exogym
 from exogym.cli import main
@@ -91,19 +92,12 @@ def make():
 
 def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
     (folder / "own_cli_task.py").write_text(OWN)
-    command = [
-        Path(sys.executable).with_name("exogym"),
-        *SHORT,
-        "--strategies",
-        "ddp",
-        "--dataset",
-        "own_cli_task:make",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    exogym = Path(sys.executable).with_name("exogym")  # a script, whose folder is not the current one
+    done = python(exogym, *SHORT, "--strategies", "ddp", "--dataset", "own_cli_task:make")
     assert done.returncode == 0 and done.stdout.startswith("mine. 4 nodes"), done.stderr
     assert [path.name.startswith("my-task-1-") for path in (folder / "runs").iterdir()] == [True]
     (made,) = (folder / "runs").iterdir()
-    again = subprocess.run([command[0], "compare", "--resume", "--out", made], capture_output=True, text=True)
+    again = python(exogym, "compare", "--resume", "--out", made)
     assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
 
 

@@ -214,6 +214,8 @@ def test_absent_nodes_neither_count_nor_change(order: list[int]) -> None:
     dealt = rows.back(rows.comm.reduce_scatter(rows.put(slices)))
     expected = tree({i: slices[i].flatten() for i in present}).view(3, 2)
     assert torch.equal(dealt[present], expected) and not dealt[away].any()
+    dealt = rows.back(rows.comm.all_to_all(rows.put(slices)))
+    assert torch.equal(dealt[present], slices[present].transpose(0, 1)) and torch.equal(dealt[away], slices[away])
     decoded = rows.back(rows.comm.sum_decoded((rows.put(x),), lambda part: part * 2))
     assert torch.equal(decoded[present], (2 * total).expand(3, 4)) and torch.equal(decoded[away], 2 * x[away])
     rows.comm.barrier()
@@ -236,6 +238,7 @@ def test_moving_rows(order: list[int]) -> None:
     total = tree(dict(enumerate(slices.flatten(1)))).view(N, 2)
     assert torch.equal(rows.back(rows.comm.reduce_scatter(rows.put(slices))), total)
     assert torch.equal(rows.back(rows.comm.reduce_scatter(rows.put(slices), "max")), slices.amax(0))
+    assert torch.equal(rows.back(rows.comm.all_to_all(rows.put(slices))), slices.transpose(0, 1))
     # Round trips: what was gathered can be scattered; reduce-scatter and all-gather are an all-reduce.
     gathered = rows.comm.gather(rows.put(x), dst=3)
     assert torch.equal(rows.back(rows.comm.scatter(gathered.expand(N, N, 3), src=3)), x)
@@ -324,7 +327,7 @@ def test_bytes_of_each_collective(n: int) -> None:
     assert bytes_of("all_reduce", algorithm="server") == (payload, star, star)
     assert bytes_of("all_gather") == (payload, [(n - 1.0) * size] * n, [(n - 1.0) * size] * n)
     half = pytest.approx([(n - 1) / n * size] * n)
-    assert bytes_of("reduce_scatter") == (payload, half, half)
+    assert bytes_of("reduce_scatter") == bytes_of("all_to_all") == (payload, half, half)
     for root in range(n):
         others = [0.0 if i == root else float(size) for i in range(n)]
         _, sent, got = bytes_of("broadcast", src=root)
@@ -383,6 +386,7 @@ def test_errors_say_what_was_wrong() -> None:
         (lambda: comm.scatter(numbers(4, 3), src=2), "node 2 does not take part"),
         (lambda: comm.scatter(numbers(4, 4)), r"one slice per node: \(rows, 3, ...\), not \(4, 4\)"),
         (lambda: comm.reduce_scatter(numbers(4)), "one slice per node"),
+        (lambda: comm.all_to_all(numbers(4, 4)), "all_to_all needs one slice per node"),
         (lambda: comm.exchange(x, [1, 2, 0, 3]), "node 0 names 1, but 1 names 2"),
         (lambda: comm.exchange(x, [1, 0]), "must name a node"),
         (lambda: comm.exchange(x, [0, 1, 2, 4]), "must name a node"),

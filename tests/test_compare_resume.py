@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from exogym.cli import main
 from exogym.compare import ComparisonInterrupted, Standing, compare, session
@@ -219,8 +219,7 @@ sys.exit(main(sys.argv[3:]))
 
 
 def command(tmp_path: Path, number: str, at: int) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, "-c", KILLED, number, str(at), *COMMAND]
-    return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    return python("-c", KILLED, number, at, *COMMAND, cwd=tmp_path)
 
 
 def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(

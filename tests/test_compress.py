@@ -116,7 +116,7 @@ SHAPES = [(), (1,), (10,), (128,), (13,), (6, 4), (64, 128), (7, 5), (4, 3, 2), 
 def test_blocks_are_transformed_and_come_back(shape: tuple[int, ...], chunk: int) -> None:
     t = BlockDCT(torch.Size(shape), chunk, torch.float64, torch.device("cpu"))
     n, m = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-    assert (t.h, t.w) == (largest_divisor(n, chunk), largest_divisor(m, chunk))
+    assert (t.cut.h, t.cut.w) == (largest_divisor(n, chunk), largest_divisor(m, chunk))
     assert t.blocks * t.size == math.prod(shape)
     x = torch.randn(3, *shape, dtype=torch.float64)
     coefficients = t.encode(x)
@@ -125,11 +125,12 @@ def test_blocks_are_transformed_and_come_back(shape: tuple[int, ...], chunk: int
     torch.testing.assert_close(coefficients.flatten(1).norm(dim=1), x.reshape(3, -1).norm(dim=1))  # Parseval
     # Block (1, 1) from the front, or the only one: rows, then columns, by the definition.
     flat = x.reshape(3, n, m)
-    a, b = min(1, t.rows - 1), min(1, t.columns - 1)
-    block = flat[2, a * t.h : (a + 1) * t.h, b * t.w : (b + 1) * t.w]
+    cut = t.cut
+    a, b = min(1, cut.rows - 1), min(1, cut.columns - 1)
+    block = flat[2, a * cut.h : (a + 1) * cut.h, b * cut.w : (b + 1) * cut.w]
     by_hand = torch.stack([dct_of(row) for row in block])
     by_hand = torch.stack([dct_of(column) for column in by_hand.T]).T
-    torch.testing.assert_close(coefficients[2, a * t.columns + b].view(t.h, t.w), by_hand, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(coefficients[2, a * cut.columns + b].view(cut.h, cut.w), by_hand, rtol=1e-10, atol=1e-10)
     if chunk == 1:
         torch.testing.assert_close(coefficients.flatten(1), x.reshape(3, -1))
 

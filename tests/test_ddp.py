@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from problems import BATCH, MixedRegressor, Regressor, distance, examples, loss_of, same, shards, train, unlike
+from processes import everywhere
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -88,7 +88,7 @@ def real_process(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[Any, Any]]]:
     folder: Path = tmp_path_factory.mktemp("ddp")
-    mp.spawn(real_process, (str(folder),), nprocs=RANKS)
+    everywhere(RANKS, lambda rank: real_process(rank, str(folder)))
     yield [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 

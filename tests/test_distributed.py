@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import start
 from torch import nn
 
 from exogym import distributed as ed
@@ -395,12 +395,12 @@ def battery(folder: str) -> None:
 def results(tmp_path_factory):
     """Run the battery in all worlds at once."""
     folder = tmp_path_factory.mktemp("battery")
-    launches = [
-        subprocess.Popen([sys.executable, *LAUNCHERS[n], __file__, str(folder)], stderr=subprocess.PIPE, text=True)
-        for n in WORLDS
-    ]
-    errors = [launch.communicate(timeout=300)[1] for launch in launches]
-    return folder, {n: error for n, error, launch in zip(WORLDS, errors, launches, strict=True) if launch.returncode}
+    launches = {}
+    for n in WORLDS:
+        with open(folder / f"said{n}", "w") as file:
+            launches[n] = start([*LAUNCHERS[n], __file__, folder], files=(None, None, file.fileno()))
+    statuses = {n: os.waitpid(pid, 0)[1] for n, pid in launches.items()}
+    return folder, {n: (folder / f"said{n}").read_text() for n, status in statuses.items() if status}
 
 
 @pytest.mark.parametrize("n", WORLDS)

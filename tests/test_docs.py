@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,14 +56,16 @@ def test_commands_run(command, tmp_path):
         return
     assert words[0] in ("exogym", "python"), f"no test knows how to run {command!r}"
     if words[1].startswith("benchmarks/"):  # takes minutes, and some need root: its options are to be known
-        told = subprocess.run([sys.executable, str(ROOT / words[1]), "--help"], capture_output=True, text=True)
+        told = python(ROOT / words[1], "--help")
         known = set(re.findall(r"--[a-z][a-z-]*", told.stdout))
         assert told.returncode == 0 and {word for word in words[2:] if word.startswith("--")} <= known, told.stderr
         return
     if words[:2] in (["exogym", "runs"], ["exogym", "ui"]):  # works on what is there
         make_runs(tmp_path)
     if words[:2] == ["exogym", "ui"]:  # answers until it is ended
-        with subprocess.Popen(runnable(words), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as page:
+        with subprocess.Popen(
+            [sys.executable, *runnable(words)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        ) as page:
             try:
                 assert page.stdout is not None
                 address = page.stdout.readline().strip().replace("/?", "/api/runs?")
@@ -70,7 +73,7 @@ def test_commands_run(command, tmp_path):
             finally:
                 page.terminate()
         return
-    done = subprocess.run(runnable(words), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = python(*runnable(words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -89,24 +92,22 @@ def make_runs(folder: Path) -> None:
 
 
 def runnable(words: list[str]) -> list[str]:
-    """Return a command of the documentation with this Python and the repository's files, and short."""
+    """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
     files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
     more = {"compare": SHORT, "ui": ["--port", "0"]}
     if words[0] == "exogym":
-        return [sys.executable, "-m", "exogym", *words[1:], *more.get(words[1], [])]
-    return [sys.executable, *files, *([] if words[1] == "-m" else SHORT[:2])]
+        return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
+    return [*files, *([] if words[1] == "-m" else SHORT[:2])]
 
 
 def test_what_is_run_is_what_is_written():
     """Only a comparison and a script of run/ are cut short."""
     short = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
-    assert runnable(["exogym", "compare", "--nodes", "4"]) == [
-        sys.executable, "-m", "exogym", "compare", "--nodes", "4", *short
-    ]  # fmt: skip
-    assert runnable(["exogym", "advise", "--nodes", "4"]) == [sys.executable, "-m", "exogym", "advise", "--nodes", "4"]
-    assert runnable(["python", "run/mnist.py"]) == [sys.executable, str(ROOT / "run" / "mnist.py"), "--steps", "4"]
+    assert runnable(["exogym", "compare", "--nodes", "4"]) == ["-m", "exogym", "compare", "--nodes", "4", *short]
+    assert runnable(["exogym", "advise", "--nodes", "4"]) == ["-m", "exogym", "advise", "--nodes", "4"]
+    assert runnable(["python", "run/mnist.py"]) == [str(ROOT / "run" / "mnist.py"), "--steps", "4"]
     launch = ["-m", "exogym.launch", "--nproc_per_node", "2"]
-    assert runnable(["python", *launch, "run/x.py"]) == [sys.executable, *launch, str(ROOT / "run" / "x.py")]
+    assert runnable(["python", *launch, "run/x.py"]) == [*launch, str(ROOT / "run" / "x.py")]
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")

@@ -20,12 +20,13 @@ from hosts.fixtures import said, wait_for
 
 from exogym import LocalTrainer, load_model
 from exogym.faults import Faults
+from exogym.record.run_folder import read_status
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 
 hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them
 COUNT = 3
-STEPS = 400
+STEPS = 240
 STRATEGIES: dict[str, Any] = {
     "diloco": lambda: DiLoCoStrategy(H=5, lr=0.01),
     "long diloco": lambda: DiLoCoStrategy(H=50, lr=0.01),
@@ -48,15 +49,17 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
         time.sleep(0.002)
-        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_SEAT", "")): pass
+        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_RANK", "")): time.sleep(0.01)
         return self.data[i]
 
 def note(loop):
     with open("step.tmp", "w") as file:
         file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
     os.replace("step.tmp", "step")
+    if len(loop.fleet.comm.present) < loop.fleet.num_nodes:
+        time.sleep(1)  # a busy machine takes its time to start the lost one again
 
-if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_SEAT"):
+if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
 
 model, data = small_problem()
@@ -115,7 +118,17 @@ def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int,
             assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
         if same:
             assert trainer.traffic == facts["traffic"]
+    is_told_without_a_gap(folder, steps)
     return away
+
+
+def is_told_without_a_gap(folder: Path, steps: int) -> None:
+    """Hold the run folder of rank 0 against what happened: each step of a node that was never away, once."""
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("done", steps)
+    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    told = [row["step"] for row in rows if row["node"] == COUNT - 1]
+    assert told == list(range(told[0], steps + 1))
 
 
 @pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
@@ -123,7 +136,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     """The first rank's too: then another one is the first meanwhile."""
     run = start(hosts, project, name, min_hosts=1)
     kill_worker(hosts, number)
-    assert run.wait(120) == 0, (project / "said").read_text()
+    assert run.wait(300) == 0, (project / "said").read_text()
     away = is_the_simulation(project, name)
     ((first, last),) = away[number]
     assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
@@ -131,13 +144,13 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
 
 
 def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
-    """In an endless loop, while its thread goes on to tell the roll call that it is there."""
+    """In an endless loop, while its thread goes on to tell the membership server that it is there."""
     run = start(hosts, project, "diloco", min_hosts=1)
     (project / "hang1").touch()
     wait_for(lambda: "rank 1 hangs" in said_by(project), run)
     assert "in __getitem__" in said_by(project)
     (project / "hang1").unlink()
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "diloco")
     assert set(away) == {1} and "rank 1 was killed by signal 9 (SIGKILL): WorkerError: rank 1 hangs" in said_by(project)
     assert hosts.left_over() == {}
@@ -147,7 +160,7 @@ def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, projec
 def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Path) -> None:
     """The first rank, after the last meeting and before it writes: another host has the results."""
     run = start(hosts, project, "fedavg", min_hosts=1, steps=150, restarts=0, dies="0")
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     assert "rank 0 was killed by signal 9" in said_by(project)
     assert is_the_simulation(project, "fedavg", 150) == {}
     assert hosts.left_over() == {}
@@ -156,7 +169,7 @@ def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Pa
 def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Path) -> None:
     run = start(hosts, project, "diloco", min_hosts=3, restarts=0)
     kill_worker(hosts, 2)
-    assert run.wait(60) != 0
+    assert run.wait(300) != 0
     text = (project / "said").read_text()
     assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
     assert hosts.left_over() == {}
@@ -173,12 +186,12 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
     wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
     time.sleep(0.3)
     run.send_signal(signal.SIGINT)
-    assert run.wait(60) != 0
+    assert run.wait(300) != 0
     assert "local steps into the next stretch" in said_by(project), said_by(project)
     shutil.rmtree(project / "runs")
     (project / "step").unlink()
     run = start(hosts, project, "long diloco", min_hosts=1, save_dir="checkpoints", more=["resume", "rare"])
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "long diloco")
     ((first, last),) = away[1]
     assert set(away) == {1} and first <= 101 < last and last % 50 == 1, away
@@ -193,7 +206,7 @@ def test_when_all_are_lost_they_go_on_from_a_checkpoint_that_lacks_the_rows_of_o
     rows = {path.name for path in (project / "checkpoints" / "step_0000000100").glob("rows*")}
     kill_worker(hosts, 0)
     kill_worker(hosts, 2)
-    assert run.wait(180) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "diloco")
     assert rows == {"rows-0-0.safetensors", "rows-2-2.safetensors"} and away[1][0][1] >= 101, (rows, away)
     assert hosts.left_over() == {}
@@ -224,7 +237,7 @@ def said_by(project: Path) -> str:
     return (project / "said").read_text()
 
 
-def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: Path) -> None:
+def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
     (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
     hosts.file(project / "hosts.json")
     words = [
@@ -237,4 +250,6 @@ def test_a_dry_run_shows_the_roll_call_without_its_token(hosts: Hosts, project: 
     ]
     done = hosts.controller.run(words, cwd=project)
     assert done.returncode == 0, said(done)
-    assert "the roll call" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    assert (
+        "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    )

@@ -1,4 +1,4 @@
-"""The examples in run/, shortened, each in a process of its own as a user runs it."""
+"""The examples in run/, shortened; one in a Python of its own as a user runs it, the others in forks of this one."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import python
 
 RUN = Path(__file__).parent.parent / "run"
 
@@ -20,8 +21,11 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
     environment.pop("EXOGYM_DATA", None)
 
     def run(name: str, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", str(RUN / name), *options]
-        return subprocess.run(command, cwd=here, env=environment | more, capture_output=True, text=True)
+        words = ["-W", "error", str(RUN / name), *options]
+        if name != "nanogpt_diloco.py":
+            return python(*words, cwd=here, env=environment | more)
+        words, environs = [sys.executable, *words], environment | more
+        return subprocess.run(words, cwd=here, env=environs, capture_output=True, text=True)
 
     return run
 

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
-from processes import family
+from processes import family, python, start
 from torch import nn
 
 from exogym.base import pulse
@@ -180,14 +179,15 @@ for act in (t.spin_for_ever, t.once(t.stop_itself)):
 
 def test_where_the_main_process_hangs_its_workers_end():
     """And itself, if it still runs Python; one that was stopped hears of it when it goes on."""
-    words = [sys.executable, "-c", MAIN, str(Path(__file__).parent)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as run:
-        os.waitid(os.P_PID, run.pid, os.WSTOPPED)
-        while children_of(run.pid):
+    with tempfile.TemporaryFile("w+") as out:
+        run = start(["-c", MAIN, Path(__file__).parent], files=(None, out.fileno(), 2))
+        os.waitid(os.P_PID, run, os.WSTOPPED)
+        while children_of(run):
             time.sleep(0.05)
-        os.kill(run.pid, signal.SIGCONT)
-        said, _ = run.communicate()
-    assert run.returncode == 0
+        os.kill(run, signal.SIGCONT)
+        assert os.waitpid(run, 0)[1] == 0
+        out.seek(0)
+        said = out.read()
     looping, stopped = said.split("the main process hangs: ")
     assert looping.startswith("the main process hung (hang_s=1; None lets it be)") and "in spin_for_ever" in looping
     assert stopped.startswith("nothing of it was seen for 1 s in a training step, stopped by a signal (SIGSTOP)")
@@ -240,9 +240,8 @@ if os.environ["RANK"] == "0":
 def in_a_world(module, folder, *words):
     """Run `WORLD` in two processes; return the exit status and what was said."""
     (folder / "script.py").write_text(WORLD)
-    command = [sys.executable, "-m", *module, "--nproc_per_node", "2"]
-    command += ["script.py", str(Path(__file__).parent), *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    command = ["-m", *module, "--nproc_per_node", "2", "script.py", Path(__file__).parent, *words]
+    done = python(*command, cwd=folder)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -19,7 +19,20 @@ FLOORS: list[set[str]] = [
     {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {"compute", "record", "saving", "training", "logger", "callbacks"},
-    {"trainer", "tasks", "compare", "testing", "distributed", "launch", "advise", "remote", "runs", "sweep", "ui"},
+    {
+        "trainer",
+        "tasks",
+        "compare",
+        "testing",
+        "distributed",
+        "launch",
+        "advise",
+        "remote",
+        "reproduce",
+        "runs",
+        "sweep",
+        "ui",
+    },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself
 ]

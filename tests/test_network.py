@@ -74,6 +74,7 @@ def test_costs_are_the_formulas(n):
         ("all_gather", "ring"): (n - 1) * (ALPHA + t),
         ("all_gather", "bruck"): L * ALPHA + (n - 1) * t,
         ("reduce_scatter", "ring"): (n - 1) * (ALPHA + t / n),
+        ("all_to_all", "pairwise"): (n - 1) * (ALPHA + t / n),
         ("broadcast", "tree"): L * (ALPHA + t),
         ("reduce", "tree"): L * (ALPHA + t),
         ("gather", "direct"): ALPHA + (n - 1) * t,
@@ -317,6 +318,7 @@ def test_every_call_of_the_communicator_has_a_price():
     comm.sum_decoded([x], lambda v: v)
     comm.reduce(x, dst=2)
     comm.reduce_scatter(parts)
+    comm.all_to_all(parts)
     comm.broadcast(x, src=1)
     comm.gather(x, dst=3)
     comm.all_gather(x)
@@ -329,6 +331,7 @@ def test_every_call_of_the_communicator_has_a_price():
         ("all_reduce", "ring", 4): 6 * (a + t / 4), ("all_reduce", "server", 4): 2 * a + 8 * t,
         ("all_reduce", "ring", 2): 2 * (a + t / 2), ("all_gather", "ring", 4): 3 * (a + t),
         ("reduce", "tree", 4): 2 * (a + t), ("reduce_scatter", "ring", 4): 3 * (a + t / 4),
+        ("all_to_all", "pairwise", 4): 3 * (a + t / 4),
         ("broadcast", "tree", 4): 2 * (a + t), ("gather", "direct", 4): a + 3 * t,
         ("scatter", "direct", 4): a + 3 / 4 * t, ("exchange", "pairwise", 2): a + t,
         ("mix", "neighbours", 4): a + 2 * t, ("barrier", "tree", 4): 4 * a,

@@ -18,6 +18,7 @@ from exogym import LocalTrainer
 from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.record.history import History
+from exogym.record.run_folder import FILES, read_status
 from exogym.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
 from exogym.remote.channel import Logs
 from exogym.remote.onhost import probe
@@ -90,6 +91,42 @@ def test_a_process_trains_leaves_the_results_and_ends(world: pytest.MonkeyPatch,
     assert fingerprint(model) == fingerprint(expected.model)
     assert found.traffic == expected.traffic and found.description == trainer.description
     assert [row["train_loss"] for row in found.history] == [row["train_loss"] for row in expected.history]
+
+
+def told(folder: Path) -> list[tuple[int, float]]:
+    """Step and training loss of the records of a run folder."""
+    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    return [(row["step"], row["train_loss"]) for row in rows]
+
+
+def test_a_run_on_hosts_is_told_in_its_folder(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each fit of the script has one; a start that begins anew puts what was told before aside."""
+    folder, wanted = tmp_path / "runs" / "run", [(row["step"], row["train_loss"]) for row in simulated().history]
+    await_fit(world, 1)
+    with pytest.raises(SystemExit):
+        remote()[0].fit(strategy(), **FIT)
+    assert told(folder) == wanted
+    await_fit(world, 2)
+    trainer, _ = remote()
+    trainer.fit(strategy(), **FIT)
+    with pytest.raises(SystemExit):
+        trainer.fit(strategy(), **FIT)
+    for there in (folder, folder / "fit_2"):
+        status = read_status(there)
+        assert (status["state"], status["step"], status["total_steps"]) == ("done", 6, 6)
+        assert all((there / name).is_file() for name in FILES)
+    await_fit(world, 1)
+    world.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(SystemExit):
+        remote()[0].fit(strategy(), **FIT | {"max_steps": 3})
+    assert told(folder / "start_1") == wanted and told(folder) == wanted[: len(told(folder))] and told(folder)
+
+
+def test_a_run_whose_folder_is_named_is_told_there_alone(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    await_fit(world, 1)
+    with pytest.raises(SystemExit):
+        remote()[0].fit(strategy(), **FIT, run_dir=tmp_path / "named")
+    assert read_status(tmp_path / "named")["state"] == "done" and read_status(tmp_path / "runs" / "run") == {}
 
 
 def test_an_earlier_fit_gives_what_it_gave(world: pytest.MonkeyPatch) -> None:
@@ -320,14 +357,14 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
         words = [sys.executable, "train.py", str(steps), end]
         return subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
-    err = start(4, "well").communicate(timeout=120)[1].splitlines()
+    err = start(4, "well").communicate(timeout=300)[1].splitlines()
     folder = f"runs/{next((tmp_path / 'runs').iterdir()).name}"
     assert err[0] == f"exogym: the hosts are ready; starting 2 processes on 2 hosts; logs in {folder}"
     assert err[-1] == f"exogym: finished: step 4; model, history and logs in {folder}"
     assert not [line for line in err if "frame #" in line or "going on from" in line]
 
     run = start(12, "model")
-    err = run.communicate(timeout=120)[1].splitlines()
+    err = run.communicate(timeout=300)[1].splitlines()
     assert "[localhost] [rank 0] exogym: going on from step 4 (checkpoints/step_0000000004)" in err
     assert "[127.0.0.1] [rank 1] ModelError: no good" in err and run.returncode == 1
     named = "rank 1 of 2 ended with exit code 1: ModelError: no good; the logs of all ranks are in "
@@ -341,7 +378,7 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
         seen.append(run.stderr.readline())
         assert seen[-1], seen
     run.send_signal(signal.SIGINT)
-    err = run.communicate(timeout=120)[1].splitlines()
+    err = run.communicate(timeout=300)[1].splitlines()
     assert err[-1] == "KeyboardInterrupt: stopped; the hosts have ended"
     trace = "\n".join(err[len(err) - 1 - err[::-1].index("Traceback (most recent call last):") :])
     assert "queue.py" not in trace and "threading.py" not in trace and ").fit(" in trace
@@ -541,7 +578,7 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
 
     def train(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
 
     first = train("12", "dies")

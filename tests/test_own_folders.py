@@ -1,4 +1,4 @@
-"""Checkpoints of processes that do not share a folder: three under torchrun, two see folder `a` and the last sees `b`.
+"""Checkpoints of processes that do not share a folder: three of a world, two see folder `a` and the last sees `b`.
 
 In the first launch the last process is killed when `a` has the checkpoint of step 9 under its name and `b` not yet;
 the second launch goes on from copies of what is left.
@@ -8,12 +8,13 @@ import functools
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from battery import AVERAGES, as_json, train
-from processes import end, launch, over_gloo
+from processes import over_gloo, world
 
 from exogym.callbacks import EvaluateNodes
 from exogym.errors import ArgumentError, CheckpointError
@@ -88,21 +89,12 @@ go("full disk", own("full disk"))
 """
 
 
-def run(folder, script):
-    launcher = launch(3, folder, HEAD + script)
-    try:
-        return end(launcher)
-    finally:
-        launcher.kill()
-        launcher.wait()
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder that holds `a` and `b` of the run that was killed."""
     base = tmp_path_factory.mktemp("own") / "one"
-    code, log = run(base, KILL), (base / "log").read_text()
-    assert code != 0 and "SIGKILL" in log, log[-5000:]
+    code, log = world(3, base, HEAD + KILL)
+    assert code == -signal.SIGKILL, log[-5000:]
     return base / "killed"
 
 
@@ -131,8 +123,7 @@ def resumed(killed, saved):
             shutil.copytree(path, base / "brought together" / here / path.name, dirs_exist_ok=True)
     shutil.rmtree(base / "one empty" / "b")
     shutil.rmtree(base / "not resumed" / "a")
-    code = run(base, RESUME)
-    log = (base / "log").read_text()
+    code, log = world(3, base, HEAD + RESUME)
     assert code == 0, log[-5000:]
     return base, [json.loads((base / f"{rank}.json").read_text()) for rank in range(3)], log
 

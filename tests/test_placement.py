@@ -31,8 +31,9 @@ from strategies import STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, engine
 from exogym.callbacks import EvaluateNodes, Every
+from exogym.communicator import Wire
 from exogym.engine import shared
 from exogym.errors import ArgumentError, ModelError, TrainingError, WorkerError
 from exogym.faults import Faults
@@ -240,7 +241,7 @@ def test_many_fits_leave_nothing_behind():
         return children(), len(os.listdir("/proc/self/fd")), threading.active_count(), memory
 
     wanted = None
-    for k in range(30):
+    for k in range(15):
         train(**AVERAGES, processes=2 + k % 3, max_steps=5, val_interval=None)
         if k == 2:
             wanted = standing()
@@ -251,7 +252,7 @@ def test_in_a_thread():
     done = []
     thread = threading.Thread(target=lambda: done.append(outcome(train(**AVERAGES, processes=2))))
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert done == [outcome(train(**AVERAGES))]
 
 
@@ -280,7 +281,7 @@ print("done")
 def test_a_caller_that_computed_in_two_threads_does_not_hang():
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS, str(Path(__file__).parent)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", TWO_THREADS, str(Path(__file__).parent)], capture_output=True, text=True, timeout=300,
         env=environment,
     )  # fmt: skip
     assert done.stdout == "done\n", done.stderr
@@ -438,7 +439,7 @@ def test_layouts_that_cannot_be(name):
 
 
 def test_where_forking_is_not_safe_it_is_said(monkeypatch):
-    monkeypatch.setattr("exogym.training.placement.can_fork", lambda: False)
+    monkeypatch.setattr("exogym.engine.forked.can_fork", lambda: False)
     with pytest.raises(ArgumentError, match=r"processes=2 forks .* start the script with python -m exogym.launch"):
         train(**AVERAGES, processes=2)
 
@@ -566,3 +567,37 @@ def test_a_fork_leaves_the_callers_garbage_alone(tmp_path, made_in_the_fork):
         gc.enable()
         gc.collect()
     assert mark.exists() == made_in_the_fork
+
+
+class InAThread:
+    """An engine of one's own: all rows in a thread of this process. It is this class, and an entry in the list."""
+
+    shares_memory, runs_again = True, True
+
+    def __init__(self):
+        self.ran = 0
+
+    def applies(self, options):
+        return options.num_nodes == 4
+
+    def processes(self, options):
+        return 1
+
+    def run(self, options, body):
+        (rows,), found = options.placement, []
+        thread = threading.Thread(target=lambda: found.append(body(Wire(rows, options.native))))
+        thread.start()
+        thread.join()
+        self.ran += 1
+        return found[0]
+
+
+def test_an_engine_is_one_class_and_one_entry(monkeypatch):
+    """It takes the runs that are its own, whatever was asked else, and they have the same bits."""
+    wanted = outcome(train(**AVERAGES))
+    toy = InAThread()
+    monkeypatch.setattr(engine, "ENGINES", [toy, *engine.ENGINES])
+    assert outcome(train(**AVERAGES)) == wanted and toy.ran == 1
+    assert outcome(train(**AVERAGES, processes="auto")) == wanted and toy.ran == 2
+    train(**AVERAGES | {"num_nodes": 3})  # the control: not its own
+    assert toy.ran == 2

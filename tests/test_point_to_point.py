@@ -1,14 +1,12 @@
 """send, recv and exchange between nodes of a strategy that is written for one, in every layout."""
 
-import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import world
 
 from exogym import LocalTrainer
 from exogym.communicator import Communicator, Parcel
@@ -301,18 +299,13 @@ print("ended", *prints, flush=True)
 """
 
 
-def test_under_torchrun(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(tests=str(Path(__file__).parent))))
-    torchrun = shutil.which("torchrun") or str(Path(sys.executable).parent / "torchrun")
-    done = subprocess.run(
-        [torchrun, "--standalone", "--nproc-per-node", "2", str(script)], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_in_processes_that_meet_over_gloo(tmp_path):
+    status, log = world(2, tmp_path, textwrap.dedent(SCRIPT.format(tests=str(Path(__file__).parent))))
+    assert status == 0, log[-3000:]
     wanted = " ".join(
         ["ended", *(fingerprint(fit(make(PLAIN)).model) for make in (Gossip, StackedGossip, Passing)), "True"]
     )
-    assert done.stdout.splitlines().count(wanted) == 2
+    assert log.splitlines().count(wanted) == 2
 
 
 def test_what_a_node_keeps_for_itself_is_not_sent():

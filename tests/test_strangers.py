@@ -162,7 +162,12 @@ def address_of(text: str) -> str:
 
 
 def what(command: str) -> str:
-    signs = {"launch/runner.py": "process", "rollcall": "roll call", "exogym.launch": "launcher", "json.loads(": BEFORE}
+    signs = {
+        "launch/runner.py": "process",
+        "elastic.membership": "membership server",
+        "exogym.launch": "launcher",
+        "json.loads(": BEFORE,
+    }
     return next((name for sign, name in signs.items() if sign in command), command)
 
 
@@ -197,7 +202,7 @@ def attacked(hosts: Hosts, kind: str, folder: Path) -> Attack:
         run = start.start([python, *words, "train.py", kind], cwd=folder, stdout=said, stderr=said)
         seen: set[tuple[str, str]] = set()
         outside: set[tuple[str, str]] = set()
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while run.poll() is None and time.monotonic() < deadline:
             trains = (folder / "step").exists()
             reached: list[tuple[str, int]] = []
@@ -240,7 +245,7 @@ def test_nothing_executes_no_bit_changes_and_nothing_ends(attack: tuple[str, Att
     trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
     trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=2, **FIT)
     assert found.weights == fingerprint(model)
-    door = {"local": None, "hosts": "launcher", "min_hosts": "roll call"}[kind]
+    door = {"local": None, "hosts": "launcher", "min_hosts": "membership server"}[kind]
     assert found.outside >= ({(door, "start"), (door, "training")} if door else set())
     assert "restart" not in found.output and "ranks go on" not in found.output, found.output
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from processes import children, matrix, over_gloo, over_memory
 
-from exogym.communicator import Communicator, Wire
-from exogym.engine import shared
+from exogym.communicator import Communicator, Wire, ship
+from exogym.engine import shared, world
 from exogym.engine.forks import run_forked
 from exogym.engine.shared import Lost, SharedWire
 from exogym.engine.wire import place
@@ -69,6 +69,33 @@ def test_values_are_gathered_in_the_order_of_the_processes(over, tmp_path):
     values = ["", {"longer": ["ä", None, 1.5]}, 7]
     over(3, 5, tmp_path, lambda wire, x: check(wire.gather(values[wire.placement.index(wire.ranks)]) == values))
     assert Wire([0]).gather("alone") == ["alone"]
+
+
+def named(process):
+    """Tensors of every kind, other ones in every process."""
+    numbers = torch.arange(24.0).view(2, 3, 4) + 100 * process
+    kinds = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
+    odd = {"columns first": numbers.transpose(0, 2), "one": torch.tensor(process), "none": torch.empty(0, 3)}
+    return kinds | odd if process == 1 else {"something else": numbers}
+
+
+def test_named_tensors_are_shipped_to_all_or_to_some(over, tmp_path):
+    """From a process in the middle; only the takers get them where there are some, one after the other."""
+
+    def body(wire, x):
+        source = wire.placement[1][0]
+        for takers in (None, [0], [0, 4], []):
+            found = ship(wire, named(wire.process), source, takers)
+            gets = takers is None or wire.process == 1 or any(node in wire.ranks for node in takers)
+            assert list(found) == (list(named(1)) if gets else [])
+            same(list(found.values()), list(named(1).values()) if gets else [])
+
+    over(3, 5, tmp_path, body)
+    same(list(ship(Wire(range(5)), named(1), 2).values()), list(named(1).values()))
+
+
+def test_a_value_is_told_by_any_process(over, tmp_path):
+    over(3, 5, tmp_path, lambda wire, x: check(wire.tell(["ä" * wire.process, None], 2) == ["ää", None]))
 
 
 def check(is_true):
@@ -137,6 +164,7 @@ def collectives(comm, x):
         comm.all_reduce(x, "mean", weights=torch.arange(1.0, n + 1)),
         comm.reduce(x, dst=3),
         comm.reduce_scatter(parts),
+        comm.all_to_all(x[:, : 2 * n].reshape(rows, n, 2)),
         comm.broadcast(x, src=n - 1),
         comm.broadcast(x, src=1, members=[0, 1, 4]),
         comm.all_gather(x)[:rows],
@@ -145,6 +173,7 @@ def collectives(comm, x):
         comm.mix(x, ring),
         comm.sum_decoded([x[:, :5].contiguous(), x[:, 5:].to(torch.bfloat16)], lambda a, b: torch.cat([a, b.to(a)], 1)),
         comm.sum_decoded([x], lambda a: a * 2, groups=[[0, 1, 3], [2, 4]]),
+        comm.sum_decoded([x[:, :3].to(torch.uint8), x], lambda a, b: b, groups=[[0, 1, 3], [2], [4]]),
     ]
     return [result.clone() for result in results] + [comm.gather(x, dst=1).expand(rows, -1, -1)]
 
@@ -168,7 +197,7 @@ def test_agreeing_telling_waiting(over, tmp_path):
     def body(wire, x):
         assert not wire.agree(False) and wire.agree(True)
         for process in range(3):
-            assert wire.agree(wire.process == process if isinstance(wire, SharedWire) else wire.rank == process)
+            assert wire.agree(wire.process == process)
         assert wire.tell(value if wire.is_main else "not this") == value
         assert wire.tell(None) is None
         assert wire.is_shared and wire.placement == place(5, 3)
@@ -298,3 +327,21 @@ def test_an_error_in_the_main_process_ends_the_others(tmp_path):
 def test_more_processes_than_nodes_are_refused():
     with pytest.raises(ArgumentError, match=r"4 processes for num_nodes=3: .* start at most 3"):
         place(3, 4)
+
+
+@pytest.mark.parametrize("mine", [True, False])
+@pytest.mark.parametrize("other", [b"yes", b"no"])
+def test_hosts_ask_each_other_whether_every_process_has_a_gpu_of_its_own(mine, other, monkeypatch):
+    """In the launcher's store; on one host, or where there is none, each process knows for all."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("exogym/own_gpu/3/1", other)
+    told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    told |= {"TORCHELASTIC_RESTART_COUNT": 3, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    assert world.all_say(mine) is (mine and other == b"yes")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert world.all_say(mine) is mine
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert world.all_say(mine) is mine

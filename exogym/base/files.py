@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,6 +63,32 @@ def missing_folders(path: Path) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
+def make_folder(path: str | os.PathLike[str]) -> list[Path]:
+    """Make a folder, where it is not there, and write into it; return the folders that were made, the deepest first.
+
+    Raises:
+        OSError, ValueError, RecursionError: that cannot be (a ValueError: there is no such name); what was made on the
+            way is removed.
+    """
+    folder, made = Path(path), []
+    try:
+        made = missing_folders(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"exogym")
+    except (OSError, ValueError, RecursionError):
+        remove_folders(made)
+        raise
+    return made
+
+
+def remove_folders(made: Iterable[Path]) -> None:
+    """Remove the folders that `make_folder` made, unless there is something in them."""
+    for folder in made:
+        with contextlib.suppress(OSError, ValueError):
+            folder.rmdir()
+
+
 def new_folder(out: str | os.PathLike[str], name: str) -> Path:
     """Make and return the folder `<out>/<name>-<time>`; with a number behind where there is one of that name.
 
@@ -69,9 +96,10 @@ def new_folder(out: str | os.PathLike[str], name: str) -> Path:
         ArgumentError: it cannot be made; what had to be made above it is removed again.
     """
     out, base = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    above, count = missing_folders(out), 1
+    above: list[Path] = []
+    count = 1
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        above = make_folder(out)
         while True:
             with contextlib.suppress(FileExistsError):
                 folder = out / (base if count == 1 else f"{base}-{count}")
@@ -79,9 +107,7 @@ def new_folder(out: str | os.PathLike[str], name: str) -> Path:
                 return folder
             count += 1
     except OSError as error:
-        for folder in above:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        remove_folders(above)
         raise ArgumentError(
             f"out={os.fspath(out)!r} cannot be written ({error.strerror}): give another folder"
         ) from error

@@ -18,6 +18,7 @@ from exogym.cli.advise import advise as advise_command
 from exogym.cli.compare import compare as compare_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
+from exogym.cli.reproduce import reproduce as reproduce_command
 from exogym.cli.runs import app as runs_app
 from exogym.cli.sweep import sweep as sweep_command
 from exogym.cli.ui import ui as ui_command
@@ -43,6 +44,7 @@ app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)
 app.add_typer(runs_app, name="runs")
+app.command("reproduce")(reproduce_command)
 
 
 def _version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from exogym.base.files import new_folder
 from exogym.errors import ArgumentError
 from exogym.remote import HostsConfig, SSHLauncher
 from exogym.remote.profile import load_profile
-from exogym.remote.results import bring, history_of, names
+from exogym.remote.results import bring, bring_run, history_of, names
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
 
 
@@ -47,11 +47,12 @@ def distributed_train(
         launcher.launch("exogym.remote.job", words, module=True, save_dir=run.save_dir, dry_run=True)
         return
     folder = new_folder(Path(RUNS).absolute(), profile.replace("/", "-"))
-    (folder / "run.json").write_text(json.dumps(run.as_dict(), indent=1))
+    (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
     code = launcher.launch(
         "exogym.remote.job", words, module=True, folder=folder, save_dir=run.save_dir,
         environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
     )  # fmt: skip
+    bring_run(launcher, folder, 1)
     if code:
         raise typer.Exit(code)
     bring(launcher, folder, 1)

@@ -31,11 +31,11 @@ Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collective under way: its members, and in ticks its cost and its end."""
+    """A collective under way: its members, and in ticks its cost and its end (each member's own, of a mix)."""
 
     members: Any
     cost: int
-    end: int
+    end: Any
     name: str
 
 
@@ -107,6 +107,7 @@ class Clock:
         self.tx_bytes, self.rx_bytes = np.zeros(num_nodes), np.zeros(num_nodes)
         self.events = 0
         self._flights: dict[int, _Flight] = {}
+        self._on_their_way: dict[int, list[int]] = {}  # number of an event's flight to handles
         self._cheapest: dict[Any, str] = {}
 
     # What moves it
@@ -143,8 +144,17 @@ class Clock:
         self.steps = self.steps + counts
 
     def event(self, event: Event) -> None:
-        """Carry out a collective: its members wait for the latest of them, and then for its cost."""
-        self.wait(self.begin(event))
+        """Carry out a collective: its members wait for the latest of them, and then for its cost.
+
+        One that has a flight is begun, and its members wait for it at the event "arrive" of that flight.
+        """
+        if event.flight is None:
+            self.wait(self.begin(event))
+        elif event.kind != "arrive":
+            self._on_their_way.setdefault(event.flight, []).append(self.begin(event))
+        else:
+            for handle in self._on_their_way.pop(event.flight, ()):
+                self.wait(handle)
 
     def begin(self, event: Event) -> int:
         """Start a collective while its members go on computing; return a handle for `wait`.
@@ -152,8 +162,9 @@ class Clock:
         It starts once all members have got here, are up, and have their lines free.
         """
         members = self._members(event.members)
-        start = max(int(self._ticks[members].max()), int(self._line_free[members].max()))
-        if self._outages:
+        ready = np.maximum(self._ticks, self._line_free)
+        start: Any = self._starts(event, ready) if event.links else int(ready[members].max())
+        if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
         cost = round(self.network.seconds(event, draw=self.events, algorithm=algorithm) * TICKS_PER_S)
@@ -236,10 +247,11 @@ class Clock:
         members = np.zeros((len(self._flights), self.num_nodes), dtype=bool)
         for row, flight in zip(members, self._flights.values(), strict=True):
             row[flight.members] = True
-        table = [[handle, flight.cost, flight.end] for handle, flight in self._flights.items()]
+        numbers = {handle: number for number, handles in self._on_their_way.items() for handle in handles}
+        table = [[handle, f.cost, f.end, numbers.get(handle, -1)] for handle, f in self._flights.items()]
         return tensors | {
             "events": torch.tensor(self.events),
-            "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 3),
+            "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
             "under_way_members": torch.from_numpy(members),
         }
 
@@ -256,7 +268,11 @@ class Clock:
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
         self.events = int(state["events"])
         rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
-        self._flights = {handle: _Flight(np.flatnonzero(of), cost, end, "") for (handle, cost, end), of in rows}
+        self._flights, self._on_their_way = {}, {}
+        for (handle, cost, end, number), of in rows:
+            self._flights[handle] = _Flight(np.flatnonzero(of), cost, end, "")
+            if number >= 0:
+                self._on_their_way.setdefault(number, []).append(handle)
 
     # Inside
 
@@ -282,6 +298,15 @@ class Clock:
         if key not in self._cheapest:
             self._cheapest[key] = self.network.cheapest(event.kind, event.payload_bytes, event.members)[0]
         return self._cheapest[key]
+
+    def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
+        """Return (members,) when each member of a mix has all that is given to it on its way: it waits for no other."""
+        if self._outages:
+            ready = np.array([self._all_up([node], int(tick)) for node, tick in enumerate(ready)])
+        starts = ready.copy()
+        for giver, taker in event.links:
+            starts[taker] = max(starts[taker], ready[giver])
+        return starts[list(event.members)]
 
     def _all_up(self, members: Sequence[int], start: int) -> int:
         """Return the first moment from `start` at which no member is down."""

@@ -12,12 +12,36 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 
     ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
     server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
-    broadcast, reduce     binomial tree                exchange, mix    S per partner
+    tree all-reduce       binomial tree, up and down   exchange, mix    S per partner
+    broadcast, reduce     binomial tree
     send                  S out of one, into another
 """
 
-from exogym.communicator.communicator import Communicator
+from exogym.communicator.communicator import TRANSPORTS, Communicator
 from exogym.communicator.ledger import Event, Ledger
+from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
+from exogym.communicator.secure import SecureAggregation
+from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
-__all__ = ["CHUNK_ELEMENTS", "Communicator", "Event", "Ledger", "Parcel", "Wire", "reduce_rows", "tree_sum"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "RULES",
+    "TRANSPORTS",
+    "Communicator",
+    "Event",
+    "Krum",
+    "Ledger",
+    "Median",
+    "Parcel",
+    "Rule",
+    "SecureAggregation",
+    "TrimmedMean",
+    "Wire",
+    "blank",
+    "described",
+    "reduce_rows",
+    "rule_of",
+    "ship",
+    "tree_sum",
+]

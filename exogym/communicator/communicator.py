@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator.ledger import FACTORS, Event, Ledger, children
+from exogym.communicator.ledger import FACTORS, Event, Ledger, children, tree_factors
+from exogym.communicator.robust import Rule
+from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
+TRANSPORTS = ("ring", "tree", "server")  # of an all-reduce
 Groups = Sequence[Sequence[int]]
 
 
@@ -29,7 +32,11 @@ class Communicator:
         wire: what carries the rows; one process by default.
 
     `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
-    or None, weigh the nodes in every mean that is given no weights of its own.
+    or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
+    how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
+    where there is one, takes the place of every mean of parameters or gradients (`exogym.communicator.robust`);
+    `watchers` see each mean of parameters as it is taken: the rows here of its members, what these bring, and the mean.
+    `secure`, where there is one, takes means so that nobody sees a node's own values (`exogym.communicator.secure`).
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -45,8 +52,15 @@ class Communicator:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self.weights: Tensor | None = None
+        self.transport: str | None = None
+        self.rule: Rule | None = None
+        self.secure: SecureAggregation | None = None
+        self._aggregations = 0
+        self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
+        self._numbers = 0  # of flights
+        self._flight: int | None = None  # which calls are on now
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
@@ -56,6 +70,27 @@ class Communicator:
             yield
         finally:
             self._tag = before
+
+    # What is on its way while its members go on computing
+
+    def new_flight(self) -> int:
+        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
+        self._numbers += 1
+        return self._numbers
+
+    @contextlib.contextmanager
+    def on_its_way(self, flight: int | None) -> Iterator[None]:
+        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
+        before, self._flight = self._flight, flight
+        try:
+            yield
+        finally:
+            self._flight = before
+
+    def arrive(self, flight: int) -> None:
+        """Let the members of what is on its way under `flight` wait for it now."""
+        nothing = np.zeros(0)
+        self.ledger.tell(Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight))
 
     # Reductions
 
@@ -68,6 +103,7 @@ class Communicator:
         weights: Tensor | None = None,
         out: Tensor | None = None,
         algorithm: str = "ring",
+        expected: Groups | None = None,
     ) -> Tensor:
         """Reduce `x` (rows, ...) over each group and give every member the result.
 
@@ -77,7 +113,8 @@ class Communicator:
             weights: (num_nodes,) weights of a weighted mean, normalised within each group, instead of the fleet's.
             out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
                 keep what they hold.
-            algorithm: "ring" or "server", for the bytes.
+            algorithm: "ring", "tree" or "server", for the bytes, where no `transport` was chosen.
+            expected: for each of `groups` those who were to take part, where some have dropped out.
 
         Returns:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
@@ -94,10 +131,25 @@ class Communicator:
         if weights is not None and op != "mean":
             raise ArgumentError(f"weights need op='mean', not {op!r}")
         result = None
-        for group in groups:
+        for k, group in enumerate(groups):
             share = self.share(group, op) if weights is None else _share(weights, group)
-            result = self._reduced(flat, group, op, share, everywhere=not apart)
-            self._record("all_reduce", algorithm, group, _row_bytes(x))
+            kind, way = "all_reduce", self.transport or algorithm
+            if op == "mean" and self.secure is not None:
+                members = expected[k] if expected else group if apart else range(self.num_nodes)
+                result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
+                self._aggregations += 1  # for new keys; no result depends on them
+                for told, size in self.secure.sent(flat.shape[1], _row_bytes(x), len(members)):
+                    if size:
+                        self.record(told, "server", group, size)
+            elif (rule := self.robust(op, share)) is not None:
+                result = rule.of(self.wire, flat, group)
+                self.record(*(rule.collective if way != "server" else (kind, way)), group, _row_bytes(x))
+            else:
+                result = self._reduced(flat, group, op, share, everywhere=not apart)
+                self.record(kind, way, group, _row_bytes(x))
+            if op == "mean" and self._tag == "parameters":
+                for watch in self.watchers:
+                    watch(self._rows_here(group), flat, result)
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result
@@ -120,6 +172,18 @@ class Communicator:
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
+
+    def robust(self, op: str, share: Tensor | None) -> Rule | None:
+        """Return the rule that takes the place of a mean; None: it is one, or another operation, or of buffers.
+
+        Raises:
+            ArgumentError: a mean with weights, which a bad node could claim.
+        """
+        if self.rule is None or op != "mean" or self._tag != "parameters":
+            return None
+        if share is not None:
+            raise ArgumentError(f"{self.rule} counts all nodes alike, and this mean weighs them: weighting='uniform'")
+        return self.rule
 
     def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
         """Begin to sum the weighted columns of `x` (1, F) over all nodes, in place, without waiting.
@@ -152,22 +216,27 @@ class Communicator:
         """
         groups = self._sorted(groups)
         size = sum(_row_bytes(part) for part in payload)
-        if self.wire.packs:
+        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
         self._check_op(op, decoded)
         flat = decoded.reshape(len(decoded), -1)
         if len(groups) == 1 and len(groups[0]) == self.num_nodes:
-            self._record("all_gather", "ring", groups[0], size)
-            result = self.wire.reduce(flat, groups[0], op, self.share(groups[0], op))
+            self.record("all_gather", "ring", groups[0], size)
+            result = self._of_decoded(flat, groups[0], op)
             return result.view(1, *decoded.shape[1:]).expand_as(decoded)
         result = flat.clone()
         for group in groups:
-            self._record("all_gather", "ring", group, size)
-            reduced = self.wire.reduce(flat, group, op, self.share(group, op))
+            self.record("all_gather", "ring", group, size)
+            reduced = self._of_decoded(flat, group, op)
             for row in self._rows_here(group):
                 result[row] = reduced
         return result.view_as(decoded)
+
+    def _of_decoded(self, x: Tensor, group: Sequence[int], op: str) -> Tensor:
+        share = self.share(group, op)
+        rule = self.robust(op, share)
+        return self.wire.reduce(x, group, op, share) if rule is None else rule.of(self.wire, x, group)
 
     def _sum_packed(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str, groups: list[list[int]], size: float
@@ -177,16 +246,19 @@ class Communicator:
         widths = [_row_bytes(part) for part in payload]
         result = None if len(groups) == 1 and len(groups[0]) == self.num_nodes else decode(*payload).clone()
         for group in groups:
-            self._record("all_gather", "ring", group, size)
+            self.record("all_gather", "ring", group, size)
             pieces = self.wire.rows(packed, group).split(widths, 1)
             parts = [
-                piece.contiguous().view(part.dtype).view(len(group), *part.shape[1:])
+                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
                 for piece, part in zip(pieces, payload, strict=True)
             ]
             decoded = decode(*parts)
             self._check_op(op, decoded)
             flat = decoded.reshape(len(group), -1)
-            reduced = reduce_rows(flat, group, op, self.share(group, op)).view(1, *decoded.shape[1:])
+            share = self.share(group, op)
+            rule = self.robust(op, share)
+            total = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group)
+            reduced = total.view(1, *decoded.shape[1:])
             if result is None:
                 return reduced.expand(len(self.ranks), *decoded.shape[1:])
             for row in self._rows_here(group):
@@ -211,7 +283,7 @@ class Communicator:
         self._per_member(x, "reduce_scatter")
         share = self.share(self.present, op)
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
-        self._record("reduce_scatter", "ring", self.present, _row_bytes(x))
+        self.record("reduce_scatter", "ring", self.present, _row_bytes(x))
         return self._dealt(reduced)
 
     # Moving rows
@@ -240,10 +312,14 @@ class Communicator:
         )
         return self.wire.rows(x, self.present)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Collect all rows, in id order, for everyone. Returns (rows, n, ...), one copy expanded."""
-        everyone = self.wire.rows(x, self.present)
-        self._record("all_gather", "ring", self.present, _row_bytes(x))
+    def all_gather(self, x: Tensor, members: Sequence[int] | None = None) -> Tensor:
+        """Collect the rows of the members (the present nodes by default), in id order, for all of them.
+
+        Returns (rows, n, ...), one copy expanded.
+        """
+        group = self.present if members is None else self._sorted([members])[0]
+        everyone = self.wire.rows(x, group)
+        self.record("all_gather", "ring", group, _row_bytes(x))
         return everyone[None].expand(len(x), *everyone.shape)
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
@@ -256,13 +332,38 @@ class Communicator:
         self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
         return self._dealt(row)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Give the k-th present node slice k of everyone; `x` is (rows, n, ...), and other rows keep theirs.
+
+        Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
+        """
+        self._per_member(x, "all_to_all")
+        self.record("all_to_all", "pairwise", self.present, _row_bytes(x))
+        result, members, n = x.clone(), self.present, len(self.present)
+        if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
+            everyone = self.wire.rows(x, members)
+            for k, rank in enumerate(members):
+                result[self._rows_here([rank])] = everyone[:, k]
+            return result
+        for shift in range(1, n):
+            parcels = [Parcel(i, members[(k + shift) % n], x.shape[2:], x.dtype, False) for k, i in enumerate(members)]
+            mine = [(k, row) for k, i in enumerate(members) for row in self._rows_here([i])]
+            given = {members[k]: x[row, (k + shift) % n].contiguous() for k, row in mine}
+            got = self.wire.hand_over(given, parcels)
+            for k, row in mine:
+                result[row, (k - shift) % n] = got[members[k]]
+        return result
+
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
-        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...)."""
+        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...).
+
+        A node that is away has itself as partner; its row is not looked at.
+        """
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
             raise ArgumentError(
                 f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
             )
-        size = _row_bytes(x)
+        size, swapped = _row_bytes(x), [rank for rank, other in enumerate(partner) if rank != other]
         for rank, other in enumerate(partner):
             if partner[other] != rank:
                 raise ArgumentError(
@@ -270,7 +371,13 @@ class Communicator:
                 )
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
-        return self.wire.rows(x, range(self.num_nodes))[[partner[rank] for rank in self.ranks]]
+        result = x.clone()
+        if swapped:
+            theirs = self.wire.rows(x, swapped)  # a call that every process makes alike
+            for rank in swapped:
+                for row in self._rows_here([rank]):
+                    result[row] = theirs[swapped.index(partner[rank])]
+        return result
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
@@ -286,28 +393,44 @@ class Communicator:
         return self.wire.hand_over(given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...)."""
+        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).
+
+        Where W[i, j] is not zero, node j gives its row to node i: payload and tx are a row's bytes for each taker, rx
+        for each giver.
+        """
+        return self.mix_all([x], matrix)[0]
+
+    def mix_all(self, xs: Sequence[Tensor], matrix: Tensor) -> list[Tensor]:
+        """Mix the rows of several tensors as `mix` does, with one message from neighbour to neighbour for all."""
         if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
             raise ArgumentError(
                 f"the mixing matrix is {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
             )
-        flat, size = x.reshape(len(x), -1), _row_bytes(x)
         links = (matrix != 0).cpu().numpy()
         np.fill_diagonal(links, False)
-        self._add(
-            "mix", "neighbours", range(self.num_nodes), size, links.sum(0) * float(size), links.sum(1) * float(size)
-        )
-        everyone = self.wire.rows(flat, range(self.num_nodes))  # a call that every process makes alike
+        size = float(sum(map(_row_bytes, xs)))
+        met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # others keep to themselves
+        if met:
+            ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
+            self._add("mix", "neighbours", met, size, links.sum(0)[met] * size, links.sum(1)[met] * size, links=ways)
+        return [self._mixed(x, matrix, met) for x in xs]
+
+    def _mixed(self, x: Tensor, matrix: Tensor, met: list[int]) -> Tensor:
+        flat = x.reshape(len(x), -1)
+        theirs = self.wire.rows(flat, met) if met else flat[:0]  # a call that every process makes alike
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
-            neighbours = torch.nonzero(matrix[rank]).flatten().tolist()
-            if neighbours:
-                out[row] = reduce_rows(everyone[neighbours], neighbours, "sum", matrix[rank][neighbours])
+            givers = torch.nonzero(matrix[rank]).flatten().tolist()
+            if givers == [rank]:
+                out[row] = flat[row] * float(matrix[rank, rank])
+            elif givers:
+                rows = torch.stack([flat[row] if i == rank else theirs[met.index(i)] for i in givers])
+                out[row] = reduce_rows(rows, givers, "sum", matrix[rank][givers])
         return out.view_as(x)
 
     def barrier(self) -> None:
         """Wait for all present nodes. No payload."""
-        self._record("barrier", "tree", self.present, 0)
+        self.record("barrier", "tree", self.present, 0)
 
     # A server beside the nodes, which every process plays: what it gets and gives is in all of them
 
@@ -358,10 +481,19 @@ class Communicator:
                 f"{name} needs one slice per node: (rows, {len(self.present)}, ...), not {tuple(x.shape)}"
             )
 
-    def _record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
+    def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
+        """Record a collective in which each of `members` hands over `size` bytes, or is handed them ("pull")."""
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
-        moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
+        if kind in ("push", "pull"):
+            moved, nothing = np.full(n, size if self.num_nodes > 1 else 0.0), np.zeros(n)
+            up, down = (moved, nothing) if kind == "push" else (nothing, moved)
+            self._add(kind, algorithm, members, size, up, down, givers=None if kind == "push" else [])
+            return
+        if (kind, algorithm) == ("all_reduce", "tree"):
+            moved = tree_factors(n) * size
+        else:
+            moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
         self._add(kind, algorithm, members, size, moved, moved)
 
     def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
@@ -381,10 +513,13 @@ class Communicator:
         tx: np.ndarray,
         rx: np.ndarray,
         givers: Sequence[int] | None = None,
+        links: tuple[tuple[int, int], ...] = (),
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave))
+        self.ledger.add(
+            Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        )
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; the server is there even for one client of several nodes."""

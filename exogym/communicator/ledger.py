@@ -19,10 +19,13 @@ class Event:
     Attributes:
         kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
         members: global ids that took part.
-        payload_bytes: what each giver handed over.
+        payload_bytes: what each giver handed over; of a mix, to each of its neighbours.
         givers: the members that hand something over: all, or the root of a broadcast or scatter.
         tx_bytes, rx_bytes: (members,) what each member sent and received.
         tag: "parameters" or "buffers"; they are counted apart.
+        flight: the number under which it is on its way while its members go on computing; None: they wait for it. With
+            kind "arrive" they wait now for what is on its way under the number, and nothing is sent.
+        links: of a mix, (giver, taker) of each message; a member waits for those that give to it, and for nobody else.
     """
 
     kind: str
@@ -33,6 +36,13 @@ class Event:
     rx_bytes: np.ndarray
     tag: str
     givers: tuple[int, ...]
+    links: tuple[tuple[int, int], ...] = ()
+    flight: int | None = None
+
+    @property
+    def handed_bytes(self) -> np.ndarray:
+        """(givers,) what each giver handed over in all."""
+        return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
 @dataclass
@@ -58,14 +68,18 @@ class Ledger:
         if event.tag == "buffers":
             self.buffer_bytes[members] += event.tx_bytes
         else:
-            self.payload_bytes[list(event.givers)] += event.payload_bytes
+            self.payload_bytes[list(event.givers)] += event.handed_bytes
             self.tx_bytes[members] += event.tx_bytes
             self.rx_bytes[members] += event.rx_bytes
         name = f"{event.algorithm} {event.kind}" + ("" if event.tag == "parameters" else f" of {event.tag}")
         row = self.traffic.setdefault(name, dict.fromkeys(TRAFFIC, 0.0))
-        seen = (1.0, event.payload_bytes * len(event.givers), float(event.tx_bytes.sum()), float(event.rx_bytes.sum()))
+        seen = (1.0, *(float(x.sum()) for x in (event.handed_bytes, event.tx_bytes, event.rx_bytes)))
         for key, value in zip(TRAFFIC, seen, strict=True):
             row[key] += value
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Let the listeners know of an event."""
         for listen in self.listeners:
             listen(event)
 
@@ -87,10 +101,15 @@ class Ledger:
 # Traffic of a member as a multiple of its payload, by (collective, algorithm), for n members
 FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
+    ("all_reduce", "exact"): lambda n: 2 * (n - 1) / n,  # slices to all, results gathered
     ("all_reduce", "server"): lambda n: 1.0,
+    ("all_reduce", "tree"): lambda n: 2 * (n - 1) / n,  # in the mean; see `tree_factors`
     ("all_gather", "ring"): lambda n: n - 1.0,
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
+    ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
+    ("push", "server"): lambda n: 1.0,
+    ("pull", "server"): lambda n: 0.0,  # sent; it gets as much as it is given
 }
 
 
@@ -101,3 +120,14 @@ def children(position: int, n: int) -> int:
     while hop < limit and position + hop < n:
         count, hop = count + 1, hop * 2
     return count
+
+
+def tree_factors(n: int) -> np.ndarray:
+    """Return (n,) what each member of a tree all-reduce sends, and gets, as a multiple of its payload.
+
+    To its parent and from it once, from and to each child once.
+
+    >>> tree_factors(5).tolist()
+    [3.0, 1.0, 2.0, 1.0, 1.0]
+    """
+    return np.array([children(k, n) + float(k > 0) for k in range(n)])

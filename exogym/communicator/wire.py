@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from exogym.progress import notice
+
 CHUNK_ELEMENTS = 1 << 18
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -90,16 +92,13 @@ class Wire:
         native: reduce by torch's own sums, each process its rows and then all together, instead of the exact tree.
 
     Attributes:
-        placement: the ids of each process; `is_main`, `is_shared`: whether this is the main process of them, and
-            whether there are others.
-        forked: whether the processes are forks of the main one, made for this run alone.
-        is_hidden: whether this is such a fork: it leaves signals, history and callbacks to the main process.
+        placement: the ids of each process; `process`: which of them this is, 0 being the main one.
+        shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
+            this run alone; else each is a script's own, and somebody may look at what it comes to.
         overlaps: whether `begin` sums while the caller goes on.
-        packs: whether compressed contributions travel as they are and are decoded by everyone; where memory is
-            shared it is faster to decode them first.
     """
 
-    is_main, forked, is_hidden, packs, overlaps = True, True, False, False, False
+    process, shares_memory, overlaps = 0, True, False
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
@@ -108,8 +107,18 @@ class Wire:
         self.placement = [self.ranks]
 
     @property
+    def is_main(self) -> bool:
+        return self.process == 0
+
+    @property
     def is_shared(self) -> bool:
+        """Whether there are other processes."""
         return len(self.placement) > 1
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether this process leaves signals, history and callbacks to the main one, which made it."""
+        return self.shares_memory and not self.is_main
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         """Return the rows of `x` (rows, ...) that belong to global `ids`, as (len(ids), ...)."""
@@ -166,25 +175,36 @@ class Wire:
         """Say whether a process asked so."""
         return False
 
-    def tell(self, value: Any) -> Any:
-        """Return the main process's `value` (JSON-able) in every process."""
-        return value
+    def tell(self, value: Any, process: int = 0) -> Any:
+        """Return the `value` (JSON-able) of one process, the main one, in every process."""
+        return self._told(value, [process])[0] if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` (JSON-able) of every process, in their order, in every process."""
-        if not self.is_shared:
-            return [value]
-        firsts, text = [ids[0] for ids in self.placement], json.dumps(value).encode()
+        return self._told(value, range(len(self.placement))) if self.is_shared else [value]
+
+    def _told(self, value: Any, processes: Sequence[int]) -> list[Any]:
+        """Return the values of `processes`, in every process: their texts travel as rows, of one length."""
+        firsts, text = [self.placement[process][0] for process in processes], b""
+        if self.process in processes:
+            text = json.dumps(value).encode()
         lengths = self.rows(torch.tensor([[len(text)]]).expand(len(self.ranks), -1), firsts).flatten().tolist()
-        padded = torch.tensor([[*text, *bytes(max(lengths) - len(text))]], dtype=torch.uint8)
-        rows = self.rows(padded.expand(len(self.ranks), -1), firsts)
+        letters = torch.frombuffer(bytearray(text.ljust(max(lengths))[: max(lengths)]), dtype=torch.uint8)
+        rows = self.rows(letters.expand(len(self.ranks), -1), firsts)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def say(self, text: str) -> None:
+        """Tell the user a line, once."""
+        if self.is_main:
+            notice(text)
 
     def barrier(self) -> None:
         """Wait for all processes."""
 
     def _reduce_native(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None) -> Tensor:
         """Reduce the rows here, then those results over the processes: equal to the tree up to rounding."""
+        if op.startswith("trimmed "):
+            return reduce_rows(self.rows(x, ids), ids, op)
         here = [k for k, i in enumerate(ids) if i in self.row_of]
         mine = x[[self.row_of[ids[k]] for k in here]]
         if op in ("max", "min"):
@@ -206,7 +226,13 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min"."""
+    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min".
+
+    "trimmed 2" is the mean without the two largest and the two smallest values of each column (NaN is the largest).
+    """
+    if op.startswith("trimmed "):
+        f, n = int(op.removeprefix("trimmed ")), len(ids)
+        return tree_sum(members.sort(0).values[f : n - f], range(n - 2 * f), None, n - 2 * f)
     if op == "max":
         return members.amax(0)
     if op == "min":

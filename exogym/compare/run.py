@@ -148,18 +148,34 @@ def compare(
 
 
 def session_of(
-    task: Task, strategies: Any, *, nodes: Any = None, steps: Any = None, batch_size: Any = None, seeds: Any = 3,
-    lr: Any = None, partition: Any = None, processes: int | str = 1, device: str = "auto", network: Any = None,
-    step_seconds: Any = None, speeds: Any = None, target_loss: float | None = None, timeline: bool = False,
-    loss_fn: Any = None, metrics: Any = None, watch: Any = None, known_step_s: float | None = None,
-) -> Session:  # fmt: skip
-    """Return what all runs of a comparison share, its arguments checked as `compare` says; without a folder.
+    task: Task,
+    strategies: str | Sequence[str] | Mapping[str, str | Strategy],
+    *,
+    nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 3,
+    lr: float | None = None,
+    partition: str | Partitioner | None = None,
+    processes: int | str = 1,
+    device: str = "auto",
+    network: Network | str | None = None,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    target_loss: float | None = None,
+    timeline: bool = False,
+    loss_fn: Callable[..., Tensor] | None = None,
+    metrics: dict[str, Metric] | None = None,
+    watch: Callable[[Standing], object] | None = None,
+    known_step_s: float | None = None,
+) -> Session:
+    """Return the runs that the arguments of `compare` ask for, checked, and none of them trained; with no folder.
 
     Args:
-        known_step_s: what a step takes here, where it has been measured before.
+        known_step_s: seconds of a step that were measured before, where step times are measured.
 
     Raises:
-        ArgumentError, DataError: an argument that will not do.
+        ArgumentError, DataError: as `compare`.
     """
     setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
     entries = entries_of(strategies, setting)
@@ -187,7 +203,7 @@ def session_of(
     )  # fmt: skip
 
 
-def asked_of(session: Session, target_loss: float | None) -> dict[str, Any]:
+def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
     """Return as JSON what decides the results: in a comparison that goes on it must be the same."""
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:

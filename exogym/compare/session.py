@@ -62,6 +62,7 @@ class Session:
     """What all runs share, and those that have ended.
 
     Attributes:
+        callbacks: of every run, beside those that keep and tell.
         outcomes: (label, seed) to what came out, in the order of the runs.
     """
 
@@ -80,6 +81,7 @@ class Session:
     metrics: dict[str, Metric] | None
     watch: Callable[[Standing], object] | None
     folder: Folder | None
+    callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     _node_steps: int = 0  # trained since the start, of all nodes
     _start: float = field(default_factory=time.perf_counter)
@@ -130,7 +132,7 @@ class Session:
                 seed=seed, batch_size=self.setting.batch_size, val_interval=self.val_interval, device=self.place,
                 partitioner=FirstShard(self.split, self.setting.nodes) if entry.alone else self.split,
                 processes=1 if entry.alone else self.processes, progress=False,
-                callbacks=[_At(self, label, entry, number, saved)], **timing, **saving,
+                callbacks=[*self.callbacks, _At(self, label, entry, number, saved)], **timing, **saving,
             )  # fmt: skip
             _check_finite(trainer.history, seed)
         except TrainingError as failure:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from exogym.base.rng import generator
+from exogym.communicator import Communicator
+from exogym.communicator.wire import reduce_rows
+from exogym.compress.dct import Blocks
 from exogym.compress.quantize import Quantizer, pack, unpack
 from exogym.errors import ArgumentError, check_count
 from exogym.fleet import Fleet
@@ -54,34 +58,27 @@ class Quantized(Compressor):
         self.quantizer, self.groups, self.draws = quantizer, groups, quantizer.draws
         self.count = sum(m * k for m, k in groups)
 
-    def _split(self, row: Tensor) -> list[Tensor]:
-        return [part.view(group) for part, group in zip(row.split(self._sizes), self.groups, strict=True)]
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [m * k for m, k in self.groups]
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """Cut (rows, count) into groups, (rows m, k) each."""
+        parts = x.split([m * k for m, k in self.groups], 1)
+        return [part.reshape(len(x) * m, k) for part, (m, k) in zip(parts, self.groups, strict=True)]
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
-        codes, tables = [], []
-        for at, row in enumerate(x):  # a sum over several nodes may round otherwise than over one
-            draws = [None] * len(self.groups) if noise is None else self._split(noise[at])
-            parts = [
-                self.quantizer.encode(part, draw) for part, draw in zip(self._split(row.clone()), draws, strict=True)
-            ]
-            codes.append(torch.cat([code.flatten() for code, _ in parts]))
-            tables.append(torch.cat([table.flatten() for _, table in parts]))
-        return [pack(torch.stack(codes), self.quantizer.bits), torch.stack(tables)]
+        if self.quantizer.sums and len(x) > 1:
+            alone = [self.encode(x[i : i + 1], None if noise is None else noise[i : i + 1]) for i in range(len(x))]
+            return [torch.cat(parts) for parts in zip(*alone, strict=True)]
+        parts = self._split(x.clone(memory_format=torch.contiguous_format) if self.quantizer.sums else x)
+        draws = [None] * len(parts) if noise is None else self._split(noise)
+        encoded = [self.quantizer.encode(part, draw) for part, draw in zip(parts, draws, strict=True)]
+        codes = torch.cat([code.view(len(x), -1) for code, _ in encoded], 1)
+        return [pack(codes, self.quantizer.bits), torch.cat([table.view(len(x), -1) for _, table in encoded], 1)]
 
     def decode(self, *payload: Tensor) -> Tensor:
         packed, tables = payload
-        codes = unpack(packed, self.quantizer.bits, self.count)
-        width = self.quantizer.table
-        nodes = []
-        for mine, table in zip(codes, tables, strict=True):
-            own = table.split([m * width for m, _ in self.groups])
-            parts = zip(self._split(mine), own, strict=True)
-            nodes.append(torch.cat([self.quantizer.decode(c, t.view(-1, width)).flatten() for c, t in parts]))
-        return torch.stack(nodes)
+        rows, width = len(packed), self.quantizer.table
+        own = tables.split([m * width for m, _ in self.groups], 1)
+        parts = zip(self._split(unpack(packed, self.quantizer.bits, self.count)), own, strict=True)
+        return torch.cat([self.quantizer.decode(c, t.reshape(-1, width)).view(rows, -1) for c, t in parts], 1)
 
 
 def buckets(count: int, size: int) -> Groups:
@@ -121,6 +118,64 @@ class TopK(Compressor):
         return values.new_zeros(len(values), self.count).scatter_(1, indices.long(), values)
 
 
+class ChunkTopK(Compressor):
+    """Of each tensor's chunks the largest entries, and their values by a quantiser with one table for each tensor.
+
+    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. Of
+    one of s entries k' = max(1, round(k s / chunk)) are sent: indices of ceil(log2 s) bits, really packed, and values.
+    Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes, and of values c k' b, or with a quantiser
+    ceil(c k' bits / 8) and its table.
+
+    Args:
+        k: of a whole chunk.
+        chunk: a square number.
+    """
+
+    def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
+        side = math.isqrt(chunk)
+        if side * side != chunk or not 1 <= k <= chunk:
+            raise ArgumentError(f"topk={k} of chunk={chunk}: wanted a square number, as 4096 = 64 x 64, and 1 to it")
+        self.count, self.quantizer = layout.numel, quantizer
+        self.slots = list(layout)
+        self.cuts = [Blocks(slot.shape, side, chunk) for slot in layout]
+        self.kept = [max(1, round(k * cut.size / chunk)) for cut in self.cuts]
+        self.index_bits = [(cut.size - 1).bit_length() for cut in self.cuts]
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        payload: Payload = []
+        for slot, cut, k, bits in zip(self.slots, self.cuts, self.kept, self.index_bits, strict=True):
+            blocks = cut.cut(slot.of(x))
+            indices = blocks.abs().topk(k, dim=-1).indices.sort(-1).values
+            values = blocks.gather(-1, indices).flatten(1)
+            payload += [pack(indices.flatten(1).int(), bits)] if bits else []
+            payload += self._values(values.shape[1]).encode(values) if self.quantizer else [values]
+        return payload
+
+    def decode(self, *payload: Tensor) -> Tensor:
+        return self._scattered(payload, lambda values: values)
+
+    def mask(self, *payload: Tensor) -> Tensor:
+        """Return (rows, count) ones where an entry was sent, zeros elsewhere."""
+        return self._scattered(payload, torch.ones_like)
+
+    def _scattered(self, payload: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
+        parts, out = iter(payload), []
+        for cut, k, bits in zip(self.cuts, self.kept, self.index_bits, strict=True):
+            shape = (-1, cut.blocks, k)
+            indices = unpack(next(parts), bits, cut.blocks * k).long().view(shape) if bits else None
+            given = self._values(cut.blocks * k).decode(next(parts), next(parts)) if self.quantizer else next(parts)
+            values = what(given).view(shape)
+            if indices is None:  # chunks of one entry
+                indices = torch.zeros_like(values, dtype=torch.int64)
+            dense = values.new_zeros(len(values), cut.blocks, cut.size)
+            out.append(cut.join(dense.scatter_(-1, indices, values)).reshape(len(values), -1))
+        return torch.cat(out, 1)
+
+    def _values(self, count: int) -> Quantized:
+        assert self.quantizer is not None
+        return Quantized(self.quantizer, [(1, count)])
+
+
 def with_feedback(
     compressor: Compressor, error: Tensor, x: Tensor, decay: float = 1.0, noise: Tensor | None = None
 ) -> Payload:
@@ -140,6 +195,44 @@ def with_feedback(
     payload = compressor.encode(error, noise)
     error.sub_(compressor.decode(*payload))
     return payload
+
+
+def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: int) -> Tensor:
+    """Return the mean of `x` (rows, P) over the nodes that are there, quantised on both ways: (1, P), one for all.
+
+    A ring cannot add codes up. So the row is cut into n shards; each node quantises its row and sends every other one
+    its shard; that one decodes and averages, quantises the mean, and all gather the means. Each number is rounded
+    twice, however many nodes there are.
+
+    Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes, all-to-all, and S / n,
+    all-gather; tx = rx = 2 (n-1)/n S.
+
+    >>> from exogym.compress import Absmax
+    >>> comm = Communicator(range(2), 2)
+    >>> mean_in_shards(comm, torch.tensor([[1.0, 127.0], [3.0, 127.0]]), Absmax(8), 512).tolist()
+    [[2.0, 127.0]]
+    """
+    members, count = comm.present, x.shape[1]
+    n, width = len(members), -(-count // len(members))
+    shards = Quantized(quantizer, buckets(width, bucket))
+    cut = torch.nn.functional.pad(x, (0, n * width - count)).view(len(x) * n, width)
+    packed = _as_bytes(shards.encode(cut)).unflatten(0, (len(x), n))
+    means = x.new_zeros(len(x), width, dtype=torch.promote_types(x.dtype, torch.float32))
+    for row, mine in enumerate(comm.all_to_all(packed)):
+        decoded = shards.decode(*_from_bytes(shards, mine))
+        means[row] = reduce_rows(decoded.to(means), members, "mean", comm.share(members, "mean"))
+    gathered = comm.all_gather(_as_bytes(shards.encode(means)))[0]
+    return shards.decode(*_from_bytes(shards, gathered)).to(x.dtype).reshape(1, -1)[:, :count]
+
+
+def _as_bytes(payload: Payload) -> Tensor:
+    codes, tables = payload
+    return torch.cat([codes, tables.view(torch.uint8)], 1)
+
+
+def _from_bytes(shards: Quantized, packed: Tensor) -> Payload:
+    codes = -(-shards.count * shards.quantizer.bits // 8)
+    return [packed[:, :codes], packed[:, codes:].clone(memory_format=torch.contiguous_format).view(torch.float32)]
 
 
 def noise_of(fleet: Fleet, count: int, seed: int, purpose: str, *ids: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Orthonormal cosine transform of a tensor's blocks, as DeMo uses it."""
+"""A tensor cut into blocks, and the orthonormal cosine transform of each, as DeMo uses it."""
 
 from __future__ import annotations
 
@@ -21,43 +21,65 @@ def largest_divisor(n: int, target: int) -> int:
     return max(d for d in range(1, min(n, target) + 1) if n % d == 0)
 
 
-class BlockDCT:
-    """Cuts a tensor of one shape into blocks and transforms each.
+class Blocks:
+    """Cuts a tensor of one shape into blocks of one size.
 
-    A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `chunk`; a
-    1-D tensor into blocks of w; more dimensions are folded to (first, rest). A scalar is one block of one.
+    A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `side`; a 1-D
+    tensor into blocks of w, not above `line`; more dimensions are folded to (first, rest). A scalar is a block of one.
+
+    >>> cut = Blocks(torch.Size([128, 64, 3]), 64)
+    >>> cut.blocks, cut.size
+    (6, 4096)
+    >>> x = torch.randn(2, 128, 64, 3)
+    >>> torch.equal(cut.join(cut.cut(x)), x)
+    True
+    """
+
+    def __init__(self, shape: torch.Size, side: int, line: int | None = None):
+        self.shape = shape
+        flat = len(shape) < 2
+        n, m = (1, math.prod(shape)) if flat else (shape[0], math.prod(shape[1:]))
+        self.h, self.w = largest_divisor(n, side), largest_divisor(m, (line or side) if flat else side)
+        self.rows, self.columns = n // self.h, m // self.w
+        self.blocks, self.size = self.rows * self.columns, self.h * self.w
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return the (nodes, blocks, size) of `x` (nodes, *shape)."""
+        blocks = x.reshape(-1, self.rows, self.h, self.columns, self.w).transpose(2, 3)
+        return blocks.reshape(-1, self.blocks, self.size)
+
+    def join(self, blocks: Tensor) -> Tensor:
+        """Return the (nodes, *shape) of (nodes, blocks, size)."""
+        x = blocks.reshape(-1, self.rows, self.columns, self.h, self.w).transpose(2, 3)
+        return x.reshape(-1, *self.shape)
+
+
+class BlockDCT:
+    """Cuts a tensor of one shape into `Blocks` and transforms each.
 
     Nodes are transformed one by one, each in memory of its own: a product over several may round differently than one
     over a single node, and where a node is held must change nothing.
 
     >>> t = BlockDCT(torch.Size([128, 64, 3]), 64, torch.float64, torch.device("cpu"))
-    >>> t.blocks, t.size
-    (6, 4096)
     >>> x = torch.randn(2, 128, 64, 3, dtype=torch.float64)
     >>> torch.allclose(t.decode(t.encode(x)), x)
     True
     """
 
     def __init__(self, shape: torch.Size, chunk: int, dtype: torch.dtype, device: torch.device):
-        self.shape = shape
-        n, m = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-        self.h, self.w = largest_divisor(n, chunk), largest_divisor(m, chunk)
-        self.rows, self.columns = n // self.h, m // self.w
-        self.blocks, self.size = self.rows * self.columns, self.h * self.w
-        self.ch, self.cw = dct_matrix(self.h, dtype, device), dct_matrix(self.w, dtype, device)
+        self.cut = Blocks(shape, chunk)
+        self.blocks, self.size = self.cut.blocks, self.cut.size
+        self.ch, self.cw = dct_matrix(self.cut.h, dtype, device), dct_matrix(self.cut.w, dtype, device)
 
     def encode(self, x: Tensor) -> Tensor:
         """Transform `x` (nodes, *shape) to coefficients (nodes, blocks, size)."""
-        return torch.stack([self._encode_one(node.clone()) for node in x])
+        blocks = self.cut.cut(x)
+        return torch.stack([self._transform(node, self.ch, self.cw.T) for node in blocks])
 
     def decode(self, coefficients: Tensor) -> Tensor:
         """Transform coefficients (nodes, blocks, size) back to (nodes, *shape)."""
-        return torch.stack([self._decode_one(node.clone()) for node in coefficients])
+        return self.cut.join(torch.stack([self._transform(node, self.ch.T, self.cw) for node in coefficients]))
 
-    def _encode_one(self, x: Tensor) -> Tensor:
-        blocks = x.reshape(self.rows, self.h, self.columns, self.w).transpose(1, 2)
-        return (self.ch @ blocks @ self.cw.T).reshape(self.blocks, self.size)
-
-    def _decode_one(self, coefficients: Tensor) -> Tensor:
-        blocks = coefficients.reshape(self.rows, self.columns, self.h, self.w)
-        return (self.ch.T @ blocks @ self.cw).transpose(1, 2).reshape(self.shape)
+    def _transform(self, node: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        blocks = node.clone().view(self.blocks, self.cut.h, self.cut.w)
+        return (left @ blocks @ right).flatten(1)

@@ -18,11 +18,13 @@ class Quantizer(ABC):
         bits: of a code.
         table: fp32 numbers that a group's codes need.
         draws: whether rounding draws: `encode` then wants noise, uniform in [0, 1).
+        sums: whether it adds up numbers of a group, so that nodes are encoded one by one: a sum over several rows may
+            round otherwise than over one.
     """
 
     bits: int
     table = 1
-    draws = False
+    draws = sums = False
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -74,8 +76,8 @@ class E3M0(Quantizer):
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scale = _absmax(x)
-        exponents = (x.float().abs() / _nonzero(scale)).log2_().round_().clamp_(-7, 0)
-        codes = exponents.to(torch.int32) + 7  # 0 is zero, 1 to 7 are 2^-6 to 1
+        mantissa, exponent = torch.frexp(x.float().abs() / _nonzero(scale))  # exact, unlike a logarithm
+        codes = (exponent - (mantissa < 0.5**0.5).int() + 7).clamp_(0, 7) * (mantissa > 0)  # 0 is zero, 7 is 1
         return codes + 8 * ((x < 0) & (codes > 0)).int(), scale
 
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class ScaledSign(Quantizer):
     A delta-contraction: |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
     """
 
-    bits = 1
+    bits, sums = 1, True
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return (x >= 0).to(torch.int32), x.abs().mean(1, keepdim=True).float()
@@ -106,7 +108,7 @@ class Stochastic(Quantizer):
     E Q(x) = x and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. bits = 1 + ceil(log2(s + 1)).
     """
 
-    draws = True
+    draws = sums = True
 
     def __init__(self, levels: int):
         check_count("levels", levels)
@@ -125,6 +127,37 @@ class Stochastic(Quantizer):
         levels = codes % 2 ** (self.bits - 1)
         values = levels.float() * (table / self.levels)
         return torch.where(codes >= 2 ** (self.bits - 1), -values, values)
+
+
+class Statistical(Quantizer):
+    """Bins over 6 standard deviations of a group, as SparseLoCo sends values (arXiv:2508.15706).
+
+    With n = 2^bits, step = 6 sigma / n, code = clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table holds
+    the mean of the members of each bin, so the mean of the decoded numbers is that of x.
+
+    >>> q = Statistical(2)
+    >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()
+    [[1.0, 5.0, 1.0, 5.0]]
+    """
+
+    sums = True
+
+    def __init__(self, bits: int):
+        if bits not in range(1, 9):
+            raise ArgumentError(f"bits={bits!r} must be 1 to 8, or 32 for no quantisation")
+        self.bits, self.table = bits, 2**bits
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = x.double()
+        off = x - x.mean(1, keepdim=True)
+        step = 6 * off.square().mean(1, keepdim=True).sqrt() / self.table
+        codes = ((off / _nonzero(step)).round_() + self.table // 2).clamp_(0, self.table - 1).long()
+        totals = x.new_zeros(len(x), self.table).scatter_add_(1, codes, x)
+        members = torch.zeros_like(totals).scatter_add_(1, codes, torch.ones_like(x))
+        return codes.to(torch.int32), (totals / members.clamp(min=1)).float()
+
+    def decode(self, codes: Tensor, table: Tensor) -> Tensor:
+        return table.gather(1, codes.long())
 
 
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from exogym.base import rng
+from exogym.base.torch_private import end_workers
 from exogym.errors import ArgumentError, nearest
 
 Request = tuple[int, int, np.ndarray]  # (data set, epoch, example indices) of one batch
@@ -113,10 +114,7 @@ class Loading:
         """End the workers; the next `batches` starts new ones."""
         source, self._loader, self._source = self._source, None, None
         if source is not None:
-            source._shutdown_workers()  # at once, also where the traceback of an error holds on to it
-            for worker in source._workers:
-                if worker.is_alive():  # hung in the data set
-                    worker.kill()
+            end_workers(source)
 
 
 class _Asked(Sampler[Any]):

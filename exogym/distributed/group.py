@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from exogym.engine.sockets import ports_closed_afterwards
+from exogym.engine.world import join_group, leave_group
 from exogym.errors import ArgumentError, ExoGymError, check_count, checked
 from exogym.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
 from exogym.progress import notice
@@ -64,7 +63,7 @@ def init_process_group(
     if backend == "mpi":
         if (init_method, world_size, rank, store) != (None, None, None, None):
             raise ArgumentError("backend='mpi': mpirun gives ranks and world size; leave out the arguments beside it")
-        dist.init_process_group("mpi", **options)
+        join_group("mpi", **options)
         return
     world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))
     if store is not None and init_method is not None:
@@ -80,16 +79,12 @@ def init_process_group(
             )
     if backend == "nccl":
         torch.cuda.set_device(_own_gpu())
-    with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
-        dist.init_process_group(
-            backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options
-        )
+    join_group(backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options)
 
 
 def destroy_process_group() -> None:
     """Leave the process group; does nothing where there is none."""
-    if is_initialized():
-        dist.destroy_process_group()
+    leave_group()
 
 
 def is_initialized() -> bool:

@@ -1,1 +1,24 @@
-"""Where the blocks of the fleet live: in this process, in several, under torchrun."""
+"""Where the blocks of the fleet live: in this process, in several, under torchrun.
+
+Another place (Ray, SLURM) is one more file here, with a class as `exogym.engine.protocol.Engine` describes it, and its
+entry in `ENGINES`. It needs a wire between its processes: `ProcessWire`, where they are in a process group of torch's.
+"""
+
+from exogym.engine.alone import Alone
+from exogym.engine.forked import Forked
+from exogym.engine.group import Group
+from exogym.engine.protocol import Engine, EngineOptions
+
+__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "engine_for"]
+
+ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
+
+
+def engine_for(options: EngineOptions) -> Engine | None:
+    """Return the engine that takes a run; None: the number of processes is open.
+
+    >>> import torch
+    >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__
+    'Forked'
+    """
+    return next((engine for engine in ENGINES if engine.applies(options)), None)

@@ -2,7 +2,7 @@
 
 Forked processes look after each other where they meet (see `SharedWire`). A process of another world waits inside
 torch, where it sees nothing; so each has a small process beside it that looks on, and kills it: it then counts as one
-that died, to torch's elastic agent, to the launcher and to the roll call.
+that died, to torch's elastic agent, to the launcher and to the membership server.
 """
 
 from __future__ import annotations

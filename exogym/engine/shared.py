@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -65,7 +64,6 @@ class SharedWire(Wire):
     ):
         super().__init__(placement[process], native)
         self.placement, self.process = [list(ids) for ids in placement], process
-        self.is_main, self.is_hidden = process == 0, process > 0
         self.pipes, self.memory = list(pipes), memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._turn, self._first_byte = 0, first_byte(len(placement))
@@ -145,15 +143,6 @@ class SharedWire(Wire):
             os.write(pipe, token.to_bytes(TOKEN_BYTES, "little"))
         except BrokenPipeError:
             raise Lost(process) from None
-
-    def tell(self, value: Any) -> Any:
-        text = json.dumps(value).encode() if self.is_main else b""
-        length = int(self._from_main(torch.tensor([len(text)])))
-        written = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(length).byte()
-        return json.loads(self._from_main(written).numpy().tobytes())
-
-    def _from_main(self, x: Tensor) -> Tensor:
-        return self.rows(x[None].expand(len(self.ranks), -1), self.placement[0][:1])[0]
 
     # Rows
 

@@ -9,7 +9,6 @@ group's members take part where nobody else needs the result. `native` is torch'
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,16 +52,15 @@ class ProcessWire(Wire):
         native: reduce with torch's all-reduce, equal to the tree up to rounding.
     """
 
-    packs, forked = True, False
+    shares_memory = False
 
     def __init__(
         self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False
     ):
-        self.group, self.rank = group, dist.get_rank(group)
-        super().__init__(placement[self.rank], native)
+        self.group, self.process = group, dist.get_rank(group)
+        super().__init__(placement[self.process], native)
         self.placement = [list(ids) for ids in placement]
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
-        self.is_main = self.rank == 0
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -75,12 +73,12 @@ class ProcessWire(Wire):
             return self.rows(x.to(self._device), ids).to(x.device)
         ids = list(ids)
         wanted = [[i for i in held if i in set(ids)] for held in self.placement]
-        mine = [self.row_of[i] for i in wanted[self.rank]]
+        mine = [self.row_of[i] for i in wanted[self.process]]
         flat = _bytes(x if len(mine) == len(x) else x[mine], len(mine))
         width = _width(x)
         if sum(map(bool, wanted)) == 1:
             (owner,) = (process for process, some in enumerate(wanted) if some)
-            here = flat if owner == self.rank else flat.new_empty(len(wanted[owner]), width)
+            here = flat if owner == self.process else flat.new_empty(len(wanted[owner]), width)
             dist.broadcast(here, self._global(owner), group=self.group)
             parts = [here]
         else:
@@ -105,7 +103,7 @@ class ProcessWire(Wire):
             return self._reduce_native(x, ids, op, weights)
         if everywhere or len(team) == len(counts):
             team = list(range(len(counts)))
-        elif self.rank not in team:
+        elif self.process not in team:
             return x.new_empty(0)
         return self._reduce_in_tree(x, ids, op, weights, team, counts)
 
@@ -113,7 +111,7 @@ class ProcessWire(Wire):
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None, team: list[int], counts: list[int]
     ) -> Tensor:
         """Reduce among the processes of `team`, which hold `counts` of the members each."""
-        width, here = x.shape[1], team.index(self.rank)
+        width, here = x.shape[1], team.index(self.process)
         members = set(ids)
         own = [row for i, row in self.row_of.items() if i in members]
         mine = x if len(own) == len(x) else x[own]
@@ -164,15 +162,6 @@ class ProcessWire(Wire):
     def barrier(self) -> None:
         self.agree(False)
 
-    @pulse.waits
-    def tell(self, value: Any) -> Any:
-        text = torch.tensor(list(json.dumps(value).encode()) if self.is_main else [], dtype=torch.uint8)
-        length = torch.tensor([len(text)], device=self._device)
-        dist.broadcast(length, self._global(0), group=self.group)
-        told = text.to(self._device) if self.is_main else torch.empty(int(length), dtype=torch.uint8).to(self._device)
-        dist.broadcast(told, self._global(0), group=self.group)
-        return json.loads(told.cpu().numpy().tobytes())
-
     # Moving
 
     def _all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
@@ -194,7 +183,7 @@ class ProcessWire(Wire):
         gloo sends nothing before it knows that the peer is ready to receive, and says that itself on the line of its
         data. So receiving comes first: behind the data, the peer's data would wait until all of it is through.
         """
-        here, n = team.index(self.rank), len(team)
+        here, n = team.index(self.process), len(team)
         incoming[here].copy_(outgoing[here])
         for hop in range(1, n):
             to, source = (here + hop) % n, (here - hop) % n

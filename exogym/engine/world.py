@@ -1,10 +1,11 @@
-"""The world that torchrun (or `python -m exogym.launch`) started this process in."""
+"""The world that torchrun (or `python -m exogym.launch`) started this process in, and joining a process group."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,20 @@ def local_device(device: str | torch.device) -> str | torch.device:
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
 
 
+def join_group(backend: str, **where: Any) -> None:
+    """Make the default process group, as torch's `init_process_group` does, and close gloo's port behind it."""
+    with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
+        dist.init_process_group(backend, **where)
+
+
+def leave_group() -> None:
+    """Leave the default process group; does nothing where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def join_world(device: torch.device) -> None:
-    """Join the process group, with NCCL where every process has a GPU of its own and gloo else.
+    """Join the process group, with NCCL where every process of every host has a GPU of its own and gloo else.
 
     A group that is there already is used as it is. One made here ends with the process.
 
@@ -44,14 +57,23 @@ def join_world(device: torch.device) -> None:
             f"the environment says that {os.environ.get('WORLD_SIZE')} processes run together, but not "
             f"{', '.join(missing)}: start the script with torchrun or python -m exogym.launch"
         )
-    own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with contextlib.nullcontext() if own_gpu else ports_closed_afterwards():
-        dist.init_process_group("nccl" if own_gpu else "gloo")
-    atexit.register(_leave)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    join_group("nccl" if all_say(device.type == "cuda" and local <= torch.cuda.device_count()) else "gloo")
+    atexit.register(leave_group)
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def all_say(own: bool) -> bool:
+    """Return whether every process has a GPU of its own. Hosts may differ in it, so those of several ask each other.
+
+    They meet in the store that the launcher keeps; where the processes make it themselves, this one answers for all.
+    """
+    world = world_size()
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return own
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    start = f"exogym/own_gpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{start}/{os.environ['RANK']}", "yes" if own else "no")
+    return all(store.get(f"{start}/{rank}") == b"yes" for rank in range(world))

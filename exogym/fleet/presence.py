@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import blank, described
 from exogym.fleet import Fleet
 
 
@@ -50,6 +49,13 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
     x[rows] = taken[rows]
 
 
+def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
+    """Record that `nodes`, which come back, get what all share: a broadcast from one that stayed, of its bytes each."""
+    stayed = [rank for rank in fleet.comm.present if rank not in nodes]
+    for x in tensors if stayed else ():
+        fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
+
+
 def take_state(
     fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
@@ -61,17 +67,12 @@ def take_state(
         state: the tensors, where the row of `source` is; not looked at elsewhere.
         device: where they are put.
     """
-    wire, width, members = fleet.comm.wire, len(fleet), sorted({source, *nodes})
+    wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}
-    shapes = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in here.items()]
-    text = torch.from_numpy(np.frombuffer(json.dumps(shapes).encode(), dtype=np.uint8).copy())
-    length = int(wire.rows(torch.full((width, 1), len(text)), [source]))
-    letters = text if source in fleet.ranks else torch.zeros(length, dtype=torch.uint8)
-    told = wire.rows(letters.expand(width, -1), [source])[0]
+    what = wire.tell(described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
     rows, taken = rows_of(fleet, nodes), {}
-    for name, dtype, shape in json.loads(bytes(told.tolist())):
-        x = here[name].to(device) if name in here else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        sent = fleet.comm.broadcast(x.expand(width, *shape), source, members=members)
+    for name, x in ({name: x.to(device) for name, x in here.items()} or blank(what, device)).items():
+        sent = fleet.comm.broadcast(x.expand(len(fleet), *x.shape), source, members=members)
         if rows:
             taken[name] = sent[rows[0]].clone()
     return taken

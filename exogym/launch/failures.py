@@ -9,6 +9,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from exogym.base.torch_private import failure_of
+
 
 class AgentsRecord(logging.Filter):
     """Keeps torch's line about a process that failed off the terminal: what it says is said in words, by `tell`.
@@ -17,18 +19,14 @@ class AgentsRecord(logging.Filter):
         failed: (local rank, process id, exit code) of the last one; None: no process of this node failed.
     """
 
-    LOGGER = "torch.distributed.elastic.multiprocessing.api"
-
     def __init__(self) -> None:
         super().__init__()
         self.failed: tuple[int, int, int] | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
-            return True
-        exitcode, local_rank, pid = record.args[:3]
-        self.failed = int(str(local_rank)), int(str(pid)), int(str(exitcode))
-        return False
+        failed = failure_of(record)
+        self.failed = failed or self.failed
+        return failed is None
 
 
 def _recorded(failure: ProcessFailure) -> dict[str, str | float]:

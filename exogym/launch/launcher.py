@@ -171,10 +171,6 @@ class DistributedLauncher:
 
         rendezvous.register()
         config = self.config
-        options: dict[str, Any] = {}
-        if "signals_to_handle" in {field.name for field in dataclasses.fields(AgentConfig)}:
-            # None, they are handled here. An older torch cannot be told, and passes on the signal that it got.
-            options["signals_to_handle"] = ""
         return AgentConfig(
             min_nodes=config.nnodes,
             max_nodes=config.nnodes,
@@ -187,7 +183,7 @@ class DistributedLauncher:
             max_restarts=config.max_restarts,
             monitor_interval=config.monitor_interval,
             logs_specs=attempts,
-            **options,
+            signals_to_handle="",  # none, they are handled here
         )
 
     def _no_meeting(self, error: Exception, node: Node) -> ExoGymError:
@@ -294,17 +290,19 @@ def _ended_by_signals() -> Iterator[_Stop]:
 @contextlib.contextmanager
 def _quiet_agent(level: int, record: AgentsRecord) -> Iterator[None]:
     """Inside, torch's agent logs from `level` on (it warns of every process that it stops), and `record` listens."""
+    from exogym.base.torch_private import AGENT_LOGGERS, FAILURE_LOGGER
+
     before = {
         log: log.level
         for name, log in logging.root.manager.loggerDict.items()
-        if name.startswith("torch.distributed.elastic") and isinstance(log, logging.Logger)
+        if name.startswith(AGENT_LOGGERS) and isinstance(log, logging.Logger)
     }
     for log in before:
         log.setLevel(level)
-    logging.getLogger(record.LOGGER).addFilter(record)
+    logging.getLogger(FAILURE_LOGGER).addFilter(record)
     try:
         yield
     finally:
-        logging.getLogger(record.LOGGER).removeFilter(record)
+        logging.getLogger(FAILURE_LOGGER).removeFilter(record)
         for log, level in before.items():
             log.setLevel(level)

@@ -19,6 +19,7 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
                     bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
     reduce_scatter  ring              (n-1) (alpha + S/(n B))
                     halving           k alpha + (1 - 2^-k) S/B, n = 2^k        Thakur et al. 2005
+    all_to_all      pairwise          (n-1) (alpha + S/(n B))                  Thakur et al. 2005
     broadcast       tree              L (alpha + S/B)                          binomial; reduce likewise
                     scatter_gather    (L + n-1) alpha + 2(n-1)/n S/B           van de Geijn; Thakur et al. 2005
     gather          direct            alpha + (n-1) S/B                        the root's line carries all
@@ -174,6 +175,7 @@ ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[Round]]]] = {
         "ring": lambda n, S: [Round(n - 1, S / n, _ring)],
         "halving": lambda n, S: _halving(n, S, 1),
     },
+    "all_to_all": {"pairwise": lambda n, S: [Round(n - 1, S / n)]},
     "broadcast": {"tree": _tree_down, "scatter_gather": _scatter_gather},
     "reduce": {"tree": _tree_up},
     "gather": {"direct": lambda n, S: _direct(n, S, True)},
@@ -285,3 +287,34 @@ def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
     first = np.array([island[0] for island in islands])
     across = price(ring(len(first), size), links, first) if len(first) > 1 else Cost()
     return slowest(ring) + across + slowest(tree)
+
+
+def cost_among(
+    links: Links, server_bps: float | None, kind: str, way: str, payload_bytes: float, ids: Sequence[int],
+    root: int | None = None, fan: Sequence[float] | None = None,
+) -> Cost:  # fmt: skip
+    """Return what a collective costs by its formula, before loss and jitter; the arguments are `Network.cost`'s.
+
+    Raises:
+        ArgumentError: `root` is none of the members, or islands are wanted of a network that has none.
+    """
+    n = len(ids)
+    if kind in ("push", "pull") or way == "server":
+        if n == 1 and kind not in ("push", "pull"):
+            return Cost()
+        ways = {"push": ["up"], "pull": ["down"]}.get(kind, ["up", "down"])
+        return price_server(links, ids, payload_bytes, server_bps, ways)
+    if n == 1:
+        return Cost()
+    if way == "hierarchical":
+        return price_hierarchical(links, ids, payload_bytes)
+    if fan is not None:
+        out, into = fan
+        busy = max(out, into) > 0
+        return price([Round(1, payload_bytes, None, out, into)] if busy else [], links, ids)
+    if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
+        if root not in ids:
+            raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")
+        at = list(ids).index(root)
+        ids = [*ids[at:], *ids[:at]]
+    return price(ALGORITHMS[kind][way](n, payload_bytes), links, ids)

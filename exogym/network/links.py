@@ -211,3 +211,11 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
     for number, group in enumerate(groups):
         out[list(group)] = number
     return out
+
+
+def without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Return matrices with zeros on their diagonals, which mean nothing."""
+    return {
+        name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
+        for name, rows in tables.items()
+    }

@@ -11,17 +11,9 @@ import numpy as np
 from exogym.base.rng import numpy_generator
 from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
-from exogym.network.costs import (
-    ALGORITHMS,
-    NAMES,
-    Cost,
-    Round,
-    algorithms_of,
-    price,
-    price_hierarchical,
-    price_server,
-)
-from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
+from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
+from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
+from exogym.network.measured import Measurement, Probes
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
@@ -60,6 +52,8 @@ class Network:
     >>> network.cheapest("all_reduce", 1000, 8)[0]
     'halving_doubling'
     """
+
+    measurement: Measurement | None = None  # where collectives were measured, not reckoned
 
     @checked
     def __init__(
@@ -107,7 +101,7 @@ class Network:
         """
         links = MatrixLinks(bandwidth, latency)
         shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, {"matrix": _without_diagonal(shape)})
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, {"matrix": without_diagonal(shape)})
 
     @classmethod
     @checked
@@ -155,6 +149,37 @@ class Network:
         return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape)
 
     @classmethod
+    @checked
+    def measured(cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None) -> Network:
+        """Return the network on which all-reduces took as long as was measured.
+
+        Between probes the time is linear in the bytes; outside of them it is extrapolated, and a notice says so. Other
+        collectives go by formula, on links that give the probes' times (`exogym.network.measured`).
+
+        Args:
+            all_reduce: bytes to seconds, of all-reduces among all nodes over connections that had been used.
+            num_nodes: N, how many took part.
+            first: seconds of the first one of all, of the largest size, which sets connections up; the first
+                collective of a clock takes as much longer.
+
+        Raises:
+            ArgumentError: no probe, sizes or times that are missing or not over 0, or probes that contradict each
+                other: a larger or a cold one that took less than nine tenths of the other.
+
+        >>> network = Network.measured({1e6: 0.02, 3e6: 0.04}, num_nodes=4, first=0.1)
+        >>> round(network.cost("all_reduce", 2e6, 4).seconds, 6), round(network.set_up_s("all_reduce"), 6)
+        (0.03, 0.06)
+        """
+        cold = None if first is None else {"all_reduce": first}
+        return cls._of_measurement(Measurement(num_nodes, {"all_reduce": all_reduce}, first=cold))
+
+    @classmethod
+    def _of_measurement(cls, measurement: Measurement) -> Network:
+        network = cls.__new__(cls)
+        network.measurement = measurement
+        return network._set(measurement.links, 0.0, 0.0, 0, None, measurement.describe())
+
+    @classmethod
     def preset(cls, name: str) -> Network:
         """Return a network by name; `exogym.network.PRESETS` lists them, each with its source.
 
@@ -171,8 +196,9 @@ class Network:
         """Return the network that a text describes: a preset, a bandwidth and perhaps a latency, or a JSON file.
 
         `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`, `sites.json`. The file
-        holds one object: the arguments of `Network`; {"matrix": {...}} with those of `Network.matrix`; or "groups",
-        "inside" and "between". `jitter`, `loss`, `seed` and `server` may stand beside each.
+        holds one object: the arguments of `Network`; {"matrix": {...}} with those of `Network.matrix`; "groups",
+        "inside" and "between"; `jitter`, `loss`, `seed` and `server` may stand beside each; or what the self-test
+        measured.
 
         Raises:
             ArgumentError: none of these; a file that is missing or is no such object.
@@ -201,6 +227,8 @@ class Network:
         if not isinstance(given, Mapping):
             raise ArgumentError(f"{given!r} is no network: wanted a Network, text as '1Gbps,0.5ms', or settings")
         settings = dict(given)
+        if settings.keys() & {"collectives", "num_nodes", "pairs"}:
+            return cls._of_measurement(Measurement.of(settings))
         for name in settings:
             if name not in SHAPES:
                 raise ArgumentError(f"a network has no setting {name!r}: {nearest(str(name), SHAPES)}")
@@ -234,7 +262,7 @@ class Network:
     @property
     def num_nodes(self) -> int | None:
         """How many nodes the network is for; None: any number."""
-        return self.links.size
+        return self.links.size if self.measurement is None else self.measurement.num_nodes
 
     def describe(self) -> dict[str, Any]:
         """Return the network as plain numbers, lists and dicts, from which `Network.of` makes it again."""
@@ -242,6 +270,9 @@ class Network:
 
     def __repr__(self) -> str:
         links = self.links
+        if self.measurement is not None:
+            probed = ", ".join(f"{kind} of {len(p.times_s)} sizes" for kind, p in self.measurement.probes.items())
+            return f"Network.measured(<{self.num_nodes} nodes: {probed}>)"
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
         if isinstance(links, MatrixLinks):
@@ -280,24 +311,30 @@ class Network:
         """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
 
         Args:
-            draw: number of the event, which picks its jitter; None: the mean jitter.
+            draw: number of the event, which picks its jitter; the first, 0, sets connections up. None: the mean jitter
+                of any other.
             algorithm: another way to carry it out than the event names.
         """
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
-        if event.kind == "mix":
-            options["fan"] = [
-                float(moved.max()) / event.payload_bytes if event.payload_bytes else 0.0
-                for moved in (event.tx_bytes, event.rx_bytes)
-            ]
-        elif not isinstance(self.links, UniformLinks):
+        if event.links:
+            return self.duration_s(self._cost_of_links(event), draw)
+        if not isinstance(self.links, UniformLinks):
             if len(event.givers) == 1:  # broadcast and scatter have a root that gives, gather and reduce one that gets
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
         way = event.algorithm if algorithm is None else algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
-        return self.duration_s(cost, draw)
+        return self.duration_s(cost, draw) + (self.set_up_s(event.kind) if draw == 0 else 0.0)
+
+    def _cost_of_links(self, event: Event) -> Cost:
+        """Return what the messages of a mix cost, which go at once; those of a node share its line."""
+        at = {node: position for position, node in enumerate(event.members)}
+        givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
+        out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
+        messages = Round(1, event.payload_bytes, lambda n: (givers, takers), out, into)
+        return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
         """Return the seconds of a cost with the network's loss and jitter: of event number `draw`, or the mean."""
@@ -338,34 +375,28 @@ class Network:
             raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
         ids = self._members(members)
         n = len(ids)
-        if kind in ("push", "pull") or way == "server":
-            if n == 1 and kind not in ("push", "pull"):
-                return Cost()
-            ways = {"push": ["up"], "pull": ["down"]}.get(kind, ["up", "down"])
-            return price_server(self.links, ids, payload_bytes, self.server_bps, ways)
-        if n == 1:
-            return Cost()
-        if way == "hierarchical":
-            return price_hierarchical(self.links, ids, payload_bytes)
-        if fan is not None:
-            out, into = fan
-            busy = max(out, into) > 0
-            return price([Round(1, payload_bytes, None, out, into)] if busy else [], self.links, ids)
-        if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
-            if root not in ids:
-                raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")
-            at = list(ids).index(root)
-            ids = [*ids[at:], *ids[:at]]
-        return price(ALGORITHMS[kind][way](n, payload_bytes), self.links, ids)
+        known = None if fan is not None else self._measured(kind, way, n)
+        if known is not None:
+            return known.cost(payload_bytes)
+        return cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
         names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
+        if self._measured(kind, names[0], len(self._members(members))) is not None:
+            names = names[:1]  # what was measured stands for the best that the library has
         if not isinstance(self.links, GroupLinks):
             names = [name for name in names if name != "hierarchical"]
         times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
         best = min(times, key=times.__getitem__)
         return best, times[best]
+
+    def set_up_s(self, kind: str) -> float:
+        """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""
+        return 0.0 if self.measurement is None else self.measurement.set_up_s(kind)
+
+    def _measured(self, kind: str, way: str, members: int) -> Probes | None:
+        return None if self.measurement is None else self.measurement.probes_for(kind, way, members)
 
     def _members(self, members: Members) -> Sequence[int]:
         if isinstance(members, int):
@@ -373,12 +404,12 @@ class Network:
             members = range(members)
         if not len(members):
             raise ArgumentError("members is empty: a collective needs at least one node")
-        if self.links.size is not None:
+        if self.num_nodes is not None:
             self._check_ids(np.asarray(members))
         return members
 
     def _check_ids(self, *ids: np.ndarray) -> None:
-        size = self.links.size
+        size = self.num_nodes
         for some in ids:
             if some.size and (some.min() < 0 or (size is not None and some.max() >= size)):
                 wrong = int(some.min() if some.min() < 0 else some.max())
@@ -386,11 +417,3 @@ class Network:
                     f"node {wrong} is not in this network"
                     + ("" if size is None else f" of {size} nodes, 0 to {size - 1}")
                 )
-
-
-def _without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return matrices with zeros on their diagonals, which mean nothing."""
-    return {
-        name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
-        for name, rows in tables.items()
-    }

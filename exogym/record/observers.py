@@ -46,7 +46,14 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self.all = list(observers)
-        self.reads_records = any(observer.reads_records for observer in self.all)
+
+    @property
+    def reads_records(self) -> bool:  # type: ignore[override]
+        return any(observer.reads_records for observer in self.all)
+
+    def add(self, observer: Observer) -> None:
+        """Tell one more, which was started."""
+        self.all.append(observer)
 
     def start(self, run: Fields) -> None:
         with contextlib.ExitStack() as undo:

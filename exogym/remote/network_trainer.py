@@ -16,8 +16,7 @@ from exogym.balance import Balance
 from exogym.base.devices import resolve_device
 from exogym.base.files import new_folder
 from exogym.data.partition import Partitioner
-from exogym.engine.wire import place
-from exogym.engine.world import local_device, world_size
+from exogym.engine.world import join_world, local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
 from exogym.launch.door import SECRET
@@ -26,11 +25,12 @@ from exogym.progress import notice
 from exogym.record.metrics import Metric
 from exogym.remote import results
 from exogym.remote.elastic import recovery as elastic
-from exogym.remote.elastic.member import seat
+from exogym.remote.elastic.engine import Elastic
+from exogym.remote.elastic.member import membership
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, from_here
-from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, join, same_start
+from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 from exogym.training.options import FitOptions, folder_of_checkpoints, option_names
@@ -67,7 +67,7 @@ class NetworkTrainer(Trainer):
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
-        folder: of the last run: logs of all ranks, final model, history.
+        folder: of the last run: what it told of itself, logs of all ranks, final model, history.
         outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
             the same run in simulation, bit for bit.
 
@@ -148,7 +148,8 @@ class NetworkTrainer(Trainer):
             processes: leave it out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
             save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
-            run_dir: written by rank 0, on the master; a relative one lies in the project's folder.
+            run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
+                folder there, which comes to the controller with the results (see `exogym.record.run_folder`).
             max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
             strategy and the others: as for `LocalTrainer.fit`.
 
@@ -174,14 +175,16 @@ class NetworkTrainer(Trainer):
 
     # In a process of the world
 
-    def _here(self, given: dict[str, Any]) -> nn.Module:
-        """Train as LocalTrainer does."""
+    def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
+        """Train as LocalTrainer does, or another one of the same subject."""
         if given["num_nodes"] is None:
             given["num_nodes"] = world_size()
-        subject = self.subject
-        local = LocalTrainer(
-            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
-        )
+        if local is None:
+            subject = self.subject
+            local = LocalTrainer(
+                subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn,
+                metrics=subject.metrics,
+            )  # fmt: skip
         try:
             return local.fit(**given)
         finally:
@@ -194,15 +197,17 @@ class NetworkTrainer(Trainer):
             given["device"] = part.device
         if given["progress"] is None and part.progress:
             given["progress"] = True
-        if part.roll is not None:
-            return self._with_a_seat(part, number, given)
-        join(resolve_device(local_device(given["device"])))
+        if part.membership is not None:
+            return self._as_a_member(part, number, given)
+        if world_size() > 1:
+            join_world(resolve_device(local_device(given["device"])))
         if part.fit is not None and part.folder is not None and number < part.fit:
             self._take(results.replay(part.folder, number, self.model))
             return self.model
         same_start(self.model)
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
+        self._write_run(part, number, given)
         self._here(given)
         if part.fit is None or part.folder is None:
             return self.model
@@ -210,16 +215,23 @@ class NetworkTrainer(Trainer):
             self._leave_results(part.folder, number)
         raise SystemExit(0)
 
+    def _write_run(self, part: Part, number: int, given: dict[str, Any], is_new: bool = True) -> None:
+        """Have rank 0 write the run's folder, where the controller waits for it and no other one was named."""
+        if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
+            given["run_dir"] = folder = results.run_folder_of(part.folder, number)
+            if is_new and not given["resume"]:
+                results.make_room(folder)
+
     def _leave_results(self, folder: Path, number: int) -> None:
         found = results.Results(self.history, self.description, self.traffic)
         results.write(folder, number, self.model, found)
 
-    def _with_a_seat(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+    def _as_a_member(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
         """Train with those who are there."""
-        seats, given["max_restarts"] = sum(part.slots), 0
-        assert part.roll is not None
-        given["num_nodes"] = given["num_nodes"] or seats
-        with seat(*part.roll, part.rank, os.environ[SECRET]) as member:
+        size, given["max_restarts"] = sum(part.slots), 0
+        assert part.membership is not None
+        given["num_nodes"] = given["num_nodes"] or size
+        with membership(*part.membership, part.rank, os.environ[SECRET]) as member:
             if number > 1:
                 raise ArgumentError(ONE_FIT)
             if member.fresh and member.again and given["save_dir"] is None:
@@ -230,12 +242,10 @@ class NetworkTrainer(Trainer):
             if member.fresh and given["save_dir"] is not None:
                 owns = part.owns(given["save_dir"])
                 given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
-            epoch = member.ready("fresh") if member.fresh else None
-            trainer = ElasticTrainer(self.subject, member, place(given["num_nodes"], seats), epoch)
-            try:
-                trainer.fit(**given)
-            finally:
-                self._take(results.Results(trainer.history, trainer.description, trainer.traffic))
+            self._write_run(part, number, given, member.fresh)
+            generation = member.ready("fresh") if member.fresh else None
+            trainer = ElasticTrainer(self.subject, Elastic(member, size, generation))
+            self._here(given, trainer)
             member.finished()
             if part.folder is not None and (trainer.is_main or part.local_rank == 0):
                 self._leave_results(part.folder if trainer.is_main else results.aside(part.folder, part.rank), number)
@@ -280,6 +290,8 @@ class NetworkTrainer(Trainer):
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
+        if options.run_dir is None:
+            results.bring_run(launcher, self.folder, number)
         if code:
             what = launcher.first_failure or f"the run ended with exit code {code}"
             raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")

@@ -14,9 +14,9 @@ from exogym.errors import ArgumentError
 from exogym.launch.door import SECRET
 from exogym.remote import ssh
 from exogym.remote.hosts import Host, HostsConfig
-from exogym.remote.world import DEVICE, FIRST_SEAT, ROLL, SEATS
+from exogym.remote.world import DEVICE, FIRST_RANK, MEMBERSHIP, SLOTS
 
-SILENCE_S = 60.0  # a host that has heard nothing from the controller (or the roll call) for so long ends its part
+SILENCE_S = 60.0  # who has heard nothing from the controller (or the membership server) for so long ends its part
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
 
 
@@ -25,7 +25,7 @@ class Order:
     """One host's part of a run.
 
     Attributes:
-        ranks: of its processes; none: it is the roll call's (see `exogym.remote.elastic`).
+        ranks: of its processes; none: it is the membership server's (see `exogym.remote.elastic`).
         words: what its Python is given, `-m exogym.launch ...`.
         folder: where it runs there; `~` stands for the home folder there.
         environment: added to the environment there.
@@ -50,7 +50,7 @@ class Order:
     def shown(self) -> str:
         """Return the command that this machine runs, and below it what the host runs, as text to read."""
         if not self.ranks:
-            who = "the roll call"
+            who = "the membership server"
         else:
             who = f"rank {self.ranks[0]}" + ("" if len(self.ranks) == 1 else f" to {self.ranks[-1]}")
         shown = {name: "..." if name == SECRET else shlex.quote(value) for name, value in self.environment.items()}
@@ -81,8 +81,8 @@ def orders(
 ) -> list[Order]:
     """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
 
-    With `min_hosts` each host's agent watches over its own processes only, and the first order is the roll call's, on
-    the master.
+    With `min_hosts` each host's agent watches over its own processes only, and the first order is the membership
+    server's, on the master.
 
     Args:
         script: path inside the project, or the name of a module.
@@ -94,8 +94,8 @@ def orders(
     environment = environment | secret
     if min_hosts is not None:
         slots = ",".join(str(host.slots) for host in config.hosts)
-        environment = environment | {ROLL: f"{master.address} {port}", SEATS: slots}
-        words = ["-m", "exogym.remote.elastic.rollcall", "--address", master.address, "--port", str(port)]
+        environment = environment | {MEMBERSHIP: f"{master.address} {port}", SLOTS: slots}
+        words = ["-m", "exogym.remote.elastic.membership", "--address", master.address, "--port", str(port)]
         words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
         found.append(Order(master, range(0), words, master.path or project, secret))
     for index, host in enumerate(config.hosts):
@@ -103,7 +103,7 @@ def orders(
         words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
         if min_hosts is not None:
             words += ["--first_rank", str(config.ranks(index)[0])]
-            own[FIRST_SEAT] = str(config.ranks(index)[0])
+            own[FIRST_RANK] = str(config.ranks(index)[0])
         else:
             words += ["--nnodes", str(len(config.hosts))]
         if min_hosts is None and len(config.hosts) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from exogym.base.files import replacing
 from exogym.errors import ExoGymError
 from exogym.record.history import History
-from exogym.remote.world import RUNS, send, tell, world_size
+from exogym.record.run_folder import FILES
+from exogym.remote.world import RUNS, send, tell
 from exogym.saving.export import load_model, save_model, split_history
 
 if TYPE_CHECKING:
@@ -54,6 +56,35 @@ def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
     facts = {"history": plain, "description": results.description, "traffic": results.traffic}
     with replacing(folder / facts_name) as file:
         json.dump(facts, file)
+
+
+def run_folder_of(folder: Path, fit: int) -> Path:
+    """Return the run folder of a script's `fit`, in the folder of the launch: of the first one it is the same.
+
+    >>> run_folder_of(Path("runs/train"), 1).name, run_folder_of(Path("runs/train"), 2).name
+    ('train', 'fit_2')
+    """
+    return folder if fit == 1 else folder / f"fit_{fit}"
+
+
+def make_room(folder: Path) -> None:
+    """Put what an earlier start of the run told in `folder` aside, into one beside it: this start begins anew."""
+    if found := [folder / name for name in FILES if (folder / name).exists()]:
+        aside = next(path for n in itertools.count(1) if not (path := folder / f"start_{n}").exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+
+
+def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
+    """Copy what a launch's fit told of itself, from the master, where rank 0 wrote it, as far as it is there."""
+    there = run_folder_of(folder, fit)
+    for name in FILES:
+        try:
+            launcher.fetch(f"{RUNS}/{there.relative_to(folder.parent)}/{name}", there / name)
+        except ExoGymError:
+            if name == FILES[0]:  # the run never began, or the master is gone
+                return
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
@@ -119,13 +150,10 @@ def replay(folder: Path, fit: int, model: nn.Module) -> Results:
     arrays, plain = split_history(first.history) if first else ({}, {})
     facts: Any = first and {"history": plain, "description": first.description, "traffic": first.traffic}
     facts = tell(facts)
-    if world_size() > 1:
-        shapes: Any = tell({name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()})
-        arrays = arrays or {
-            name: torch.empty(shape, dtype=getattr(torch, kind)) for name, (shape, kind) in shapes.items()
-        }
-        send(arrays | {f"model.{name}": x for name, x in model.state_dict().items()})
-    return _joined(facts, arrays)
+    told = send(model.state_dict())
+    if first is None:
+        model.load_state_dict(told)
+    return _joined(facts, send(arrays))
 
 
 def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> Results:

@@ -39,7 +39,7 @@ class Watch:
     """Runs `orders`.
 
     Args:
-        orders: one for each host, and the roll call's where `goes_on`.
+        orders: one for each host, and the membership server's where `goes_on`.
         logs: where what is printed goes.
         goes_on: the run goes on without a lost host, which is started again when it can be reached.
 
@@ -78,7 +78,7 @@ class Watch:
         self.channels.append(Channel(number, self.orders[number], self.logs, self._ended.put))
 
     def _running(self) -> list[Channel]:
-        """Return the channels of hosts, not of the roll call, that have not ended."""
+        """Return the channels of hosts, not of the membership server, that have not ended."""
         return [channel for channel in self.channels if channel.status is None and channel.order.ranks]
 
     def _wait(self) -> None:
@@ -96,7 +96,7 @@ class Watch:
             self._again = [(at, number) for at, number in self._again if at > now]
         for channel in self.channels if self.finished else []:
             if not channel.order.ranks:
-                channel.join(FOLLOW_S)  # the roll call ends by itself
+                channel.join(FOLLOW_S)  # the membership server ends by itself
         while not self._ended.empty():
             self._take(self._ended.get())
         if self._failed and not self.goes_on:
@@ -145,12 +145,12 @@ class Watch:
     def _end(self) -> None:
         """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines.
 
-        The roll call ends last: while it is there the others can still save the run together.
+        The membership server ends last: while it is there the others can still save the run together.
         """
         try:
             deadline = time.monotonic() + STOP_S + FOLLOW_S
-            rolls = [channel for channel in self.channels if not channel.order.ranks and channel.status is None]
-            for group in (self._running(), rolls):
+            servers = [channel for channel in self.channels if not channel.order.ranks and channel.status is None]
+            for group in (self._running(), servers):
                 for channel in group:
                     channel.stop()
                 for channel in group:

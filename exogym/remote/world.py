@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -11,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from exogym.base.files import replacing
-from exogym.engine.sockets import ports_closed_afterwards
+from exogym.communicator import Wire, ship
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
 from exogym.saving.checkpoint import list_checkpoints
 
-ROLL, SEATS, FIRST_SEAT = "EXOGYM_ROLL", "EXOGYM_SEATS", "EXOGYM_FIRST_SEAT"
+MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
@@ -38,7 +36,7 @@ class Part:
         fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
         folder: where rank 0 leaves the results, or None.
         device: of this host; progress: whether to show some; restarts: how often all were started again.
-        roll: (address, port) of the roll call where hosts may be lost and come back, else None.
+        membership: (address, port) of the membership server where hosts may be lost and come back, else None.
         slots: processes of each host, there.
         local_rank: of this process on its host.
         launch: names the launch, with all its new starts.
@@ -50,7 +48,7 @@ class Part:
     device: str
     progress: bool
     restarts: int
-    roll: tuple[str, int] | None = None
+    membership: tuple[str, int] | None = None
     slots: tuple[int, ...] = ()
     local_rank: int = 0
     launch: str = ""
@@ -66,16 +64,16 @@ class Part:
         if given.get(NETWORK) != "1" or "RANK" not in given:
             return None
         folder = Path(given[PROJECT]) / RUNS / given[RUN] if RUN in given else None
-        address, _, port = given.get(ROLL, "").rpartition(" ")
+        address, _, port = given.get(MEMBERSHIP, "").rpartition(" ")
         return cls(
-            rank=int(given["RANK"]) + int(given.get(FIRST_SEAT, "0")),
+            rank=int(given["RANK"]) + int(given.get(FIRST_RANK, "0")),
             fit=int(given[FIT]) if FIT in given else None,
             folder=folder,
             device=given.get(DEVICE, "auto"),
             progress=given.get(PROGRESS) == "1",
             restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(given.get(RETRY, "0")),
-            roll=(address, int(port)) if port else None,
-            slots=tuple(map(int, given[SEATS].split(","))) if SEATS in given else (),
+            membership=(address, int(port)) if port else None,
+            slots=tuple(map(int, given[SLOTS].split(","))) if SLOTS in given else (),
             local_rank=int(given.get("LOCAL_RANK", "0")),
             launch=given.get(LAUNCH, ""),
         )
@@ -94,28 +92,6 @@ class Part:
         return False
 
 
-def join(device: torch.device) -> None:
-    """Join the process group: NCCL where every process of every host has a GPU of its own, gloo else."""
-    world = world_size()
-    if world == 1 or dist.is_initialized():
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    own = device.type == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    store.set(f"exogym/own_gpu/{os.environ['RANK']}", "yes" if own else "no")
-    all_own = all(store.get(f"exogym/own_gpu/{rank}") == b"yes" for rank in range(world))
-    with contextlib.nullcontext() if all_own else ports_closed_afterwards():
-        dist.init_process_group("nccl" if all_own else "gloo")
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def same_start(model: nn.Module) -> None:
     """Give the model of every process the numbers of rank 0's; what is not initialised yet follows from the seed.
 
@@ -127,14 +103,16 @@ def same_start(model: nn.Module) -> None:
     if world_size() == 1:
         return
     here = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
-    there = _wire().tell(here)
+    there = tell(here)
     if here != there:
         unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
         raise ModelError(
             f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
             "have the same data and arguments"
         )
-    send(tensors)
+    with torch.no_grad():
+        for name, x in send(tensors).items():
+            tensors[name].copy_(x)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -142,22 +120,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def send(tensors: Mapping[str, Tensor]) -> None:
-    """Give the tensors of every process the numbers of rank 0's, in place; names, shapes and dtypes are the same."""
-    on_gpu = dist.get_backend() == "nccl"
-    with torch.no_grad():
-        for tensor in tensors.values():
-            if tensor.numel():
-                moved = tensor.detach().to("cuda" if on_gpu else "cpu").contiguous()
-                dist.broadcast(moved.view(-1).view(torch.uint8), 0)
-                tensor.copy_(moved)
+def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's named `tensors` in every process."""
+    return ship(_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
 
 
 def tell(value: Any) -> Any:
     """Return rank 0's `value` (JSON-able) in every process."""
-    return value if world_size() == 1 else _wire().tell(value)
+    return _wire().tell(value)
 
 
-def _wire() -> ProcessWire:
+def _wire() -> Wire:
+    """Return a wire between the processes of this world, each with a row."""
     world = world_size()
-    return ProcessWire(place(world, world))
+    return ProcessWire(place(world, world)) if world > 1 else Wire([0])

@@ -33,13 +33,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as unpacked
-from safetensors.torch import save as packed
 from safetensors.torch import save_file
 from torch import Tensor
 
 from exogym.base.locks import LOCK, is_old
-from exogym.communicator import Wire
+from exogym.communicator import Wire, ship
 from exogym.errors import CheckpointError
 from exogym.saving.checkpoint_files import (
     FORMAT,
@@ -150,11 +148,8 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
     wanted = wire.tell(sums)
     unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
     sent = sorted({name for names in wire.gather(unlike) for name in names})
-    text = packed({name: _plain(snapshot.shared[name]) for name in sent}) if wire.is_main else b""
-    empty = torch.empty(wire.tell(len(text)), dtype=torch.uint8)
-    flat = torch.frombuffer(bytearray(text), dtype=torch.uint8) if wire.is_main else empty
-    moved = wire.rows(flat.expand(len(wire.ranks), -1), wire.placement[0][:1])[0]
-    theirs = unpacked(moved.numpy().tobytes())
+    here = snapshot.shared if wire.is_main else {}
+    theirs = ship(wire, {name: _plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
     shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
     return replace(snapshot, shared=shared, meta=meta)
 

@@ -7,16 +7,14 @@ forks of one process, that is the main process.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from exogym.base.files import make_folder
 from exogym.base.locks import Lock, acquire
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError, ExoGymError
@@ -76,29 +74,16 @@ def check_folder(path: str | Path) -> list[Path]:
     Raises:
         ArgumentError: it cannot be written.
     """
-    folder = Path(path)
-    made = [parent for parent in (folder, *folder.parents) if not os.path.exists(parent)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: there is no such name
-        remove_folders(made)
+        return make_folder(path)
+    except (OSError, ValueError, RecursionError) as error:
         raise _unwritable(path, error) from error
-    return made
-
-
-def remove_folders(made: list[Path]) -> None:
-    """Remove the folders that `check_folder` made, unless there is something in them."""
-    for folder in made:
-        with contextlib.suppress(OSError, ValueError):
-            folder.rmdir()
 
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
     """Return that the main process keeps `folder` for all."""
     count = len(wire.placement)
-    return Keepers((0,) * count, (_place(folder),) * count, wire.placement.index(wire.ranks))
+    return Keepers((0,) * count, (_place(folder),) * count, wire.process)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
@@ -107,9 +92,9 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
     Raises:
         ArgumentError: one sees the mark of another, which does not see its own.
     """
-    if wire.forked or not wire.is_shared:
+    if wire.shares_memory:
         return one_keeper(folder, wire)
-    run, here = wire.tell(secrets.token_hex(8)), wire.placement.index(wire.ranks)
+    run, here = wire.tell(secrets.token_hex(8)), wire.process
     marks = [folder / f"{MARK}{run}-{process}" for process in range(len(wire.placement))]
     everywhere(wire, lambda: _leave(marks[here]))
     # Asked for by name: a network file system may show an old list of the folder, but looks for a name it never saw.
@@ -167,7 +152,7 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
         raise cause
     for process, trouble in enumerate(troubles):
         if trouble is not None:
-            raise ExoGymError(trouble if wire.forked else f"process {process}: {trouble}")
+            raise ExoGymError(trouble if wire.shares_memory else f"process {process}: {trouble}")
     return found[0]
 
 

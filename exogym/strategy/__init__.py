@@ -7,35 +7,77 @@ import importlib
 import pkgutil
 
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.averaging import NormCap
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     GradientModule,
     PeriodicModule,
 )
+from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.desloc import DESLOCStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
+from exogym.strategy.fednova import FedNovaStrategy
+from exogym.strategy.fedopt import FedOptStrategy
+from exogym.strategy.fedprox import FedProxStrategy
+from exogym.strategy.gossip import GossipStrategy
+from exogym.strategy.gradient_push import GradientPushStrategy
+from exogym.strategy.muloco import MuLoCoStrategy
+from exogym.strategy.noloco import NoLoCoStrategy
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
+from exogym.strategy.powersgd import PowerSGDStrategy
+from exogym.strategy.privacy import DifferentialPrivacy
+from exogym.strategy.qsgd import QSGDStrategy
+from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
+from exogym.strategy.scaffold import ScaffoldStrategy
+from exogym.strategy.signsgd import SignSGDStrategy
 from exogym.strategy.simple_reduce import SimpleReduceStrategy
+from exogym.strategy.slowmo import SlowMoStrategy
+from exogym.strategy.sparseloco import SparseLoCoStrategy
 from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.strategy import STRATEGIES, Run, Strategy
+from exogym.strategy.streaming_diloco import StreamingDiLoCoStrategy
+from exogym.strategy.topk import TopKStrategy
 
 __all__ = [
     "AsyncDiLoCoStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "DESLOCStrategy",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
+    "DifferentialPrivacy",
     "FedAvgStrategy",
+    "FedNovaStrategy",
+    "FedOptStrategy",
+    "FedProxStrategy",
+    "GossipStrategy",
     "GradientModule",
+    "GradientPushStrategy",
+    "MuLoCoStrategy",
+    "NoLoCoStrategy",
+    "NormCap",
     "OptimSpec",
     "PeriodicModule",
+    "PostLocalSGDStrategy",
+    "PowerSGDStrategy",
+    "QSGDStrategy",
+    "QuantizedReduceStrategy",
     "Run",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
+    "ScaffoldStrategy",
+    "SignSGDStrategy",
     "SimpleReduceStrategy",
+    "SlowMoStrategy",
+    "SparseLoCoStrategy",
     "Strategy",
+    "StreamingDiLoCoStrategy",
+    "TopKStrategy",
 ]
 
 for _file in pkgutil.iter_modules(__path__):

@@ -25,18 +25,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.errors import ArgumentError, StrategyError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
+from exogym.strategy.clocked import ClockedStrategy, check_numbers
 from exogym.strategy.schedule import Scheduler
-from exogym.strategy.strategy import Strategy
-from exogym.strategy.traffic import Plan, Traffic
 
 
-class Server:
+class RuleServer:
     """Theta, and what turns an arriving Delta into the next theta.
 
     Args:
@@ -47,7 +45,7 @@ class Server:
         theta, m, A: (P,) per block.
         t: arrivals that were applied; `version`: updates of theta.
 
-    >>> server = Server([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
+    >>> server = RuleServer([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
     >>> for _ in range(2):
     ...     server.apply([torch.ones(1)])
     >>> server.theta  # -1/2, then -1/2 - beta m with m = (1 + 1)/2
@@ -61,11 +59,14 @@ class Server:
         self.rule, self.K, self.c, self.eta, self.beta = RULES[rule], K, c, eta, beta
         self.t = self.version = 0
 
-    def apply(self, delta: list[Tensor], staleness: int = 0) -> None:
-        """Take in one node's `delta`, (P,) per block, which may be overwritten."""
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
+        """Take in one node's `delta`, (P,) per block, which may be overwritten; however many steps it is of."""
         changes = [self.rule(self, b, x, staleness) for b, x in enumerate(delta)]
         self.t += 1
         self.version += any(changes)
+
+    def release(self) -> None:
+        """Each Delta was applied as it came."""
 
     def flush(self) -> None:
         """Take the step of `fedbuff` that fewer than K arrivals wait for; each weighs 1/K, as ever."""
@@ -97,7 +98,7 @@ class Server:
         self.t, self.version = tensors["counts"].tolist()
 
 
-def _delayed_nesterov(server: Server, b: int, delta: Tensor, s: int) -> bool:
+def _delayed_nesterov(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
     theta, m, A = server.theta[b], server.m[b], server.A[b]
     K, c, eta, beta = server.K, server.c, server.eta, server.beta
     A.add_(delta)
@@ -110,17 +111,17 @@ def _delayed_nesterov(server: Server, b: int, delta: Tensor, s: int) -> bool:
     return True
 
 
-def _nesterov(server: Server, b: int, delta: Tensor, s: int) -> bool:
+def _nesterov(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
     server.outer_step(b, delta.div_(server.K))
     return True
 
 
-def _discount(server: Server, b: int, delta: Tensor, s: int) -> bool:
+def _discount(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
     server.outer_step(b, delta.div_(server.K * math.sqrt(1 + s)))
     return True
 
 
-def _fedbuff(server: Server, b: int, delta: Tensor, s: int) -> bool:
+def _fedbuff(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
     A = server.A[b].add_(delta)
     if server.completes_period:
         server.outer_step(b, A.div_(server.K))
@@ -128,7 +129,7 @@ def _fedbuff(server: Server, b: int, delta: Tensor, s: int) -> bool:
     return server.completes_period
 
 
-RULES: dict[str, Callable[[Server, int, Tensor, int], bool]] = {
+RULES: dict[str, Callable[[RuleServer, int, Tensor, int], bool]] = {
     "delayed_nesterov": _delayed_nesterov,
     "nesterov": _nesterov,
     "discount": _discount,
@@ -137,7 +138,7 @@ RULES: dict[str, Callable[[Server, int, Tensor, int], bool]] = {
 BUFFERED = ("delayed_nesterov", "fedbuff")
 
 
-class AsyncDiLoCoStrategy(Strategy):
+class AsyncDiLoCoStrategy(ClockedStrategy):
     """Asynchronous DiLoCo: nodes act in the order of their virtual clocks, and a server applies each Delta at once.
 
     Args:
@@ -175,7 +176,6 @@ class AsyncDiLoCoStrategy(Strategy):
     equation = "A <- A + Delta_i as each comes; every K-th: m <- beta m + A/K and a step along it"
     needs = "a server; nobody waits"
     identities = ("equal speeds, K=N, c=0, infinite grace = diloco", "N=1 = diloco", "beta=0: theta - eta/K Delta")
-    driven_by = "clock"
 
     @checked
     def __init__(
@@ -208,12 +208,10 @@ class AsyncDiLoCoStrategy(Strategy):
         for name, given in (("period", period), ("max_staleness", max_staleness)):
             if given is not None:
                 check_count(name, given, least=1 if name == "period" else 0)
-        for name, value, most in (
-            *(("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf)),
-            *(("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf)),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-                raise ArgumentError(f"{name}={value!r} must be a number from 0" + (f" to {most}" if most == 1 else ""))
+        check_numbers(
+            ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
+            ("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf),
+        )  # fmt: skip
         if not isinstance(dylu, bool):
             raise ArgumentError(f"dylu={dylu!r} must be True or False")
         if activation and rule != "delayed_nesterov":
@@ -226,7 +224,7 @@ class AsyncDiLoCoStrategy(Strategy):
         self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
         self.period, self.activation, self.delay_compensation = period, activation, delay_compensation
 
-    def server(self, fleet: Fleet) -> Server:
+    def server(self, fleet: Fleet) -> RuleServer:
         """Return the server at the start of training.
 
         Raises:
@@ -236,27 +234,4 @@ class AsyncDiLoCoStrategy(Strategy):
         if self.activation * K > 1 + 1e-9:
             raise ArgumentError(f"activation={self.activation} must be at most 1/K = {1 / K:g}, with the period K={K}")
         theta = [block.params[0] for block in fleet.blocks]
-        return Server(theta, self.rule, K, self.activation, self.outer_lr, self.outer_momentum)
-
-    def local_steps(self, seconds: np.ndarray) -> np.ndarray:
-        """Return (N,) H_w for the mean `seconds` (N,) of a step of each node.
-
-        >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
-        [10, 20, 40]
-        """
-        if not self.dylu:
-            return np.full(len(seconds), self.H)
-        share = seconds.min() / seconds
-        return np.maximum(1, np.floor(share * self.H + 1e-9).astype(np.int64))
-
-    def plan(self, P: float, N: int, b: float) -> Plan:
-        if self.grace_s:
-            raise ArgumentError("no formula is known for nodes that wait for a while: leave out grace_s")
-        both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
-        return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps)
-
-    def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
-        raise StrategyError(
-            f"the nodes of {type(self).__name__} do not meet step by step, so it cannot be run one node at a time: "
-            "give it to LocalTrainer.fit"
-        )
+        return RuleServer(theta, self.rule, K, self.activation, self.outer_lr, self.outer_momentum)

@@ -14,8 +14,8 @@ part, and a module reads and writes their rows only. Nobody present: nobody comm
 
 from __future__ import annotations
 
+import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,189 +23,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
-from exogym.fleet import Fleet, Stateful
+from exogym.faults import Faults
+from exogym.fleet import Fleet
 from exogym.fleet.presence import take_rows
 from exogym.fleet.state import Shared, Tensors
-from exogym.strategy.rounds import RoundLength, Rounds
+from exogym.strategy.averaging import Averaging, NormCap, with_options
+from exogym.strategy.modules import (
+    CommunicationModule,
+    GradientModule,
+    Module,
+    PeriodicModule,
+    example_weights,
+    named,
+)
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
-from exogym.strategy.traffic import Plan, Traffic
+from exogym.strategy.traffic import Plan
+from exogym.strategy.tuning import Tuning
+from exogym.strategy.updates import Updates
 
+__all__ = [
+    "NEVER",
+    "CommunicateOptimizeStrategy",
+    "CommunicationModule",
+    "GradientModule",
+    "Module",
+    "PeriodicModule",
+    "example_weights",
+]
 NEVER = 2**62
-
-
-class Module(Stateful, ABC):
-    """What gradient and communication modules share: a start, and state as tensors in plain dicts.
-
-    Attributes:
-        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
-        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
-        shared_state: name to tensor that is the same for all nodes.
-        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
-            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
-        name: what its state is kept under; None: the name of its class.
-        weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
-            they have done; without it `balance="batch"` and "steps" are refused.
-    """
-
-    acts_on = "elements"
-    weighted_means = False
-    counters: tuple[str, ...] = ()
-    name: str | None = None
-
-    def __init__(self) -> None:
-        self.row_state: dict[str, Tensor] = {}
-        self.shared_state: dict[str, Tensor] = {}
-        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
-
-    def start(self, fleet: Fleet, run: Run) -> None:
-        """Make the state for this fleet. Called once, before training."""
-        self.run = run
-
-    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
-
-        Raises:
-            ArgumentError: no formula is known.
-        """
-        raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
-
-    def couples_every(self, N: int) -> float:
-        """Return the steps after which all of the model has been exchanged once."""
-        return 1
-
-    # What `fleet.state` asks
-
-    def row(self, row: int) -> Tensors:
-        return {name: value[row] for name, value in self.row_state.items()}
-
-    def load_row(self, row: int, tensors: Tensors) -> None:
-        for name, value in self.row_state.items():
-            value[row] = tensors[name]
-
-    def shared(self) -> Tensors:
-        numbers = self._numbers()
-        at_first = self._at_first = numbers if self._at_first is None else self._at_first
-        changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
-        if lost := sorted({*changed} - {*self.counters}):
-            raise StrategyError(
-                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
-                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
-            )
-        return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
-
-    def load_shared(self, tensors: Tensors) -> None:
-        self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
-        for name in self.counters:
-            setattr(self, name, tensors[f"counter.{name}"].item())
-
-    def _numbers(self) -> dict[str, bool | int | float]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
-
-    def save_state(self) -> dict[str, Tensor]:
-        """Return the shared state as named tensors."""
-        return self.shared_state
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put shared state back."""
-        for name, value in tensors.items():
-            self.shared_state[name].copy_(value)
-
-
-class GradientModule(Module):
-    """Rewrites the gradients of all rows before the inner optimizer, at every step.
-
-    Attributes:
-        clip_first: clip each node's own gradient before this module instead of its result.
-    """
-
-    clip_first = False
-    bucket_bytes: int | None = None  # of gradients that may travel while backward runs, where the wire can
-
-    @abstractmethod
-    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
-        """Rewrite `block.grads` of each block; `step` counts from 1, `lr` is the step's learning rate."""
-
-
-class CommunicationModule(Module):
-    """Mixes rows after the inner step."""
-
-    fresh_inner_state = False
-
-    @abstractmethod
-    def next_event(self, step: int) -> int:
-        """Return the first step after `step` at which this module must act."""
-
-    @abstractmethod
-    def communicate(self, fleet: Fleet, step: int) -> None:
-        """Mix rows after inner step number `step` (from 1)."""
-
-    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
-
-        Override it where a method changes local steps themselves (a proximal term, a control variate); it may read the
-        module's own state of the row and nothing of other nodes. `parameters` are the row's, in fleet order; a gradient
-        is None where the step gave none. Not together with gradient modules, which act on all rows.
-        """
-
-    @property
-    def corrects(self) -> bool:
-        """Whether `correct` does anything."""
-        return type(self).correct is not CommunicationModule.correct
-
-    def local_steps(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
-        return None
-
-    def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
-        return nodes
-
-    def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Synchronise what is left at the end; `since` steps passed after the last event."""
-        if since:
-            self.communicate(fleet, step)
-
-    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
-        return None
-
-
-class PeriodicModule(CommunicationModule):
-    """A communication module that acts after every step divisible by `interval_steps`.
-
-    Attributes:
-        interval_steps: H; where `rounds` differ in length, the first one's.
-        rounds: where each ends, if H is a function of the round; else None.
-    """
-
-    interval_steps = 1
-    rounds: Rounds | None = None
-
-    def take_rounds(self, H: RoundLength) -> None:
-        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps."""
-        rounds = Rounds(H)
-        self.interval_steps = rounds.end_after(0)
-        self.rounds = None if rounds.are_even else rounds
-
-    def next_event(self, step: int) -> int:
-        if self.rounds is not None:
-            return self.rounds.end_after(step)
-        return (step // self.interval_steps + 1) * self.interval_steps
-
-    def couples_every(self, N: int) -> float:
-        return self.interval_steps
-
-    def is_turn(self, step: int) -> bool:
-        return self.next_event(step - 1) == step
-
-    def round_of(self, step: int) -> int:
-        """Return the round (from 0) in which step number `step` (from 1) is taken."""
-        return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
 
 
 class CommunicateOptimizeStrategy(Strategy):
@@ -215,6 +63,9 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
+        transport, robust, secure_aggregation: how the means over nodes are taken, as
+            `exogym.strategy.averaging.Averaging`. Every subclass takes them, and `tuner`, a name or a
+            `exogym.strategy.tuning.Tuner`, though its constructor does not name them.
 
     Bytes are the sum over the modules.
 
@@ -244,6 +95,9 @@ class CommunicateOptimizeStrategy(Strategy):
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
         gradient_modules: Sequence[GradientModule] = (),
+        transport: str | None = None,
+        robust: str | Rule | NormCap | None = None,
+        secure_aggregation: bool | SecureAggregation = False,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
@@ -260,6 +114,9 @@ class CommunicateOptimizeStrategy(Strategy):
                     raise ArgumentError(
                         f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
                     )
+        self.faults: Faults | None = None
+        self.tuning: Tuning | None = None
+        self.average_by(transport=transport, robust=robust, secure_aggregation=secure_aggregation)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -269,6 +126,58 @@ class CommunicateOptimizeStrategy(Strategy):
                     f"{cls.__name__} overrides {name}() of a strategy that acts on rows, where it is never called: "
                     "subclass Strategy to write for one node, or pass your own CommunicationModule"
                 )
+        if "__init__" in cls.__dict__:
+            cls.__init__ = with_options(cls.__init__)  # type: ignore[method-assign]
+
+    def average_by(self, **options: Any) -> None:
+        """Take means as `Averaging(**options)` says.
+
+        Raises:
+            ArgumentError: an unknown way, or one that the modules cannot take.
+        """
+        self.averaging = Averaging(**options)
+        self._look_at_updates()
+        try:
+            traffic, is_known = [t for module in self.modules for t in module.traffic(1e6, 1000, 4)], True
+        except ArgumentError:
+            traffic, is_known = [], False
+        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
+        self.averaging.check(type(self).__name__, traffic, is_known, own_ways)
+
+    def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:
+        other = copy.copy(self)
+        other.faults = faults
+        other._look_at_updates()
+        return other
+
+    def tune_by(self, tuning: Tuning) -> None:
+        """Let `tuning` choose an argument of this strategy as it goes.
+
+        Raises:
+            ArgumentError: no module follows it, or more than one takes part in what it measures.
+        """
+        self.tuning = tuning
+        self.tuned = [
+            m for m, module in enumerate(self.communication_modules)
+            if (tuning.rounds is None or getattr(module, "rounds", None) is tuning.rounds)
+            and (tuning.name != "p_sparta" or module.tune(tuning.name, tuning.value))
+        ]  # fmt: skip
+        if not self.tuned:
+            raise ArgumentError(
+                f"tuner={tuning.tuner!r}: {type(self).__name__} does not follow {tuning.name} in rounds of its own: "
+                "leave it out"
+            )
+        if tuning.tuner.sees != "bytes" and len(self.communication_modules) + len(self.gradient_modules) > 1:
+            raise ArgumentError(
+                f"tuner={tuning.tuner!r}: {type(self).__name__} has several modules, of which it would have to see "
+                "one: take a ByteBudget, or leave it out"
+            )
+        self._look_at_updates()
+
+    def _look_at_updates(self) -> None:
+        sees_drift = self.tuning is not None and self.tuning.tuner.sees == "drift"
+        wanted = self.averaging.cap is not None or self.faults is not None or sees_drift
+        self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     # What the training loop asks
 
@@ -279,6 +188,11 @@ class CommunicateOptimizeStrategy(Strategy):
             module.start(fleet, run)
             fleet.state.register(name, module)
             module.shared()  # what cannot be saved is to be known now
+        weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
+        self.averaging.bind(fleet.comm, weighs, run.seed)
+        if self.tuning is not None:
+            self.tuning.start(fleet, run)
+            fleet.state.register("tuning", self.tuning)
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
@@ -303,15 +217,15 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def modules(self) -> list[Module]:
-        return [*self.gradient_modules, *self.communication_modules]
+        return [*self.gradient_modules, *self.communication_modules, *([self.updates] if self.updates else [])]
 
     @property
     def bucket_bytes(self) -> int | None:
         """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
         first = self.gradient_modules[:1]
-        return (
-            None if any(module.clip_first for module in self.gradient_modules) or not first else first[0].bucket_bytes
-        )
+        one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
+        seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)
+        return None if seen_whole or not first else first[0].bucket_bytes
 
     @property
     def needs_gradients(self) -> bool:  # type: ignore[override]
@@ -321,13 +235,20 @@ class CommunicateOptimizeStrategy(Strategy):
     def weighted_means(self) -> bool:  # type: ignore[override]
         return not self.unweighted()
 
+    @property
+    def has_figures(self) -> bool:  # type: ignore[override]
+        return self.tuning is not None or any(module.has_figures for module in self.modules)
+
     def unweighted(self) -> list[str]:
-        return [type(module).__name__ for module in self.modules if not module.weighted_means]
+        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
+        return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
+        if self.tuning is not None:
+            raise ArgumentError(f"a tuner chooses {self.tuning.name} as it goes, and a formula needs one: leave it out")
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        traffic = tuple(t for module in self.modules for t in module.traffic(P, N, b))
+        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)], N, b))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 
@@ -340,7 +261,8 @@ class CommunicateOptimizeStrategy(Strategy):
         uneven = {
             f"{m}.{type(module).__name__}": getattr(module, "rounds", None) for m, module in enumerate(self.modules)
         }
-        return {name: rounds.lengths(total_steps) for name, rounds in uneven.items() if rounds is not None}
+        known = {name: rounds for name, rounds in uneven.items() if rounds is not None and rounds.foreseen}
+        return {name: rounds.lengths(total_steps) for name, rounds in known.items()}
 
     def is_event(self, step: int) -> bool:
         """Return whether a communication module acts after `step`."""
@@ -356,6 +278,8 @@ class CommunicateOptimizeStrategy(Strategy):
         clip_first = any(module.clip_first for module in self.gradient_modules)
         if clip_first:
             self._clip(fleet)
+        if self.updates is not None and self.gradient_modules:
+            self.updates.before_gradients(fleet, step)
         for module in self.gradient_modules:
             module.transform(fleet, step, lr)
         if not clip_first:
@@ -366,11 +290,23 @@ class CommunicateOptimizeStrategy(Strategy):
         fresh = False
         if not fleet.comm.present:
             return fresh
-        for index, module in enumerate(self.communication_modules):
-            if module.next_event(step - 1) == step:
-                module.communicate(fleet, step)
-                self.last_events[index] = step
-                fresh = fresh or module.fresh_inner_state
+        acting = [m for m, module in enumerate(self.communication_modules) if module.next_event(step - 1) == step]
+        if self.updates is not None and acting:
+            self.updates.before_parameters(fleet, step)
+        tuning = self.tuning if self.tuning is not None and set(acting) & set(self.tuned) else None
+        if tuning is not None:
+            tuning.before_meeting(fleet, [] if self.updates is None else list(self.updates.row_state.values()))
+        for index in acting:
+            module = self.communication_modules[index]
+            module.communicate(fleet, step)
+            self.last_events[index] = step
+            fresh = fresh or module.fresh_inner_state
+        if self.updates is not None and acting:
+            self.updates.after_meeting(fleet)
+        if tuning is not None:
+            tuning.after_meeting(fleet, step)
+            for other in self.modules:
+                other.tune(tuning.name, tuning.value)
         return fresh
 
     def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
@@ -405,6 +341,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def finish(self, fleet: Fleet, step: int) -> None:
         if not fleet.comm.present:
             return
+        if self.updates is not None and self.communication_modules and step > max(self.last_events):
+            self.updates.before_parameters(fleet, step)
         for index, module in enumerate(self.communication_modules):
             module.finish(fleet, step, step - self.last_events[index])
             self.last_events[index] = step
@@ -424,24 +362,3 @@ class CommunicateOptimizeStrategy(Strategy):
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
         clip_rows(grads, self.inner.max_norm, stacked=True)
-
-
-def named(modules: Sequence[Module]) -> dict[str, Module]:
-    """Return modules by their names; a second one of a name is "<name> 2"."""
-    found: dict[str, Module] = {}
-    for module in modules:
-        name = module.name or type(module).__name__
-        count = sum(key == name or key.startswith(f"{name} ") for key in found)
-        found[f"{name} {count + 1}" if count else name] = module
-    return found
-
-
-def _as_tensor(value: bool | int | float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
-def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
-    if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
-        return None
-    return torch.from_numpy(run.examples.astype(np.float64))

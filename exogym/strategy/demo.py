@@ -34,6 +34,7 @@ from exogym.fleet.presence import rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Scheduler
+from exogym.strategy.simple_reduce import mark_used
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -110,8 +111,7 @@ class DCTMomentum(GradientModule):
         for (slot, view), t in zip(block.views(update), transforms, strict=True):
             view.copy_(t.decode(mean[slot.start : slot.stop].view(1, t.blocks, t.size)).sign_().view(view.shape))
         block.grads = update.expand_as(e)
-        used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
-        block.has_grad[:] = used > 0
+        mark_used(fleet, block)
 
 
 def _index_dtype(size: int) -> torch.dtype:

@@ -9,11 +9,21 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
 
 The outer learning rate eta_r is eta, or eta s(r) with a schedule s over the outer rounds r = 0, 1, ..., R - 1; with W
 rounds of warm-up it is eta (r+1)/W for r < W, and then, by name, eta shape((r-W)/(R-W)) (`Schedule`, with rounds as
-steps). H may be a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
+steps). The outer momentum may follow the rounds likewise, mu_r = mu s(r), and restart, v <- 0, every K rounds. H may be
+a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
+
+Delayed by d steps (0 <= d <= H), the average that is sent after step r H arrives after step r H + d, and theta_i <-
+theta drops what was trained meanwhile. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of
+round r - 1, and 0 in the first; what the nodes trained in round r is on its way, and they go on from theta. What is on
+its way at the end of training arrives then (`final_sync`).
+
+In islands of s nodes, (0, ..., s-1), (s, ..., 2s-1), ..., nodes also average their parameters inside their island after
+every H_island steps, but where an outer step follows at once.
+
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
-tx = rx = 2 (N-1)/N P b. With outer SGD(lr=1), no momentum and the same
-weighting this is FedAvg.
+tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer SGD(lr=1), no
+momentum and the same weighting this is FedAvg.
 
 With absent nodes: Delta is the mean over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
 none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
@@ -23,51 +33,34 @@ that was down comes back with theta: P b bytes, broadcast by one that stayed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from exogym.errors import ArgumentError, check_choice, checked
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
-from exogym.fleet.presence import all_present, rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
-from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.eager_diloco import EagerCommunicator
+from exogym.strategy.outer import OuterModule, OuterParameters, OuterRule, outer_spec
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
+from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
-
-def outer_spec(outer_optim: Any, outer_lr: float | None) -> OptimSpec:
-    """Return the outer optimizer: 'sgd' by name is the paper's Nesterov, lr 0.7, momentum 0.9.
-
-    Raises:
-        ArgumentError: a learning rate that is no number.
-    """
-    if outer_lr is not None and (isinstance(outer_lr, bool) or not isinstance(outer_lr, int | float) or outer_lr < 0):
-        remedy = ": give it as outer_lr_scheduler, a factor for each outer round" if callable(outer_lr) else ""
-        raise ArgumentError(f"outer_lr={outer_lr!r} must be a number of at least 0{remedy}")
-    if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
-        return OptimSpec(torch.optim.SGD, lr=0.7 if outer_lr is None else outer_lr, momentum=0.9, nesterov=True)
-    return OptimSpec.of(outer_optim, lr=outer_lr)
+__all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
 
 
-class DiLoCoCommunicator(PeriodicModule):
+class DiLoCoCommunicator(OuterModule):
     """The outer step of DiLoCo, after every step divisible by H.
 
     Args:
         H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
-        outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
-        outer_lr: eta; 0.7 for 'sgd'.
-        outer_lr_scheduler: eta_r as `lr_scheduler` gives a rate, over outer rounds: "constant", "cosine", "linear", a
-            torch scheduler class or a callable of the round that gives a factor on eta.
-        outer_warmup_rounds: W.
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
+            outer_restarts: as `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
+        delay: d.
 
-    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
+    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received;
+    the average on its way.
     """
 
     weighted_means = True
@@ -81,98 +74,88 @@ class DiLoCoCommunicator(PeriodicModule):
         outer_lr: float | None = None,
         outer_lr_scheduler: Scheduler = None,
         outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        outer_momentum_scheduler: Scheduler = None,
+        outer_restarts: int | None = None,
         weighting: str = "uniform",
+        delay: int = 0,
     ):
         super().__init__()
         self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
-        check_schedule(outer_lr_scheduler, outer_warmup_rounds, ("outer_lr_scheduler", "outer_warmup_rounds"))
-        self.outer_lr_scheduler, self.outer_warmup_rounds = outer_lr_scheduler, outer_warmup_rounds
-        self.outer = outer_spec(outer_optim, outer_lr)
-        self.weighting = weighting
+        check_count("delay", delay, least=0)
+        if delay and self.rounds is not None:
+            raise ArgumentError(f"delay={delay} is of rounds of one length: give it with a number as H")
+        if delay > self.interval_steps:
+            raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
+        self.rule = OuterRule(
+            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
+            outer_restarts,
+        )  # fmt: skip
+        self.weighting, self.delay = weighting, delay
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return [Traffic("all_reduce", P * b, self.interval_steps)]
+        return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.weights = example_weights(run, self.weighting)
-        self.theta = [block.params[:1].clone() for block in fleet.blocks]
-        self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
-        self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
-        self.shared_state = {f"theta.{b}": theta for b, theta in enumerate(self.theta)} | {"received": self.received}
-        named = {
-            slot.name: nn.Parameter(view[0], requires_grad=False)
-            for block, theta in zip(fleet.blocks, self.theta, strict=True)
-            for slot, view in block.views(theta)
-        }
-        self.outer_params = list(named.values())
-        if self.outer.try_out(named, fleet.hidden):
-            raise ArgumentError(
-                f"outer_optim={self.outer!r} draws random numbers, which would differ between processes"
-            )
-        self.optimizer = self.outer.build(named, hidden=fleet.hidden)
-        eta, rounds = self.outer.base_lr(), self.round_of(run.total_steps) + 1
-        self.outer_schedule = Schedule(self.outer_lr_scheduler, self.outer_warmup_rounds, rounds, eta)
+        rounds, weights = self.round_of(run.total_steps) + 1, example_weights(run, self.weighting)
+        self.outer = OuterParameters(fleet, self.rule, rounds, delay=self.delay, weights=weights)
+        if self.delay == self.interval_steps:
+            self.outer.expect_nothing(fleet)
+
+    def next_event(self, step: int) -> int:
+        end = super().next_event(step)
+        if not 0 < self.delay < self.interval_steps:
+            return end
+        H = self.interval_steps
+        arrival = ((step - self.delay) // H + 1) * H + self.delay
+        return min(end, max(arrival, H + self.delay))
+
+    def is_turn(self, step: int) -> bool:
+        return super().next_event(step - 1) == step
+
+
+class IslandCommunicator(PeriodicModule):
+    """Average the parameters inside fixed islands of consecutive nodes, but where `above` acts after the same step.
+
+    Args:
+        island_size: s; the last island is smaller where s does not divide N.
+        H: steps from one average to the next.
+        above: what joins the islands; it is asked to synchronise what is left at the end.
+    """
+
+    weighted_means = True
+
+    @checked
+    def __init__(self, island_size: int, H: int, above: PeriodicModule):
+        super().__init__()
+        check_count("island_size", island_size)
+        self.take_rounds(H)
+        self.island_size, self.above = island_size, above
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        H, every = self.above.interval_steps, self.interval_steps
+        share = 1 / every - 1 / math.lcm(H, every)
+        members = min(self.island_size, N)
+        return [Traffic("all_reduce", P * b, 1 / share, members)] if share and members > 1 else []
+
+    def couples_every(self, N: int) -> float:
+        return self.above.interval_steps
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        grads: list[Tensor] = []
-        rows = rows_of(fleet, fleet.comm.present)
-        for b, block in enumerate(fleet.blocks):
-            x = block.params
-            if len(rows) == len(x) and not self.earlier:
-                torch.sub(self.theta[b], x, out=x)  # Delta_i, in the place of theta_i
-            else:
-                for row in rows:
-                    torch.sub(self._last_theta(fleet.ranks[row])[b][0], x[row], out=x[row])
-            out = None if all_present(fleet) else x
-            delta = fleet.comm.all_reduce(x, "mean", weights=self.weights, out=out)
-            grads += [view[0] for _, view in block.views(shared_row(fleet, delta))]
-        self._number_theta(fleet)
-        for p, g in zip(self.outer_params, grads, strict=True):
-            p.grad = g
-        set_rates(self.optimizer, self.outer_schedule, self.round_of(step))
-        self.optimizer.step()
-        for p in self.outer_params:
-            p.grad = None
-        for block, theta in zip(fleet.blocks, self.theta, strict=True):
-            block.params.copy_(where_present(fleet, theta.expand_as(block.params), block.params))
-        fleet.synchronise_buffers()
+        if self.above.is_turn(step):
+            return
+        present = fleet.comm.present
+        starts = range(0, fleet.num_nodes, self.island_size)
+        islands = [[node for node in present if start <= node < start + self.island_size] for start in starts]
+        groups = [island for island in islands if island]
+        for block in fleet.blocks:
+            fleet.comm.all_reduce(block.params, "mean", groups=groups, out=block.params)
+        fleet.synchronise_buffers(groups)
 
-    def _last_theta(self, node: int) -> list[Tensor]:
-        """Return the theta that `node` last received, (1, P) per block."""
-        return self.earlier.get(int(self.received[node]), self.theta)
-
-    def _number_theta(self, fleet: Fleet) -> None:
-        """The present nodes are about to receive a new theta; keep this one for those who then last received it."""
-        newest = int(self.received.max())
-        self.received[fleet.comm.present] = newest + 1
-        if bool((self.received == newest).any()):
-            self.earlier[newest] = [theta.clone() for theta in self.theta]
-        self._forget()
-
-    def _forget(self) -> None:
-        held = set(self.received.tolist())
-        self.earlier = {number: theta for number, theta in self.earlier.items() if number in held}
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self.received[list(nodes)] = self.received.max()
-        self._forget()
-
-    def consensus(self, fleet: Fleet) -> list[Tensor]:
-        return [theta[0] for theta in self.theta]
-
-    def save_state(self) -> dict[str, Tensor]:
-        forget_rates(self.optimizer)  # they follow from the round
-        earlier = {f"earlier.{number}.{b}": x for number, theta in self.earlier.items() for b, x in enumerate(theta)}
-        return self.shared_state | earlier | {f"outer.{k}": v for k, v in optimizer_state(self.optimizer).items()}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        super().load_state({k: v for k, v in tensors.items() if k in self.shared_state})
-        numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("earlier.")}
-        blocks = range(len(self.theta))
-        self.earlier = {n: [tensors[f"earlier.{n}.{b}"].to(self.theta[b]) for b in blocks] for n in numbers}
-        load_optimizer_state(self.optimizer, {k[6:]: v for k, v in tensors.items() if k.startswith("outer.")})
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        """Leave it to what joins the islands."""
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -184,8 +167,12 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
         outer_lr: eta; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
-        outer_lr_scheduler, outer_warmup_rounds: as `DiLoCoCommunicator`; the first is constant by default.
+        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: as
+            `OuterRule`; both are constant by default, and there are no restarts.
         weighting: "uniform" or "examples".
+        delay: d, steps by which the average comes late; 0 to H.
+        eager: `EagerCommunicator` instead: the average may take a whole round, and each node's own part is fresh.
+        island_size, island_H: s and H_island, which is below H; None: no islands.
 
     The evaluation model is theta. N=1 is a valid setting (an outer momentum over one node).
 
@@ -214,16 +201,40 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         outer_lr: float | None = None,
         outer_lr_scheduler: Scheduler = None,
         outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        outer_momentum_scheduler: Scheduler = None,
+        outer_restarts: int | None = None,
         max_norm: float | None = None,
         lr_scheduler: Scheduler = None,
         warmup_steps: int = 0,
         weighting: str = "uniform",
+        delay: int = 0,
+        eager: bool = False,
+        island_size: int | None = None,
+        island_H: int | None = None,
     ):
-        diloco = DiLoCoCommunicator(
-            H, outer_optim, outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler,
-            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
+        rule: dict[str, Any] = dict(
+            outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler, outer_warmup_rounds=outer_warmup_rounds,
+            outer_momentum=outer_momentum, outer_momentum_scheduler=outer_momentum_scheduler,
+            outer_restarts=outer_restarts, weighting=weighting,
         )  # fmt: skip
+        if eager and delay:
+            raise ArgumentError(f"eager=True waits a whole round for the average, so delay={delay} is not for it")
+        outer = (
+            EagerCommunicator(H, outer_optim, **rule)
+            if eager
+            else DiLoCoCommunicator(H, outer_optim, delay=delay, **rule)
+        )
+        modules: list[PeriodicModule] = [outer]
+        if (island_size is None) != (island_H is None):
+            raise ArgumentError("islands need both: island_size, their nodes, and island_H, the steps between averages")
+        if island_size is not None and island_H is not None:
+            if eager or outer.rounds is not None or island_H >= outer.interval_steps:
+                raise ArgumentError(
+                    f"island_H={island_H} must be below the H={H} steps of a round, one number, and eager=False"
+                )
+            modules = [IslandCommunicator(island_size, island_H, outer), outer]
         super().__init__(
-            inner_optim, [diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            inner_optim, modules, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
             warmup_steps=warmup_steps,
         )  # fmt: skip

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from exogym.errors import ArgumentError
 from exogym.strategy.kernels import bare_step, can_fuse
 
 
@@ -36,7 +35,7 @@ class MuonAdamW(Optimizer):
             by sqrt(max(1, m / n)), for learning rates near 0.02.
         betas, eps: AdamW's.
 
-    State: that of both, with each parameter. Needs torch 2.9.
+    State: that of both, with each parameter.
 
     >>> p = torch.nn.Parameter(torch.eye(2))
     >>> MuonAdamW([{"params": [p], "use_muon": True}], lr=0.1).param_groups[0]["momentum"]
@@ -55,8 +54,6 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ):
-        if not hasattr(torch.optim, "Muon"):
-            raise ArgumentError(f"torch {torch.__version__} has no Muon, which came with 2.9: take 'adamw'")
         shared = {"lr": lr, "weight_decay": weight_decay, "use_muon": False}
         muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"betas": betas, "eps": eps}

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from exogym.base.torch_private import FusedSGD, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
-from exogym.strategy.kernels import FUSED, FusedSGD, can_fuse, is_torchs
+from exogym.strategy.kernels import FUSED, can_fuse, is_torchs
 from exogym.strategy.muon import MuonAdamW
 from exogym.strategy.packing import load_optimizer_state, optimizer_state, remember_as_built
 
@@ -142,7 +143,8 @@ class OptimSpec:
         if self.groups or self.cls is MuonAdamW:
             params = self._grouped(named, hidden)
         try:
-            optimizer = cls(params, **kwargs)
+            with without_compiler():
+                optimizer = cls(params, **kwargs)
         except ArgumentError:
             raise
         except Exception as error:

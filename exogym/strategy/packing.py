@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from exogym.base.torch_private import is_of_every_optimizer
 from exogym.errors import StrategyError
 from exogym.strategy.kernels import is_torchs
 
@@ -23,10 +24,6 @@ SKELETON = "skeleton"
 KEEP = object()
 _CONSTANT = (type, nn.Module, torch.dtype, torch.device)
 _KERNELS = ("fused", "foreach")  # chosen anew by each step or run
-_OF_TORCH = (
-    *("defaults", "state", "param_groups", "as_built", "_opt_called", "_zero_grad_profile_name"),
-    *("_warned_capturable_if_run_uncaptured", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
-)
 
 
 def pack(
@@ -256,10 +253,10 @@ def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if name != "params" and name not in _KERNELS
     }
     if not is_torchs(type(optimizer)):
-        hidden = (n for n in vars(optimizer) if n in _OF_TORCH or n.startswith("_optimizer_"))
-        values |= {f"attribute.{n}": x for n, x in vars(optimizer).items() if n not in set(hidden)}
-    own = _numbers(optimizer)
-    return {path: pack(value, path, tensors, own) for path, value in values.items()}
+        own = {n: x for n, x in vars(optimizer).items() if n != "as_built" and not is_of_every_optimizer(n)}
+        values |= {f"attribute.{n}": x for n, x in own.items()}
+    numbers = _numbers(optimizer)
+    return {path: pack(value, path, tensors, numbers) for path, value in values.items()}
 
 
 def _same(a: Any, b: Any, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:

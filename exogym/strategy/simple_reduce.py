@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from exogym.errors import ArgumentError, checked
-from exogym.fleet import Fleet
+from exogym.fleet import Block, Fleet
 from exogym.fleet.presence import all_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.schedule import Scheduler
@@ -50,11 +50,21 @@ class GradientAverage(GradientModule):
             assert block.grads is not None
             out = None if all_present(fleet) else block.grads  # else one row expanded; absent rows keep theirs, unused
             block.grads = fleet.comm.all_reduce(block.grads, "mean", out=out)
-            used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
-            block.has_grad[:] = used > 0
-        with fleet.comm.counted_as("buffers"):
-            for rows in fleet.buffers.values():
-                rows.copy_(fleet.comm.broadcast(rows, src=fleet.comm.present[0]).clone())
+            mark_used(fleet, block)
+        broadcast_buffers(fleet)
+
+
+def mark_used(fleet: Fleet, block: Block) -> None:
+    """Say that a parameter has a gradient on all nodes if it has one on any of those that are there."""
+    used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
+    block.has_grad[:] = used > 0
+
+
+def broadcast_buffers(fleet: Fleet) -> None:
+    """Give all nodes that are there the buffers of the lowest id among them, as torch's DDP does; counted apart."""
+    with fleet.comm.counted_as("buffers"):
+        for rows in fleet.buffers.values():
+            rows.copy_(fleet.comm.broadcast(rows, src=fleet.comm.present[0]).clone())
 
 
 class SimpleReduceStrategy(CommunicateOptimizeStrategy):

@@ -15,9 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from exogym.base.torch_private import scale_
 from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.faults import Faults
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
+from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
@@ -107,6 +110,7 @@ class Strategy:
             `CommunicateOptimizeStrategy`, between whose events nodes are independent; so hosts may be lost for good
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
         needs_gradients: whether nodes take every step together, since gradients meet there.
+        has_figures: whether parts of it have numbers for the history (`exogym.fleet.state.Stateful.figures`).
         own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
 
     >>> class MyStrategy(Strategy):
@@ -125,6 +129,7 @@ class Strategy:
     stacked = False
     overflowed = False
     weighted_means = False
+    has_figures = False
     registered: ClassVar[bool] = False
     inner: Inner
     model: nn.Module
@@ -176,6 +181,17 @@ class Strategy:
         """Return the steps of each round, by module, of modules whose H is a function of the round."""
         return {}
 
+    def beside(self, faults: Faults) -> Strategy:
+        """Return this strategy for a run in which the bad nodes of `faults` bring wrong updates.
+
+        Raises:
+            ArgumentError: its updates are not seen by anybody.
+        """
+        raise ArgumentError(
+            f"faults: bad_nodes={faults.bad_nodes!r} send wrong updates, and what {type(self).__name__} sends is its "
+            "own: take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out"
+        )
+
     def unweighted(self) -> list[str]:
         """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""
         return []
@@ -213,7 +229,7 @@ class Strategy:
             return
         if self.inner.max_norm is not None:
             clip_rows([p.grad for p in self._parameters() if p.grad is not None], self.inner.max_norm, self.stacked)
-        self.optim.step()
+        bare_step(self.optim)()
 
     def step(self) -> None:
         """End the step: advance the learning-rate schedule. Overrides call `super().step()` last."""
@@ -247,7 +263,7 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None
     if not stacked:
         total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
-        torch._foreach_mul_(grads, factor)
+        scale_(grads, factor)
         return
     # Row by row: a kernel over several rows may add up in another order than over one.
     rows = zip(*(g.unbind(0) for g in grads), strict=True)

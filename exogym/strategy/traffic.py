@@ -19,6 +19,7 @@ class Traffic:
         members: nodes that take part; None: all.
         algorithm: how; None: left to `advise`.
         overlap_steps: steps it may be under way before it is waited for.
+        fan: of a mix, to how many neighbours a giver hands the payload's parts.
     """
 
     kind: str
@@ -27,6 +28,7 @@ class Traffic:
     members: int | None = None
     algorithm: str | None = None
     overlap_steps: float = 0.0
+    fan: float = 1.0
 
 
 @dataclass(frozen=True)

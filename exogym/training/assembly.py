@@ -159,10 +159,9 @@ def _assemble(
                 callback.load_state({})
         if snapshot is not None:
             agree(wire, snapshot, lambda: restore(loop, snapshot))
-            for complaint in complaints if wire.is_main else []:
-                notice(f"{complaint}; using the one before")
-            if wire.is_main:
-                notice(f"going on from step {loop.step} ({snapshot.path})")
+            for complaint in complaints:
+                wire.say(f"{complaint}; using the one before")
+            wire.say(f"going on from step {loop.step} ({snapshot.path})")
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
             fleet.state.shared()
@@ -212,8 +211,8 @@ def _share_out(balance: Balance, stream: Stream, fleet: Fleet) -> np.ndarray | N
     elif len(set(sizes)) > 1:
         stream.share_out(sizes)
         weights = torch.from_numpy(np.minimum(stream.batch_sizes, stream.examples).astype(np.float64))
-    if fleet.comm.wire.is_main:
-        notice(f"balance={balance.kind!r}: speeds of the nodes {', '.join(f'{x:.3g}' for x in shares)}; {what}")
+    spelt = ", ".join(f"{x:.3g}" for x in shares)
+    fleet.comm.wire.say(f"balance={balance.kind!r}: speeds of the nodes {spelt}; {what}")
     if min(shares) < 1:  # else the bits of a run without
         fleet.comm.weights = weights
     return stream.batch_sizes / stream.batch_size if balance.kind == "batch" else None

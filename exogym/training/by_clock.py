@@ -20,7 +20,7 @@ from exogym.fleet import Stateful
 from exogym.fleet.presence import rows_of
 from exogym.fleet.state import Shared, Tensors
 from exogym.network import Network
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.clocked import ClockedStrategy
 from exogym.training.algorithm import Algorithm, Setting
 from exogym.training.order import ARRIVAL, STEP, Order, seconds_of_steps
 from exogym.training.timing import Timing
@@ -30,7 +30,7 @@ ARRAYS = ("versions", "computed", "columns", "spoilt")
 
 
 class ByClock(Algorithm):
-    """An `AsyncDiLoCoStrategy` in training.
+    """A `ClockedStrategy` in training.
 
     Every process plays the server, and finds the order of events for itself; the Delta of a node that arrives is
     handed to all of them. Without a clock all nodes are equally fast, and messages take no time.
@@ -42,7 +42,7 @@ class ByClock(Algorithm):
 
     keeps_time = True
 
-    def __init__(self, strategy: AsyncDiLoCoStrategy, setting: Setting):
+    def __init__(self, strategy: ClockedStrategy, setting: Setting):
         name, fleet, timing = type(strategy).__name__, setting.fleet, setting.timing
         if setting.attendance is not None:
             raise ArgumentError(f"{name} takes no planned faults: slow nodes are slow on its clock; leave out faults=")
@@ -57,6 +57,7 @@ class ByClock(Algorithm):
             )
         super().__init__(strategy, setting)
         self.strategy, self.watch = strategy, setting.watch
+        self.batch_sizes = np.broadcast_to(setting.run.batch_size, fleet.num_nodes)
         self.compute = setting.compute(strategy.inner)
         self.server = strategy.server(fleet)
         self.pulled = [block.zeros() for block in fleet.blocks]  # theta when each node pulled it, (rows, P)
@@ -67,7 +68,7 @@ class ByClock(Algorithm):
         self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out, until they pull
         self.dropped = 0
         work = strategy.local_steps(seconds_of_steps(timing.clock))
-        self.order = Order(timing.clock, work, strategy.grace_s)
+        self.order = Order(timing.clock, work, strategy.grace_s, strategy.quorum_of(fleet.num_nodes))
         fleet.state.register("rounds", _Kept(self))
         fleet.state.register("server", Shared(self.server.state, self.server.load_state))
         fleet.state.register("order", Shared(self.order.state, self.order.load_state))
@@ -188,13 +189,16 @@ class ByClock(Algorithm):
                 moved = theta - wire.rows(pulled, [node])[0]
                 delta.add_(delta.square().mul_(moved), alpha=strategy.delay_compensation)
             deltas.append(delta)
-        server.apply(deltas, staleness)
-        self.watch.shared(server.theta, "the server's parameters", int(self.order.taken.sum()) // self.fleet.num_nodes)
+        server.apply(deltas, staleness, int(self.order.done[node]), int(self.batch_sizes[node]))
 
     def _pull(self, nodes: Sequence[int]) -> None:
         """Nodes get theta, all the same one, and begin their next round."""
         if not nodes:
             return
+        self.server.release()
+        self.watch.shared(
+            self.server.theta, "the server's parameters", int(self.order.taken.sum()) // self.fleet.num_nodes
+        )
         if len(nodes) == self.fleet.num_nodes:
             self.before_mixing()
         comm = self.fleet.comm

@@ -17,17 +17,16 @@ from torch import Tensor
 
 from exogym.base import pulse
 from exogym.callbacks import Callback
-from exogym.communicator import Wire
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
 from exogym.errors import Stopped
 from exogym.faults import Outages
 from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
-from exogym.progress import Progress, notice
+from exogym.progress import Progress
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
-from exogym.record.observers import Observers
+from exogym.record.observers import Fields, Observer, Observers
 from exogym.saving.checkpoint import save
 from exogym.saving.keepers import Keepers
 from exogym.saving.segments import Segments
@@ -209,11 +208,10 @@ class TrainingLoop:
         if self.agenda.save_dir is None:
             return
         path = self.save()
-        if self.wire.is_main:
-            notice(
-                f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
-                f"save_dir={str(self.agenda.save_dir)!r}, resume=True goes on from there"
-            )
+        self.wire.say(
+            f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
+            f"save_dir={str(self.agenda.save_dir)!r}, resume=True goes on from there"
+        )
 
     def _leave(self, received: signal.Signals | None) -> None:
         """End as the signal asks; one that came too late to stop the run, too."""
@@ -232,8 +230,7 @@ class TrainingLoop:
         """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one."""
         if self.evaluator is None:
             return {}
-        if self._calling_back and self.wire.is_shared:
-            self.wire.tell(["evaluate", node])
+        self._ask("evaluate", node)
         vectors, buffers = self.model_of(node)
         values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
         return self._known_to_all(values)
@@ -244,19 +241,17 @@ class TrainingLoop:
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
-        if self._calling_back and self.wire.is_shared:
-            self.wire.tell(["average", None])
+        self._ask("average")
         return self.model_of(None)
 
     def rows(self) -> list[Tensor]:
         """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded."""
-        if self._calling_back and self.wire.is_shared:
-            self.wire.tell(["rows", None])
+        self._ask("rows")
         return [self.wire.rows(block.params, range(self.fleet.num_nodes)) for block in self.fleet.blocks]
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
-        return values if self.wire.forked else self.wire.tell(values)
+        return values if self.wire.shares_memory else self.wire.tell(values)
 
     def model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) vectors and buffers of the averaged (or outer) model, or of one node's, in every process."""
@@ -268,8 +263,7 @@ class TrainingLoop:
 
     def save(self) -> Path:
         """Write a checkpoint of this moment; return its folder."""
-        if self._calling_back and self.wire.is_shared:
-            self.wire.tell(["save", None])
+        self._ask("save")
         agenda = self.agenda
         path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.wire, agenda.keepers)
         self._tell("checkpoint", path=str(path))
@@ -336,6 +330,11 @@ class TrainingLoop:
     def beat(self) -> None:
         """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
         pulse.beat()
+
+    def _ask(self, wish: str, value: Any = None) -> None:
+        """In a callback: have the other processes, which `_serve`, do what this one is about to."""
+        if self._calling_back:
+            self.wire.tell([wish, value])
 
     def _serve(self) -> None:
         """Take part in what the main process's callbacks ask of all, until they are done."""
@@ -420,9 +419,11 @@ class TrainingLoop:
         """Let `carry` take the run through, and call `at_rest` before each stretch, where nothing is in flight."""
         self.carry, self.at_rest = carry, at_rest
 
-    def join(self, wire: Wire) -> None:
-        """Go on with other processes over `wire`; the rows here stay."""
-        self.wire = self.fleet.comm.wire = wire
+    def observe(self, observer: Observer, run: Fields, step: int) -> None:
+        """Tell one more observer of the run, who knows of all that happened up to `step`."""
+        observer.start({**run, "resumed_step": step})
+        self.observers.add(observer)
+        self.reports.logged = step
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
         """Write checkpoints into `folder`, kept by `keepers` where these are known."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
+from exogym.callbacks import Figures
 from exogym.compute.finite import POLICIES
 from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
@@ -131,6 +132,9 @@ class FitOptions:
             raise ArgumentError(
                 f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
             )
+        if self.faults is not None and self.faults.bad_nodes:
+            self.faults.bad(self.num_nodes)
+            object.__setattr__(self, "strategy", self.strategy.beside(self.faults))
         if self.balance is not None:
             object.__setattr__(self, "balance", Balance.of(self.balance))
             if self.weighs_nodes:
@@ -139,6 +143,8 @@ class FitOptions:
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.strategy.has_figures and not any(isinstance(callback, Figures) for callback in self.callbacks):
+            object.__setattr__(self, "callbacks", (*self.callbacks, Figures()))
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")

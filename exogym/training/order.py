@@ -31,7 +31,7 @@ class Order:
     Args:
         clock: moved by `advance` here and by the pushes and pulls that are recorded.
         work: (N,) local steps of a round of each node.
-        grace_s: how long the server waits for others after an arrival.
+        grace_s: how long the server waits for others once `quorum` nodes have arrived.
 
     Attributes:
         taken: (N,) local steps of each node so far.
@@ -40,10 +40,10 @@ class Order:
         waiting: nodes that have arrived and have not pulled yet.
     """
 
-    def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0):
+    def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1):
         size = clock.num_nodes
         self.clock, self.work = clock, work
-        self.grace_s = grace_s
+        self.grace_s, self.quorum = grace_s, quorum
         self._ahead = copy.deepcopy(clock)  # tells where a round will end
         self.taken, self.start, self.end, self.done = (np.zeros(size, dtype=np.int64) for _ in range(4))
         self.arrival = np.full(size, NOBODY)
@@ -116,12 +116,14 @@ class Order:
         self.now, _, node = heapq.heappop(self.queue)
         self.arrival[node] = NOBODY
         self.waiting.append(node)
-        if self.grace_s == 0 or len(self.waiting) == len(self.work):
+        enough = len(self.waiting) >= self.quorum
+        at_once = self.grace_s == 0 and self.quorum == 1  # else those who arrive at the same moment join
+        if at_once or len(self.waiting) == len(self.work):
             if self.closes != NOBODY:
                 self.queue = [event for event in self.queue if event[1] != CLOSE]
                 heapq.heapify(self.queue)
             return self._released()
-        if self.closes == NOBODY and not math.isinf(self.grace_s):
+        if enough and self.closes == NOBODY and not math.isinf(self.grace_s):
             self.closes = self.now + round(self.grace_s * TICKS_PER_S)
             heapq.heappush(self.queue, (self.closes, CLOSE, NOBODY))
         return []

@@ -1,92 +1,71 @@
-"""Who holds which rows: one process, several forked from this one, or the world that torchrun started."""
+"""A run on its engine: rows dealt to processes, and new starts from the last checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from exogym.balance import Balance, speeds_of
 from exogym.communicator import Wire
 from exogym.compute.memory import check_rows
-from exogym.engine.forks import can_fork, run_forked
-from exogym.engine.hangs import watched
-from exogym.engine.shared import SharedWire
-from exogym.engine.wire import ProcessWire, place
-from exogym.engine.world import join_world, world_size
+from exogym.engine import Engine, EngineOptions, engine_for
+from exogym.engine.wire import place
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
 from exogym.progress import notice
-from exogym.training.assembly import Subject, assemble, workplace
+from exogym.training.assembly import Subject, workplace
 from exogym.training.options import FitOptions
 from exogym.training.speeds import step_seconds
+from exogym.training.trials import chosen_processes
 
 Result = TypeVar("Result")
 NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyError)  # by starting again
-# What `processes="auto"` reckons with; measured, see benchmarks/RESULTS.md.
-START_S, MEETING_S, SHARED_BYTES_PER_S = 0.1, 3e-4, 1.5e9
-WORTH_IT = 0.8  # of the time of one process, or less
-TRIAL_S = 0.3
 
 
 def run_placed(
-    subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result]
-) -> Result:
-    """Run `body` wherever `options` and the environment say, and give back what it gives here.
+    subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result],
+    engine: Engine | None = None,
+) -> Result:  # fmt: skip
+    """Run `body` on `engine`, or the first of `exogym.engine.ENGINES` that applies; give back what it gives here.
 
     Raises:
         ArgumentError: a layout that cannot be.
         WorkerError, or what a process raised: after `max_restarts` new starts from the last checkpoint.
     """
-    processes, nodes, native = options.processes, options.num_nodes, options.reduction == "native"
-    world = world_size()
-    check_rows(subject.model, nodes, world, device)
-    if world > 1:
-        if processes not in (1, "auto", world):
-            raise ArgumentError(f"processes={processes}, but this script runs as {world} processes: leave it out")
-        place(nodes, world)  # refused before the processes meet, where there are too few nodes
-        join_world(device)
+    native = options.reduction == "native"
+    asked = EngineOptions(options.num_nodes, options.processes, device, native, options.hang_s)
+    found = engine or engine_for(asked)
+    memories = 1 if found is None or found.shares_memory else found.processes(asked)
+    check_rows(subject.model, options.num_nodes, memories, device)
+    if found is None:  # processes="auto", and nobody else has started others
+        asked = replace(asked, processes=chosen_processes(subject, options, asked))
+        found = engine_for(asked)
+    assert found is not None
+    asked, options = _dealt(found, asked, options, subject)
+
+    def train(given: FitOptions) -> Result:
+        return found.run(asked, functools.partial(_begun, given, found, body))
+
+    return _restarted(subject.model, options, train) if found.runs_again else train(options)
+
+
+def _begun(options: FitOptions, engine: Engine, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
+    if wire.is_main and not engine.runs_again:
         _say_who_restarts(options.max_restarts)
-        measure = lambda: _process_seconds(ProcessWire([[k] for k in range(world)]), subject, options, device)  # noqa: E731
-        with watched(options.hang_s, dist.get_rank()):
-            placement, options = _dealt(options, world, measure)
-            return body(options, ProcessWire(placement, native=native))
-    if processes == "auto":
-        processes = _choose(subject, options, device)
-    if processes == 1:
-        return _restarted(subject.model, options, lambda given: body(given, Wire(range(nodes), native)))
-    place(nodes, int(processes))
-    if device.type != "cpu" or not can_fork():
-        raise ArgumentError(
-            f"processes={processes} forks this process, which is safe on Linux and on the CPU only, not with device "
-            f"{str(device)!r} here: leave it out, and start the script with python -m exogym.launch "
-            f"--nproc_per_node {processes}"
-        )
-    alone = [[k] for k in range(int(processes))]
-    placement, options = _dealt(
-        options, len(alone),
-        lambda: run_forked(alone, lambda wire: _process_seconds(wire, subject, options, device), hang_s=options.hang_s),
-    )  # fmt: skip
-    return _restarted(
-        subject.model, options,
-        lambda given: run_forked(placement, functools.partial(body, given), native, options.hang_s),
-    )  # fmt: skip
+    return body(options, wire)
 
 
 def _say_who_restarts(max_restarts: int) -> None:
     """Say so where fewer new starts are made than are wanted: in a world its launcher makes them."""
     made = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if made < max_restarts and dist.get_rank() == 0:
+    if made < max_restarts:
         notice(
             f"max_restarts={max_restarts}, but here whoever started the processes starts them again, {made} times at "
             f"most: give --max_restarts {max_restarts} to it, and resume=True to fit"
@@ -108,27 +87,26 @@ def _restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOption
 
 
 def _dealt(
-    options: FitOptions, processes: int, measure: Callable[[], list[float]]
-) -> tuple[list[list[int]], FitOptions]:
-    """Return the ids of each process, and the options with the processes' speeds where they decided.
-
-    Args:
-        measure: gives the seconds that a step takes in each process, the same in all of them.
-    """
-    balance, nodes = options.balance, options.num_nodes
-    if balance is None or balance.kind != "nodes":
-        return place(nodes, processes), options
+    engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
+) -> tuple[EngineOptions, FitOptions]:
+    """Return what is asked with the ids of each process, and the options with their speeds where they decided."""
+    balance, nodes, processes = options.balance, options.num_nodes, engine.processes(asked)
+    even = replace(asked, placement=place(nodes, processes))
+    if balance is None or balance.kind != "nodes" or processes == 1:
+        return even, options
     balance.check_speeds(processes, "processes")
     if balance.speeds is None and nodes > processes:
-        balance = Balance("nodes", speeds_of(measure()))
+        each = replace(asked, placement=[[k] for k in range(processes)], native=False)
+        seconds = engine.run(each, lambda wire: _process_seconds(wire, subject, options, asked.device))
+        balance = Balance("nodes", speeds_of(seconds))
     if balance.speeds is None:
         notice(f"balance='nodes' changes nothing: each of {processes} processes has one node")
-        return place(nodes, processes), options
+        return even, options
     placement = place(nodes, processes, balance.speeds)
     if int(os.environ.get("RANK", 0)) == 0:
         speeds, held = (", ".join(f"{x:g}" for x in row) for row in (balance.speeds, map(len, placement)))
         notice(f"balance='nodes': the processes' speeds are {speeds}; they hold {held} nodes")
-    return placement, replace(options, balance=balance)
+    return replace(asked, placement=placement), replace(options, balance=balance)
 
 
 def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
@@ -166,52 +144,3 @@ def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
                 if name in kept:
                     x.copy_(kept[name])
         yield replace(options, resume=True)
-
-
-def _choose(subject: Subject, options: FitOptions, device: torch.device) -> int:
-    """Return how many processes pay, after a short trial; say which and why."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = min(cores, options.num_nodes)
-    if most == 1 or device.type != "cpu" or not can_fork():
-        notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
-        return 1
-    trial = functools.partial(_trial, subject=subject, options=options, device=device)
-    step_s, meetings, moved_bytes, steps = run_forked([[0], [1]], trial, hang_s=options.hang_s)
-    nodes = options.num_nodes
-    alone_s = steps * nodes * step_s
-    shared_s = START_S + steps * -(-nodes // most) * step_s
-    shared_s += meetings * MEETING_S + moved_bytes / SHARED_BYTES_PER_S
-    chosen = most if shared_s < WORTH_IT * alone_s else 1
-    notice(
-        f"processes='auto' chose {chosen} (a step of a node takes {1e3 * step_s:.2f} ms: about {alone_s:.1f} s in one "
-        f"process, {shared_s:.1f} s in {most})"
-    )
-    return chosen
-
-
-def _trial(wire: SharedWire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
-    """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps.
-
-    What the run has to say, it says when it is run.
-    """
-    found = torch.zeros(1, 4, dtype=torch.float64)
-    if wire.is_hidden:
-        warnings.simplefilter("ignore")
-        sys.stdout = sys.stderr = io.StringIO()
-        quiet = replace(
-            options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
-            resume=False, max_restarts=0, run_dir=None,
-        )  # fmt: skip
-        loop = assemble(subject, quiet, device, None, Wire(range(options.num_nodes)))
-        total, first_event = loop.agenda.total_steps, min(loop.driver.next_event(0), loop.agenda.total_steps)
-        seconds, start = [], time.perf_counter()
-        for step in range(min(total, 20)):
-            before = time.perf_counter()
-            loop.driver.advance(step, step + 1)
-            seconds.append(time.perf_counter() - before)
-            if time.perf_counter() - start > TRIAL_S:
-                break
-        meetings = total / first_event
-        moved = meetings * 2.0 * options.num_nodes * loop.fleet.parameter_bytes
-        found[0] = torch.tensor([min(seconds) / options.num_nodes, meetings, moved, total])
-    return wire.rows(found, [1])[0].tolist()

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from exogym.base.files import remove_folders
 from exogym.communicator import Wire
 from exogym.compute.ways import WAYS
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
 from exogym.saving.checkpoint_files import Snapshot
-from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding, remove_folders
+from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import check_counters
 from exogym.training.options import FitOptions, is_number
 
@@ -34,7 +35,7 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
-    everywhere(wire, lambda: made.extend(check_folder(folder) if wire.is_main or not wire.forked else []))
+    everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
     keepers = holding(folder, wire, find_keepers(folder, wire))
     undo.callback(keepers.release)
     if not resume:

@@ -1,1 +1,1 @@
-"""Runs that go on when hosts are lost: the roll call, seats at it, and training between losses and returns."""
+"""Runs that go on when hosts are lost: their membership, and training between losses and returns."""

@@ -1,7 +1,7 @@
 """Training that goes on when hosts are lost, and takes back those that return.
 
-Every process keeps copies of where its nodes stood at the last two moments of rest. When a member of the epoch is lost,
-those who remain go back to the last of these moments that all of them know, and from the next step on the nodes of the
+Every process keeps copies of where its nodes stood at the last two moments of rest. When a member is lost, those who
+remain go back to the last of these moments that all of them know, and from the next step on the nodes of the
 lost one are away, as `Faults` would have it; so the same run can be had in simulation, from the outages that were
 written down. Who comes back is let in at a moment of rest and takes the others' state, as in simulation.
 """
@@ -9,23 +9,21 @@ written down. Who comes back is let in at a moment of rest and takes the others'
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load as unpacked
-from safetensors.torch import save as packed
 from torch import Tensor
 
-from exogym.communicator import Wire
-from exogym.engine.hangs import watched
+from exogym.communicator import Wire, ship
 from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
-from exogym.remote.elastic.member import Epoch, Member
+from exogym.fleet.state import Tensors
+from exogym.record.run_folder import RunFolder
+from exogym.remote.elastic.engine import Elastic
+from exogym.remote.elastic.member import Generation
 from exogym.remote.elastic.wire import ElasticWire, Lost
 from exogym.remote.world import same_start
 from exogym.saving.checkpoint import Snapshot, differences
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
 KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another
-TRIES = 3  # epochs without a step forward, with the same members, before that counts as an error of its own
+TRIES = 3  # generations without a step forward, with the same members, before that counts as an error of its own
 
 
 def check(options: FitOptions) -> None:
@@ -69,30 +67,25 @@ class _Planned(Exception):
 
 
 class ElasticTrainer(LocalTrainer):
-    """A `LocalTrainer` in a process that has a seat at a roll call; `processes` come and go.
+    """A `LocalTrainer` in a process that is a member of a run whose processes come and go.
 
     Args:
         subject: model, data and loss.
-        member: the seat.
-        nodes_of: seat to the ids of its nodes.
-        epoch: the one that was joined before anything was trained; None: others are training already.
+        engine: what makes this process one.
     """
 
-    def __init__(self, subject: Subject, member: Member, nodes_of: Sequence[Sequence[int]], epoch: Epoch | None):
+    def __init__(self, subject: Subject, engine: Elastic):
         super().__init__(
             subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
         )
-        self.member, self.nodes_of, self.epoch = member, nodes_of, epoch
+        self.engine, self.member = engine, engine.member
         self.is_main = False  # of those who came to the end together
 
-    def _carry_out(self, options: FitOptions, device: torch.device) -> None:
+    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
+        assert isinstance(wire, ElasticWire)
         check(options)
-        with watched(options.hang_s, self.member.seat):
-            self._train_with_others(dataclasses.replace(options, faults=Outages()), device)
-
-    def _train_with_others(self, options: FitOptions, device: torch.device) -> None:
-        native = options.reduction == "native"
-        recovery = self._join(options, device, native) if self.epoch is None else self._begin(options, device, native)
+        options = dataclasses.replace(options, faults=Outages())
+        recovery = self._join(options, device, wire) if wire.generation is None else self._begin(options, device, wire)
         loop = recovery.loop
         self.history, self.description = loop.history, loop.description
         try:
@@ -104,10 +97,8 @@ class ElasticTrainer(LocalTrainer):
             self.description["outages"] = {str(node): [list(span) for span in spans] for node, spans in away.items()}
             loop.end()
 
-    def _begin(self, options: FitOptions, device: torch.device, native: bool) -> Recovery:
+    def _begin(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
         """Put the run together with the others who begin it; where one of them is lost, all do so again."""
-        assert self.epoch is not None
-        wire = ElasticWire(self.member, self.nodes_of, self.epoch, native)
         while True:
             try:
                 wire.or_lost(lambda: same_start(self.model))
@@ -123,22 +114,25 @@ class ElasticTrainer(LocalTrainer):
             )
         return recovery
 
-    def _join(self, options: FitOptions, device: torch.device, native: bool) -> Recovery:
+    def _join(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
         """Put this process's part together alone, and join those who are training."""
-        own = self.nodes_of[self.member.seat]
         alone = dataclasses.replace(
             options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
-            logger=options.logger if self.member.seat == 0 else None,
-            progress=options.progress if self.member.seat == 0 else False,
+            logger=options.logger if self.member.rank == 0 else None,
+            progress=options.progress if self.member.rank == 0 else False,
         )  # fmt: skip
-        loop = assemble(self.subject, alone, device, self.max_stretch, Wire(own))
+        loop = assemble(self.subject, alone, device, self.max_stretch, wire)
         if options.save_dir is not None:
             loop.save_into(Path(options.save_dir), options.checkpoint_interval)
             check_folder(Path(options.save_dir))
-        wire = ElasticWire(self.member, self.nodes_of, self.member.ready("alone"), native)
-        loop.join(wire)
+        described = loop.description
+        wire.take_part(self.member.ready("alone"))
         recovery = Recovery(loop, wire)
         recovery.join()
+        if options.run_dir is not None and self.member.rank == 0:
+            # It was lost, and the others went back to the step before its nodes were away: what it told holds up to it.
+            (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
+            loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
         return recovery
 
 
@@ -151,7 +145,7 @@ class Recovery:
         self.outages = loop.outages
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
-        self._stood: list[Any] = []  # step and members of the last epochs in which nobody came forward
+        self._stood: list[Any] = []  # step and members of the last generations in which nobody came forward
         loop.take_over(self.carry, self.at_rest)
 
     def carry(self, run: Callable[[], bool]) -> bool:
@@ -186,15 +180,15 @@ class Recovery:
                 raise _Planned
 
     def join(self) -> None:
-        """Take the state of the others, in the epoch that the wire is in; then the next ones."""
+        """Take the state of the others, in the generation that the wire is in; then the next ones."""
         rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop).rows.items()}
         while True:
             try:
                 self._receive(rows)
                 break
             except Lost:
-                epoch = self.member.ready("alone")
-                self.wire.take_part(epoch)
+                generation = self.member.ready("alone")
+                self.wire.take_part(generation)
         self.joined = True
 
     # Inside
@@ -208,55 +202,64 @@ class Recovery:
             del self.anchors[step]
 
     def _regroup(self, lost: Lost | None) -> None:
-        """Go on in the next epoch, where nothing that this process knows is unknown to another.
+        """Go on in the next generation, where nothing that this process knows is unknown to another.
 
         Raises:
             WorkerError: the same members have failed together again and again.
         """
         while True:
-            epoch = self.member.ready("member", sorted(self.anchors), planned=lost is None)
-            assert epoch.step is not None
-            standing = [epoch.step, epoch.members]
+            generation = self.member.ready("member", sorted(self.anchors), planned=lost is None)
+            assert generation.step is not None
+            standing = [generation.step, generation.members]
             self._stood = [*self._stood, standing] if standing in self._stood[-1:] else [standing]
             if len(self._stood) > TRIES:
                 raise WorkerError(
-                    f"the same ranks failed {TRIES} times after step {epoch.step}; what they printed says why: {lost}"
+                    f"the same ranks failed {TRIES} times after step {generation.step}; what they printed says why: "
+                    f"{lost}"
                 ) from lost
-            self.wire.take_part(epoch)
+            self.wire.take_part(generation)
             try:
-                self._settle(epoch)
+                self._settle(generation)
                 return
             except Lost as again:
                 lost = again
 
-    def _settle(self, epoch: Epoch) -> None:
-        """Stand where the epoch begins, and tell the newcomers."""
-        assert epoch.step is not None
-        anchor = self.anchors[epoch.step]
+    def _settle(self, generation: Generation) -> None:
+        """Stand where the generation begins, and tell the newcomers."""
+        assert generation.step is not None
+        anchor = self.anchors[generation.step]
         self._stand(anchor)
-        if epoch.newcomers and epoch.source == self.member.seat:
-            for seat in epoch.newcomers:
-                process = epoch.members.index(seat)
-                self.wire.or_lost(
-                    functools.partial(_send, process, anchor, constants(self.loop.worker.model, self.loop.fleet))
-                )
+        if generation.newcomers:
+            self._share(generation, anchor)
         self._begin()
 
+    def _share(self, generation: Generation, anchor: Snapshot | None) -> Snapshot:
+        """Return the `anchor` of the source, without rows, in the newcomers; what all share lies in it, too."""
+        meta = self.wire.tell(None if anchor is None else anchor.meta, generation.members.index(generation.source))
+        shared = {} if anchor is None else anchor.shared | self._constants()
+        source, *takers = (self.wire.nodes_of[rank][0] for rank in (generation.source, *generation.newcomers))
+        return Snapshot({}, ship(self.wire, shared, source, takers), meta)
+
+    def _constants(self) -> Tensors:
+        """Return what all nodes share and no row holds, by names that the shared state does not have."""
+        found = constants(self.loop.worker.model, self.loop.fleet)
+        return {f"constant {name}": x for name, x in found.items()}
+
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
-        """Take what the source of the epoch sends, and stand there with rows that are still to be brought back."""
-        epoch, own = self.wire.epoch, self.loop.description
-        process = epoch.members.index(epoch.source)
-        shared, meta, constant = self.wire.or_lost(lambda: _take(process))
+        """Take what the source of the generation sends, and stand there with rows that are still to be brought back."""
+        assert self.wire.generation is not None
+        own, told = self.loop.description, self._share(self.wire.generation, None)
+        meta = told.meta
         free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
         theirs, mine = ({k: x for k, x in y.items() if k not in free} for y in (meta["description"], own))
         unlike = differences(theirs, mine)
         if unlike:
             lines = "\n  ".join(unlike)
             raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
-        self._stand(Snapshot(rows, shared, meta))
         with torch.no_grad():
-            for name, x in constants(self.loop.worker.model, self.loop.fleet).items():
-                x.copy_(constant[name])
+            for name, x in self._constants().items():
+                x.copy_(told.shared.pop(name))
+        self._stand(Snapshot(rows, told.shared, meta))
         self.loop.take_description(meta["description"])
         self._begin()
 
@@ -295,31 +298,3 @@ class Recovery:
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
-
-
-# Sending a state: JSON, then safetensors. Nothing is pickled.
-
-
-def _send(process: int, anchor: Snapshot, constant: dict[str, Tensor]) -> None:
-    tensors = {f"shared.{name}": x for name, x in anchor.shared.items()} | {
-        f"constant.{n}": x for n, x in constant.items()
-    }
-    parts = [json.dumps(anchor.meta).encode(), packed({name: x.detach().cpu().clone() for name, x in tensors.items()})]
-    dist.send(torch.tensor([len(part) for part in parts]), process)
-    for part in parts:
-        dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), process)
-
-
-def _take(process: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
-    """Return shared state, meta and constants that `process` sends."""
-    lengths = torch.zeros(2, dtype=torch.int64)
-    dist.recv(lengths, process)
-    parts = [torch.empty(length, dtype=torch.uint8) for length in lengths.tolist()]
-    for part in parts:
-        dist.recv(part, process)
-    meta, tensors = json.loads(parts[0].numpy().tobytes()), unpacked(parts[1].numpy().tobytes())
-    found: dict[str, dict[str, Tensor]] = {"shared": {}, "constant": {}}
-    for name, x in tensors.items():
-        kind, _, own = name.partition(".")
-        found[kind][own] = x
-    return found["shared"], meta, found["constant"]

@@ -1,54 +1,59 @@
-"""The wire of a run whose members change: rows that nobody holds are as nobody's, and a lost member ends the epoch."""
+"""The wire of a run whose members change: rows that nobody holds are as nobody's, and a lost member ends all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from exogym.base import pulse
+from exogym.communicator import Parcel, Wire
 from exogym.engine.wire import ProcessWire
 from exogym.errors import WorkerError
-from exogym.remote.elastic.member import Epoch, Member
+from exogym.remote.elastic.member import Generation, Member
 
 Result = TypeVar("Result")
 
 
 class Lost(WorkerError):
-    """A member of the epoch cannot be reached any more."""
+    """A member of the generation cannot be reached any more."""
 
 
 class ElasticWire(ProcessWire):
-    """A `ProcessWire` over the members of an epoch; `take_part` makes it another epoch's, with the same rows here.
+    """A `ProcessWire` over the members of a generation; `take_part` makes it another's, with the same rows here.
 
     Args:
-        member: this process's seat.
-        nodes_of: seat to the ids of its nodes, for all seats.
-        epoch: the first one; native: as for `ProcessWire`.
+        member: this process.
+        nodes_of: for each rank in the run the ids of its nodes.
+        generation: the first one; None: this process is alone until it takes part.
+        native: as for `ProcessWire`.
 
     Every call raises `Lost` where a member cannot be reached.
     """
 
-    def __init__(self, member: Member, nodes_of: Sequence[Sequence[int]], epoch: Epoch, native: bool = False):
-        self.member, self.nodes_of = member, [list(ids) for ids in nodes_of]
-        super().__init__([self.nodes_of[seat] for seat in epoch.members], native=native)
-        self.take_part(epoch)
+    def __init__(
+        self, member: Member, nodes_of: Sequence[Sequence[int]], generation: Generation | None, native: bool = False
+    ):
+        Wire.__init__(self, nodes_of[member.rank], native)
+        self.member, self.nodes_of, self.group = member, [list(ids) for ids in nodes_of], None
+        self.owner, self._device = dict.fromkeys(self.ranks, 0), torch.device("cpu")
+        self.generation = generation
+        if generation is not None:
+            self.take_part(generation)
 
-    def take_part(self, epoch: Epoch) -> None:
-        """Go on with the members of `epoch`, whose process group is the default one now."""
-        self.epoch = epoch
-        self.placement = [self.nodes_of[seat] for seat in epoch.members]
+    def take_part(self, generation: Generation) -> None:
+        """Go on with the members of `generation`, whose process group is the default one now."""
+        self.generation = generation
+        self.placement = [self.nodes_of[rank] for rank in generation.members]
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
-        self.rank = dist.get_rank()
-        self.is_main = self.rank == 0
-        self.overlaps = False
+        self.process = dist.get_rank()
 
     @property
     def is_shared(self) -> bool:
-        return True
+        return self.generation is not None
 
     @property
     def present(self) -> list[int]:
@@ -59,6 +64,8 @@ class ElasticWire(ProcessWire):
         return self.member.lost
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        if self.generation is None:
+            return Wire.rows(self, x, ids)
         held = [i for i in ids if i in self.owner]
         if len(held) == len(ids):
             return self.or_lost(lambda: super(ElasticWire, self).rows(x, ids))
@@ -71,13 +78,17 @@ class ElasticWire(ProcessWire):
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
+        if self.generation is None:
+            return Wire.reduce(self, x, ids, op, weights)
         return self.or_lost(lambda: super(ElasticWire, self).reduce(x, ids, op, weights, everywhere))
 
     def agree(self, flag: bool) -> bool:
+        if self.generation is None:
+            return flag
         return self.or_lost(lambda: super(ElasticWire, self).agree(flag))
 
-    def tell(self, value: Any) -> Any:
-        return self.or_lost(lambda: super(ElasticWire, self).tell(value))
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        return self.or_lost(lambda: super(ElasticWire, self)._carry(given, moves))
 
     def or_lost(self, call: Callable[[], Result]) -> Result:
         """Do what needs all members.

@@ -1,0 +1,246 @@
+"""Times that others measured and published, predicted from their own inputs and held against what they measured.
+
+    python benchmarks/published.py measured.csv more.csv --figure published.png
+
+A file has a row for each cell: nodes that average all parameters after every H steps, over links of one rate. Columns:
+algorithm, H, nodes, parameters, bytes_per_element, requested_bps, measured_bps, compute_ms_per_step,
+blocked_ms_per_sync (median), syncs and steps (in what was measured), compute_utilisation. Rows of the same algorithm,
+size, nodes and requested rate are of one link.
+
+Three predictions of the time blocked per synchronisation, each from more than the one before:
+
+- **rate**: a ring all-reduce on links of the measured rate, no latency.
+- **probe**: `Network.measured` from one probe, the link's row of H = 1. That row is then no prediction.
+- **cold**: a cell of a single synchronisation measured the first one of its run, which sets connections up. How much
+  longer that takes is probed on another link: cold cell less its probe, on the fastest other link, since that is a
+  fixed time and stands out most from a short transfer. No cell is predicted from itself.
+
+The utilisation is steps x step / (steps x step + syncs x blocked). No constant is fitted: the rate, the step and the
+probes are those of the file, the ring's 2 (n - 1)/n is arithmetic. What a rate alone leaves out (headers are not it:
+the measured rate is of payload) is in the probe, whatever its cause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError, DataError
+from exogym.network import Network, readable_bandwidth
+
+WITHIN = 0.10
+NUMBERS = {
+    "H": int, "nodes": int, "parameters": float, "bytes_per_element": float, "requested_bps": float,
+    "measured_bps": float, "compute_ms_per_step": float, "blocked_ms_per_sync": float, "syncs": int, "steps": int,
+    "compute_utilisation": float,
+}  # fmt: skip
+WAYS = ("rate", "probe", "cold")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row of a file."""
+
+    algorithm: str
+    H: int
+    nodes: int
+    parameters: float
+    bytes_per_element: float
+    requested_bps: float
+    measured_bps: float
+    compute_ms_per_step: float
+    blocked_ms_per_sync: float
+    syncs: int
+    steps: int
+    compute_utilisation: float
+
+    @property
+    def fleet(self) -> tuple[Any, ...]:
+        """What all links of a table have in common."""
+        return self.algorithm, self.nodes, self.payload_bytes
+
+    @property
+    def payload_bytes(self) -> float:
+        return self.parameters * self.bytes_per_element
+
+    @property
+    def blocked_s(self) -> float:
+        return self.blocked_ms_per_sync / 1e3
+
+    @property
+    def is_cold(self) -> bool:
+        return self.syncs == 1
+
+    def utilisation(self, blocked_s: float) -> float:
+        """Return the share of the time in which a node computes, if a synchronisation blocks it for so long."""
+        computing_s = self.steps * self.compute_ms_per_step / 1e3
+        return computing_s / (computing_s + self.syncs * blocked_s)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A cell, and by way the seconds blocked per synchronisation; a way is missing that has nothing to go by."""
+
+    cell: Cell
+    is_probe: bool
+    blocked_s: dict[str, float]
+
+    def off(self, way: str) -> float:
+        """Return predicted over measured, less 1, of the time blocked."""
+        return self.blocked_s[way] / self.cell.blocked_s - 1
+
+    def utilisation_off(self, way: str) -> float:
+        """Return predicted over measured, less 1, of the utilisation."""
+        return self.cell.utilisation(self.blocked_s[way]) / self.cell.compute_utilisation - 1
+
+
+def read(path: Path) -> list[Cell]:
+    """Return the cells of a file.
+
+    Raises:
+        DataError: it cannot be read, lacks a column, or holds what is no number over 0.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    lacking = {"algorithm", *NUMBERS} - set(rows[0] if rows else ())
+    if lacking:
+        raise DataError(f"{path} has no column {', '.join(sorted(lacking))}: see benchmarks/published.py --help")
+    cells = []
+    for line, row in enumerate(rows, 2):
+        values: dict[str, Any] = {"algorithm": row["algorithm"]}
+        for name, kind in NUMBERS.items():
+            try:
+                values[name] = kind(row[name])
+            except (TypeError, ValueError):
+                values[name] = -1
+            if not 0 < values[name] < float("inf"):
+                raise DataError(f"{path}, line {line}: {name}={row[name]!r} must be a number over 0")
+        cells.append(Cell(**values))
+    return cells
+
+
+def predict(cells: Sequence[Cell]) -> list[Prediction]:
+    """Return what is predicted of each cell from the rate, from its link's probe, and with a cold probe."""
+    probes = {(cell.fleet, cell.requested_bps): cell for cell in cells if cell.H == 1}
+    out = []
+    for cell in cells:
+        payload, nodes = cell.payload_bytes, cell.nodes
+        found = {"rate": Network(cell.measured_bps).cost("all_reduce", payload, nodes, "ring").seconds}
+        probe = probes.get((cell.fleet, cell.requested_bps))
+        if probe is not None:
+            warm = {payload: probe.blocked_s}
+            found["probe"] = Network.measured(warm, num_nodes=nodes).cost("all_reduce", payload, nodes).seconds
+            if not cell.is_cold:
+                found["cold"] = found["probe"]
+            elif (late_s := _set_up_s(cell, cells, probes)) is not None:
+                network = Network.measured(warm, num_nodes=nodes, first=probe.blocked_s + late_s)
+                found["cold"] = found["probe"] + network.set_up_s("all_reduce")
+        out.append(Prediction(cell, cell is probe, found))
+    return out
+
+
+def _set_up_s(cell: Cell, cells: Sequence[Cell], probes: dict[Any, Cell]) -> float | None:
+    """Return by how much a first synchronisation took longer on the fastest other link, or None."""
+    others = [
+        other
+        for other in cells
+        if other.is_cold and other.H > 1 and other.fleet == cell.fleet and other.requested_bps != cell.requested_bps
+    ]
+    for other in sorted(others, key=lambda other: -other.measured_bps):
+        warm = probes.get((other.fleet, other.requested_bps))
+        if warm is not None:
+            return max(0.0, other.blocked_s - warm.blocked_s)
+    return None
+
+
+def counts(predictions: Sequence[Prediction]) -> dict[str, tuple[int, int]]:
+    """Return, by what was predicted, how many cells are within a tenth, and of how many."""
+    out = {}
+    for way in WAYS:
+        held = [p for p in predictions if way in p.blocked_s and (way == "rate" or not p.is_probe)]
+        for what, off in (("blocked", Prediction.off), ("utilisation", Prediction.utilisation_off)):
+            out[f"{what} by {way}"] = (sum(abs(off(p, way)) <= WITHIN for p in held), len(held))
+    return out
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    """Return the rows as Markdown: seconds blocked per synchronisation, and the utilisation."""
+    head = ["link", "H", "blocked, s", *(f"by {way}" for way in WAYS), "utilisation", "by rate", "by cold"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for p in predictions:
+        cell = p.cell
+        row = [readable_bandwidth(cell.requested_bps), str(cell.H), f"{cell.blocked_s:.3f}"]
+        for way in WAYS:
+            known = way in p.blocked_s
+            row.append(_cell(p.off(way)) if known and (way == "rate" or not p.is_probe) else "probe" if known else "")
+        row.append(f"{cell.compute_utilisation:.4f}")
+        row += [_cell(p.utilisation_off(way)) if way in p.blocked_s else "" for way in ("rate", "cold")]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def _cell(off: float) -> str:
+    text = f"{off:+.1%}".replace("%", " %")
+    return text if abs(off) <= WITHIN else f"**{text}**"
+
+
+def draw(tables: dict[str, list[Prediction]], path: str) -> None:
+    """Draw predicted over measured time blocked, a panel for each table."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((4.8 * len(tables), 3.6), layout="constrained")
+    styles = {"rate": ("x", "tab:gray", "rate alone"), "probe": ("o", "tab:blue", "one probe per link")}
+    styles["cold"] = ("^", "tab:orange", "and a cold probe")
+    for place, (name, predictions) in enumerate(tables.items(), 1):
+        axes = figure.add_subplot(1, len(tables), place)
+        axes.axhspan(1 - WITHIN, 1 + WITHIN, color="tab:green", alpha=0.12)
+        axes.axhline(1, color="tab:green", lw=0.8)
+        for shift, (way, (marker, colour, label)) in enumerate(styles.items()):
+            shown = [p for p in predictions if way in p.blocked_s and (way == "rate" or not p.is_probe)]
+            if way == "cold":
+                shown = [p for p in shown if p.cell.is_cold]
+            x = [p.cell.requested_bps / 1e6 * 1.12 ** (shift - 1) for p in shown]
+            axes.plot(x, [1 + p.off(way) for p in shown], marker, color=colour, label=label, ms=5, fillstyle="none")
+        axes.set(xscale="log", xlabel="link, Mbit/s", ylabel="predicted / measured time blocked", title=name)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", type=Path, help="CSV files of what was measured")
+    parser.add_argument("--figure", help="file for a picture, such as published.png")
+    parser.add_argument("--json", help="file for the rows")
+    given = parser.parse_args()
+    tables: dict[str, list[Prediction]] = {}
+    try:
+        for path in given.data:
+            cells = read(path)
+            for fleet in dict.fromkeys(cell.fleet for cell in cells):
+                own = [cell for cell in cells if cell.fleet == fleet]
+                name = f"{fleet[0]}, {fleet[1]} nodes, {fleet[2] / 1e6:.4g} MB"
+                tables[name if name not in tables else f"{name} ({path.name})"] = predict(own)
+    except (ArgumentError, DataError) as error:
+        raise SystemExit(f"published: {error}") from None
+    for name, predictions in tables.items():
+        print(f"{name}; off is predicted over measured, less 1\n\n{table(predictions)}\n")
+        for what, (good, all_) in counts(predictions).items():
+            print(f"{what}: {good} of {all_} within {WITHIN:.0%}")
+        print()
+    if given.figure:
+        draw(tables, given.figure)
+    if given.json:
+        rows = {name: [asdict(p) for p in predictions] for name, predictions in tables.items()}
+        Path(given.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

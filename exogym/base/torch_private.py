@@ -1,0 +1,182 @@
+"""The private parts of torch that this package uses, each behind a name of its own. No other file uses one.
+
+Private is what torch's own rule for its API calls so: a name with an underscore anywhere in its path, or one that its
+module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private, `torch.func` and
+`torch.distributed.elastic.rendezvous` are not. `tests/test_torch_private.py` tries each part, and fails where another
+torch has changed it; `tests/test_private_names.py` finds one that is used elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _use_grad_for_differentiable,
+)
+
+# The versions of torch that all parts were tried with. The oldest is the floor in pyproject.toml.
+TRIED_WITH = ("2.13.0",)
+
+# Tensors
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+def scale_(tensors: Tensors, factor: float | Tensor) -> None:
+    """Multiply each of `tensors` by `factor`, in place and by one call.
+
+    >>> two = [torch.ones(1), torch.ones(2)]
+    >>> scale_(two, 3.0)
+    >>> two
+    [tensor([3.]), tensor([3., 3.])]
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_(targets: Tensors, sources: Tensors) -> None:
+    """Copy each source into its target, by one call."""
+    torch._foreach_copy_(targets, sources)
+
+
+def norms(tensors: Tensors) -> Tensors:
+    """Return the Euclidean norm of each of `tensors`, by one call."""
+    return torch._foreach_norm(tensors)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often `tensor`, or another view of its memory, was written in place, as autograd counts it."""
+    return tensor._version
+
+
+# Modules
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which `module` keeps its own parameters by attribute; what is put in is what it uses."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which `module` keeps its own buffers by attribute; what is put in is what it uses."""
+    return module._buffers
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile`'s wrapper, or `model` itself where it is none."""
+    return getattr(model, "_orig_mod", model)
+
+
+# Optimizers
+
+
+class FusedSGD(torch.optim.SGD):
+    """torch's fused SGD for parameters that need not all have a gradient at the first step.
+
+    The kernel fails where only some of them have a momentum yet; such a step goes tensor by tensor.
+    """
+
+    def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
+        sparse = super()._init_group(group, params, grads, momentum_buffer_list)
+        started = sum(buffer is not None for buffer in momentum_buffer_list)
+        group["fused"] = started in (0, len(momentum_buffer_list))
+        return sparse
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
+    """Return the step of an optimizer without what torch wraps around it; None where something has to be called there.
+
+    One wrapper calls hooks, and tells the profiler (11 us a call). The one inside it switches gradients off, which is
+    done here, and stops torch's compiler, for which it imports it: a second of a process's start.
+    """
+    step = type(optimizer).step
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    if hooks or not getattr(step, "hooked", False) or "step" in vars(optimizer):  # a scheduler's, which counts
+        return None
+    inside = step.__wrapped__  # type: ignore[attr-defined]
+    if inside.__code__ is not _NO_GRAPH:
+        return functools.partial(inside, optimizer)
+    return functools.partial(_without_graph, inside.__wrapped__, optimizer)
+
+
+def _without_graph(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        return step(optimizer)
+    finally:
+        torch.set_grad_enabled(enabled)
+
+
+_NO_GRAPH = _use_grad_for_differentiable(lambda optimizer: None).__code__  # of the inner wrapper
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Inside, making an optimizer does not import torch's compiler, which takes as long as importing torch itself.
+
+    Torch imports it to say that it must not compile the method that adds a group of parameters. Where nobody has
+    imported it, nothing is compiled.
+    """
+    method: Any = inspect.unwrap(Optimizer.add_param_group)
+    if "torch._dynamo" in sys.modules or hasattr(method, "__dynamo_disable"):
+        yield
+        return
+    method.__dynamo_disable = method
+    try:
+        yield
+    finally:
+        del method.__dynamo_disable
+
+
+def is_of_every_optimizer(attribute: str) -> bool:
+    """Tell whether torch itself keeps `attribute` on every optimizer, so that it says nothing of this one."""
+    return attribute in _OF_OPTIMIZERS or attribute.startswith("_optimizer_")
+
+
+_OF_OPTIMIZERS = {
+    *("defaults", "state", "param_groups", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    *(
+        "_opt_called",
+        "_step_supports_amp_scaling",
+        "_need_device_dtype_check_for_fused",
+    ),  # of schedulers, of fused ones
+}
+
+# Loading data
+
+
+def end_workers(batches: Any) -> None:
+    """End the worker processes of `batches`, the iterator of a DataLoader that has some, at once.
+
+    Also where the traceback of an error holds on to the iterator, and where a worker hangs in the data set.
+    """
+    batches._shutdown_workers()
+    for worker in batches._workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+# The elastic agent
+
+AGENT_LOGGERS = "torch.distributed.elastic"  # how their names begin
+FAILURE_LOGGER = "torch.distributed.elastic.multiprocessing.api"
+
+
+def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
+    """Return (local rank, process id, exit code) where torch's agent says with `record` that a process failed."""
+    if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
+        return None
+    exitcode, local_rank, pid = record.args[:3]
+    return int(str(local_rank)), int(str(pid)), int(str(exitcode))

@@ -1,0 +1,128 @@
+"""`exogym reproduce`: train claims of papers again in small, and write up what came out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exogym.cli.values import INTERRUPTED, processes_of
+from exogym.errors import ArgumentError
+from exogym.network import readable_seconds
+from exogym.progress import SELDOM_S, notice
+from exogym.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
+from exogym.reproduce.claim import SEEDS
+from exogym.reproduce.training import Progress, different
+
+SHORT = 0.05  # of the steps
+PAGE = "reproductions.md"
+
+
+def reproduce(
+    claims: Annotated[
+        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Which, as R1; none: all. --list names them.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the claims, and end.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")] = Path(
+        "runs/reproductions"
+    ),
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Page to write, .md; its results lie beside it. [default: DIR/{PAGE}]"),
+    ] = None,
+    only_page: Annotated[
+        bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")
+    ] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
+    ] = False,
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder of the data, if not in the usual places.")
+    ] = None,
+    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Train claims of papers again in small, over three seeds, and write up which come out.
+
+    Says first what there is to train and how long it will take. Each run is kept when it has ended, and claims share
+    those they have in common: the same command goes on after Ctrl-C, and trains nothing twice.
+    """
+    if listed:
+        for claim in CLAIMS.values():
+            print(f"{claim.name:<24}{claim.title}")
+        return
+    chosen = claims_of(claims or [])
+    if page is None:
+        page = out / ("short.md" if short else PAGE)
+    elif short:
+        raise ArgumentError("--short says nothing about a claim, so it writes to no --page: leave out one of the two")
+    written = Page(page)
+    if only_page:
+        written.write()
+        print(f"written: {page}")
+        return
+    work = Reproduction(
+        out, seeds=SEEDS[:1] if short else SEEDS, share=SHORT if short else 1.0, data=data,
+        processes=processes_of(processes), device=device, watch=_Teller(),
+    )  # fmt: skip
+    chosen = _possible(work, chosen, bool(claims))
+    cells = different(cell for claim in chosen for cell in claim.cells.values())
+    left = sum(len(work.missing(cell)) for cell in cells)
+    runs = len(cells) * len(work.seeds)
+    if left:
+        span = readable_seconds(work.seconds_left(cells))
+        notice(f"{len(chosen)} claims: {left} of {runs} runs are to be trained, about {span} in one process")
+    for claim in chosen:
+        try:
+            work.train([claim], of=chosen)
+        except KeyboardInterrupt:
+            again = " ".join(["exogym reproduce", *(claims or []), *(["--short"] if short else []), "--out", str(out)])
+            notice(f"to go on: {again}")
+            raise typer.Exit(INTERRUPTED) from None
+        for cell in claim.cells.values():
+            written.add(cell, work.results(cell), work.asked(cell))
+        written.write(draw=[claim.name])
+        _say(claim, written)
+    print(f"written: {page}")
+
+
+def _possible(work: Reproduction, claims: list[Claim], named: bool) -> list[Claim]:
+    """Return the claims that can be trained; one that was named and cannot be is an error."""
+    possible = []
+    for claim in claims:
+        try:
+            work.check([claim])
+            possible.append(claim)
+        except ArgumentError as error:
+            if named:
+                raise
+            notice(f"left out: {error}")
+    return possible
+
+
+def _say(claim: Claim, page: Page) -> None:
+    found = page.found(claim)
+    assert found is not None
+    seen = claim.seen(found)
+    print(f"{claim.name} {Verdict.of(seen)}: {claim.title}")
+    for each in seen:
+        print(f"  {'yes' if each.holds else 'no' if each.holds is False else 'unclear'}: {each.says}")
+    sys.stdout.flush()
+
+
+class _Teller:
+    """Says a line for each run that has ended, and one every 30 seconds."""
+
+    def __init__(self) -> None:
+        self.due = time.perf_counter() + SELDOM_S
+
+    def __call__(self, at: Progress) -> None:
+        if at.run_ended or time.perf_counter() > self.due:
+            here, left = at.standing, f"{at.runs_left} runs left, about {readable_seconds(at.left_s)}"
+            where = "" if at.run_ended else f" at step {here.step} of {here.steps}"
+            notice(f"{at.cell.says}, {at.cell.task}, seed {at.seed}{where}: loss {here.val_loss:.4f}; {left}")
+            self.due = time.perf_counter() + SELDOM_S

@@ -1,0 +1,24 @@
+"""All rows in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from exogym.communicator import Wire
+from exogym.engine.protocol import EngineOptions, Result
+
+
+class Alone:
+    """Runs here, where nothing needs to move."""
+
+    shares_memory, runs_again = True, True
+
+    def applies(self, options: EngineOptions) -> bool:
+        return options.processes == 1
+
+    def processes(self, options: EngineOptions) -> int:
+        return 1
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        (rows,) = options.placement
+        return body(Wire(rows, options.native))

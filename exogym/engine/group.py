@@ -1,0 +1,36 @@
+"""Some rows in each process of the world that torchrun, or a launcher like it, started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from exogym.communicator import Wire
+from exogym.engine.hangs import watched
+from exogym.engine.protocol import EngineOptions, Result
+from exogym.engine.wire import ProcessWire
+from exogym.engine.world import join_world, world_size
+from exogym.errors import ArgumentError
+
+
+class Group:
+    """Joins the process group; every process of the world makes the same calls."""
+
+    shares_memory, runs_again = False, False
+
+    def applies(self, options: EngineOptions) -> bool:
+        return world_size() > 1
+
+    def processes(self, options: EngineOptions) -> int:
+        world = world_size()
+        if options.processes not in (1, "auto", world):
+            raise ArgumentError(
+                f"processes={options.processes}, but this script runs as {world} processes: leave it out"
+            )
+        return world
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        join_world(options.device)
+        with watched(options.hang_s, dist.get_rank()):
+            return body(ProcessWire(options.placement, native=options.native))

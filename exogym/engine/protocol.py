@@ -1,0 +1,65 @@
+"""What an engine is: it says where the rows of a run live, and carries what is to be done out there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from exogym.communicator import Wire
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is told of a run.
+
+    Attributes:
+        num_nodes: N, a row each.
+        processes: how many share the rows; "auto": as many as pay, or as there are.
+        device: of this process.
+        native: reduce as torch does, instead of in the exact tree.
+        hang_s: after how long a process counts as hung; None: never.
+        placement: the ids of the rows of each process; of `processes()` processes, where `run` is called.
+    """
+
+    num_nodes: int
+    processes: int | str
+    device: torch.device
+    native: bool = False
+    hang_s: float | None = None
+    placement: Sequence[Sequence[int]] = ()
+
+
+class Engine(Protocol):
+    """Where rows live. What `run` is given may be run several times, as to time steps before the training.
+
+    Attributes:
+        shares_memory: whether all processes are on this machine, and share its memory.
+        runs_again: whether `run` may be called again after it failed; else whoever started the processes starts again.
+    """
+
+    shares_memory: bool
+    runs_again: bool
+
+    def applies(self, options: EngineOptions) -> bool:
+        """Say whether the run is this engine's: by what was asked, and by how this process was started."""
+
+    def processes(self, options: EngineOptions) -> int:
+        """Return how many processes share the rows.
+
+        Raises:
+            ArgumentError: as many as were asked for cannot be.
+        """
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        """Run `body(wire)` in every process, with a wire to the others; return what it gives in this one.
+
+        Raises:
+            ArgumentError: it cannot be done here.
+            WorkerError: a process was lost.
+            What `body` raised, here or in another process.
+        """

@@ -1,0 +1,198 @@
+"""How strategies average: options that every strategy of means takes, and none of them has to know.
+
+`transport` says how all-reduces travel, S being the payload of each of n members; results are the same, bit for bit:
+
+    ring      2(n-1)/n S each way for everyone
+    tree      up a binomial tree to the lowest id and down again: 2(n-1)/n S each way in the mean, ceil(log2 n) S at
+              the root, S at a leaf
+    server    S each way for everyone, n S for a server that is none of them
+
+What each takes on a network is in `exogym.network.costs`.
+
+`robust` puts something in the place of the mean that a few bad nodes cannot drag away: rules and bytes are in
+`exogym.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a server learns
+means and nobody's own values: `exogym.communicator.secure`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
+from exogym.errors import ArgumentError, check_choice, checked
+from exogym.strategy.traffic import Traffic
+from exogym.strategy.tuning import begun, tuner_of
+
+NORM_BYTES = 8
+
+
+@dataclass(frozen=True)
+class NormCap:
+    """Scale down the updates of nodes whose 2-norm is over a cap, and take the mean as before.
+
+    Args:
+        norm: the cap; None: the median norm of those who bring something (of two in the middle the lower), which costs
+            an all-gather of 8 bytes.
+
+    Raises:
+        ArgumentError: a cap that is no number over 0.
+    """
+
+    norm: float | None = None
+
+    def __post_init__(self) -> None:
+        given = self.norm
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not given > 0):
+            raise ArgumentError(f"NormCap(norm={given!r}) wants a number over 0, or None for the median norm")
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How the means of a strategy are taken.
+
+    Args:
+        transport: "ring", "tree" or "server"; None: what the strategy itself would take.
+        robust: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with
+            arguments of your own; None: the mean.
+        secure_aggregation: True, or a `SecureAggregation` with arguments of your own.
+
+    Raises:
+        ArgumentError: an unknown name; options that contradict each other.
+    """
+
+    transport: str | None = None
+    robust: str | Rule | NormCap | None = None
+    secure_aggregation: bool | SecureAggregation = False
+
+    def __post_init__(self) -> None:
+        if self.transport is not None:
+            check_choice("transport", self.transport, TRANSPORTS)
+        if isinstance(self.robust, str):
+            check_choice("robust", self.robust, [*RULES, "norm_cap"])
+        elif not isinstance(self.robust, Rule | NormCap | None):
+            raise ArgumentError(f"robust={self.robust!r} must be a name, such as 'median', or a rule, such as Krum()")
+        if self.rule is not None and self.transport in ("ring", "tree"):
+            raise ArgumentError(
+                f"robust={self.robust!r} needs the nodes' own values, and transport={self.transport!r} adds them up on "
+                "the way: leave transport out, or take 'server'"
+            )
+        if not isinstance(self.secure_aggregation, bool | SecureAggregation):
+            raise ArgumentError(
+                f"secure_aggregation={self.secure_aggregation!r} must be True, False or a SecureAggregation"
+            )
+        if self.secure is not None and (self.robust is not None or self.transport in ("ring", "tree")):
+            raise ArgumentError(
+                "secure_aggregation goes through a server, which sees nobody's own values: leave "
+                + (f"robust={self.robust!r} out" if self.robust else f"transport={self.transport!r} out")
+            )
+
+    @property
+    def rule(self) -> Rule | None:
+        """What takes the place of the mean."""
+        return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
+
+    @property
+    def secure(self) -> SecureAggregation | None:
+        """How sums are kept from showing their parts."""
+        given = self.secure_aggregation
+        return SecureAggregation() if given is True else given or None
+
+    @property
+    def cap(self) -> NormCap | None:
+        """The cap on the norms of updates."""
+        return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
+
+    def check(self, name: str, traffic: Iterable[Traffic], is_known: bool, own_ways: list[str]) -> None:
+        """Raise ArgumentError where strategy `name` cannot average so.
+
+        Args:
+            traffic: what it sends, if that `is_known`.
+            own_ways: its modules that average in a way of their own.
+        """
+        kinds = {t.kind for t in traffic}
+        if self.rule is not None and own_ways:
+            raise ArgumentError(
+                f"robust={self.robust!r}: {name} averages in a way of its own ({', '.join(own_ways)}), and a rule "
+                "takes the place of means: leave robust out, or take 'norm_cap'"
+            )
+        if self.secure is not None and (own_ways or kinds - {"all_reduce"}):
+            raise ArgumentError(
+                f"secure_aggregation: {name} does not send sums alone, but {', '.join([*own_ways, *sorted(kinds)])}, "
+                "which others read: leave it out"
+            )
+        if self.transport is not None and is_known and "all_reduce" not in kinds:
+            raise ArgumentError(
+                f"transport={self.transport!r}: {name} has no all-reduce, which may go in several ways; it sends "
+                f"{', '.join(sorted(kinds)) or 'nothing'}: leave transport out"
+            )
+        if self.transport in ("ring", "tree") and any(t.algorithm == "server" for t in traffic):
+            raise ArgumentError(
+                f"transport={self.transport!r}: the clients of the next round get the parameters from a server, since "
+                "they may not have been among those who averaged: leave transport out, or client_fraction"
+            )
+
+    def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
+        """Return what the collectives of a strategy become, with b bytes per element on N nodes."""
+        if self.secure is not None:
+            return [
+                Traffic(kind, size, t.every_steps, t.members, "server")
+                for t in given
+                for kind, size in self.secure.sent(t.payload_bytes / b, t.payload_bytes, t.members or N)
+            ]
+        sent = [self._way(t) if t.kind == "all_reduce" else t for t in given]
+        if self.cap is not None and self.cap.norm is None and sent:
+            sent.append(Traffic("all_gather", NORM_BYTES, min(t.every_steps for t in given)))
+        return sent
+
+    def _way(self, t: Traffic) -> Traffic:
+        algorithm = self.transport or t.algorithm
+        if self.rule is not None and algorithm != "server":
+            kind, algorithm = self.rule.collective
+            return replace(t, kind=kind, algorithm=algorithm)
+        return replace(t, algorithm=algorithm)
+
+    def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
+        """Let `comm` average so; `seed` is the run's.
+
+        Raises:
+            ArgumentError: the strategy weighs nodes, and the rule does not.
+        """
+        comm.transport, comm.rule = self.transport, self.rule
+        comm.secure = None if self.secure is None else replace(self.secure, seed=seed)
+        if weighs:
+            comm.robust("mean", torch.ones(1))
+
+
+OPTIONS = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Averaging).parameters.values()]
+TUNER = inspect.Parameter(
+    "tuner", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | float | Tuner | None"
+)
+
+
+def with_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of a strategy with the arguments of `Averaging`, and `tuner`, beside its own."""
+    own = inspect.signature(init)
+    further = [p for p in (*OPTIONS, TUNER) if p.name not in own.parameters]
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
+        tuner, tuning = given.pop("tuner", None), None
+        if tuner is not None:
+            bound = own.bind(self, *args, **kwargs)
+            tuning = begun(tuner_of(tuner), own, bound, type(self).__name__)
+            args, kwargs = bound.args[1:], bound.kwargs
+        init(self, *args, **kwargs)
+        if given:
+            self.average_by(**given)
+        if tuning is not None:
+            self.tune_by(tuning)
+
+    call.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])  # type: ignore[attr-defined]
+    return checked(call)

@@ -1,0 +1,101 @@
+"""Strategies whose nodes go at their own pace: what they have in common, and what the driver asks of a server."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from exogym.errors import ArgumentError, StrategyError
+from exogym.fleet import Fleet
+from exogym.strategy.strategy import Strategy
+from exogym.strategy.traffic import Plan, Traffic
+
+
+class Server(Protocol):
+    """Theta, and what turns the Delta of nodes into the next theta.
+
+    Attributes:
+        theta: (P,) per block; version: how often it was updated.
+    """
+
+    theta: list[Tensor]
+    version: int
+
+    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+        """Take in the Delta of a node, (P,) per block, which may be overwritten.
+
+        Args:
+            staleness: updates of theta since the node pulled it.
+            steps, batch_size: local steps that the Delta is of, and the examples of one.
+        """
+
+    def release(self) -> None:
+        """Nodes are about to pull: theta is to hold what they have waited for."""
+
+    def flush(self) -> None:
+        """Training ends: take in what still waits for something."""
+
+    def state(self) -> dict[str, Tensor]: ...
+    def load_state(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+class ClockedStrategy(Strategy):
+    """A strategy of rounds of each node's own, in the order of virtual clocks, with a server.
+
+    Attributes:
+        H: local steps of a round; with `dylu` of the fastest node.
+        grace_s: virtual seconds that the server waits for others once there are enough.
+        max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
+        delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise.
+    """
+
+    driven_by = "clock"
+    H: int
+    dylu = False
+    grace_s: float
+    max_staleness: int | None = None
+    delay_compensation = 0.0
+
+    def server(self, fleet: Fleet) -> Server:
+        """Return the server at the start of training."""
+        raise NotImplementedError
+
+    def quorum_of(self, num_nodes: int) -> int:
+        """Return how many nodes must have arrived before any of them pulls."""
+        return 1
+
+    def local_steps(self, seconds: np.ndarray) -> np.ndarray:
+        """Return (N,) H_w for the mean `seconds` (N,) of a step of each node: max(1, floor(v_w / max v * H)) by `dylu`.
+
+        >>> from exogym.strategy import AsyncDiLoCoStrategy
+        >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
+        [10, 20, 40]
+        """
+        if not self.dylu:
+            return np.full(len(seconds), self.H)
+        share = seconds.min() / seconds
+        return np.maximum(1, np.floor(share * self.H + 1e-9).astype(np.int64))
+
+    def plan(self, P: float, N: int, b: float) -> Plan:
+        """Return what it sends; where nodes are unlike, the time they wait for a quorum is not in it."""
+        if self.grace_s:
+            raise ArgumentError("no formula is known for nodes that wait for a while: leave out grace_s")
+        both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
+        return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps)
+
+    def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
+        raise StrategyError(
+            f"the nodes of {type(self).__name__} do not meet step by step, so it cannot be run one node at a time: "
+            "give it to LocalTrainer.fit"
+        )
+
+
+def check_numbers(*given: tuple[str, Any, float]) -> None:
+    """Raise ArgumentError for a (name, value, most) whose value is no number from 0 to `most`."""
+    for name, value, most in given:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            limit = "" if math.isinf(most) else f" to {most:g}"
+            raise ArgumentError(f"{name}={value!r} must be a number from 0{limit}")

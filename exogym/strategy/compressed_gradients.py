@@ -1,0 +1,114 @@
+"""Data-parallel training with compressed gradients: the mean of what every node sends of its own.
+
+With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847) at the step's learning rate gamma:
+
+    p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
+
+and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma
+g_i. The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
+
+With absent nodes: only the n nodes that are there send, and step. The error e_i of a node that is away rests; when it
+comes back it starts from zero (what was left unsent belongs to parameters long gone), at the fleet's step, with
+parameters, buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronisation is a missed step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.compress import Compressor, noise_of, with_feedback
+from exogym.fleet import Block, Fleet
+from exogym.fleet.layout import Layout
+from exogym.fleet.presence import rows_of, shared_row, where_present
+from exogym.strategy.communicate_optimize import GradientModule
+from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class CompressedMean(GradientModule):
+    """Replace every node's gradient by the mean of what all of them sent, compressed; all-gather.
+
+    Args:
+        make: returns the compressor of a row laid out as it is told.
+        payload_bytes: (P, b) to the bytes of a node's payload, for `advise`.
+        error_feedback: keep what was not sent, and add it to the next gradient.
+
+    State: e, (rows, P), with error feedback; then each node's own gradient is clipped, else the mean.
+    """
+
+    weighted_means = True
+
+    def __init__(
+        self,
+        make: Callable[[Layout], Compressor],
+        payload_bytes: Callable[[float, float], float],
+        error_feedback: bool = False,
+    ):
+        super().__init__()
+        self.make, self.payload_bytes, self.feeds_back = make, payload_bytes, error_feedback
+        self.clip_first = error_feedback
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_gather", self.payload_bytes(P, b))]
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.compressors = [self.make(block.layout) for block in fleet.blocks]
+        if self.feeds_back:
+            self.row_state = {f"error.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for error in self.row_state.values():
+            error[rows_of(fleet, nodes)] = 0
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        for b, block in enumerate(fleet.blocks):
+            assert block.grads is not None
+            grads = own_gradients(fleet, block)
+            compressor, noise = self.compressors[b], None
+            if compressor.draws:
+                noise = noise_of(fleet, compressor.count, self.run.seed, "rounding", b, step).to(grads.device)
+            if self.feeds_back:
+                mean = self._with_feedback(fleet, self.row_state[f"error.{b}"], grads, lr, compressor, noise)
+            else:
+                mean = mean_of(fleet, compressor, compressor.encode(grads, noise), grads.dtype)
+            mean = shared_row(fleet, mean).to(grads.dtype)
+            block.grads = mean.expand_as(grads)
+            mark_used(fleet, block)
+            if self.feeds_back:
+                mark_sent(block, mean[0])
+        broadcast_buffers(fleet)
+
+    def _with_feedback(
+        self, fleet: Fleet, e: Tensor, grads: Tensor, lr: float, compressor: Compressor, noise: Tensor | None
+    ) -> Tensor:
+        if lr == 0:
+            return torch.zeros_like(grads)
+        away = rows_of(fleet, [rank for rank in fleet.ranks if rank not in fleet.comm.present])
+        resting = e[away]
+        payload = with_feedback(compressor, e, lr * grads, noise=noise)
+        e[away] = resting
+        return mean_of(fleet, compressor, payload, grads.dtype) / lr
+
+
+def mean_of(fleet: Fleet, compressor: Compressor, payload: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean")
+
+
+def mark_sent(block: Block, mean: Tensor) -> None:
+    """Say that a parameter has a gradient where `mean` (P,) moves it: what was kept may come when none is computed."""
+    if not block.has_grad.all():
+        block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
+
+
+def own_gradients(fleet: Fleet, block: Block) -> Tensor:
+    """Return (rows, P) gradients, zero where a node is away, since nothing was computed there."""
+    assert block.grads is not None
+    return where_present(fleet, block.grads, torch.zeros_like(block.grads))

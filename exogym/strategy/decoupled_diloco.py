@@ -1,0 +1,150 @@
+"""Decoupled DiLoCo: a server that goes on with a quorum, a grace window, and weights by tokens.
+
+Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428. Node w pulls theta, takes H
+inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. Once at least Q nodes have
+arrived, and `grace_s` seconds have passed in which others may join them, the server merges those there, the set M:
+
+    c_w = tokens of the round;  s_w = its steps;  weight_w = c_w c_w / s_w
+    g = sum_M weight_w Delta_w / sum_M weight_w
+    m <- beta m + g;  theta <- theta - eta (g + beta m)
+
+and the nodes of M pull theta. Nobody waits for the others, whose Delta comes later, from an older theta.
+
+What is left open here: the paper syncs fragments one after the other while nodes go on, and adapts the grace window to
+the slack there is; here all of the model travels at once, nodes wait, and the window is a number. Its other way of
+merging (by radius and direction) is left out. A late Delta is taken from the theta that its node had pulled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.strategy.schedule import Scheduler
+
+
+class QuorumServer:
+    """Theta, and the weighted mean of the Delta that wait for the next step of it.
+
+    Attributes:
+        theta, m, total: (P,) per block; `total` is the weighted sum, `weight` the sum of weights.
+        version: updates of theta.
+
+    >>> server = QuorumServer([torch.zeros(1)], eta=1.0, beta=0.0)
+    >>> server.apply([torch.ones(1)], staleness=0, steps=10, batch_size=8)
+    >>> server.apply([torch.full((1,), 4.0)], staleness=0, steps=5, batch_size=8)
+    >>> server.release()
+    >>> server.theta  # weights 10 : 5
+    [tensor([-2.])]
+    """
+
+    def __init__(self, theta: list[Tensor], eta: float, beta: float):
+        self.theta = [x.clone() for x in theta]
+        self.m, self.total = ([torch.zeros_like(x) for x in theta] for _ in range(2))
+        self.eta, self.beta = eta, beta
+        self.weight, self.version = 0.0, 0
+
+    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+        tokens = steps * batch_size  # up to a factor that is the same for all
+        weight = tokens * tokens / steps
+        for total, x in zip(self.total, delta, strict=True):
+            total.add_(x, alpha=weight)
+        self.weight += weight
+
+    def release(self) -> None:
+        if not self.weight:
+            return
+        for theta, m, total in zip(self.theta, self.m, self.total, strict=True):
+            g = total.div_(self.weight)
+            m.mul_(self.beta).add_(g)
+            theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
+            total.zero_()
+        self.weight, self.version = 0.0, self.version + 1
+
+    flush = release
+
+    def state(self) -> dict[str, Tensor]:
+        named = {"theta": self.theta, "m": self.m, "total": self.total}
+        tensors = {f"{name}.{b}": x for name, blocks in named.items() for b, x in enumerate(blocks)}
+        return tensors | {"counts": torch.tensor([self.weight, self.version], dtype=torch.float64)}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+        self.weight, self.version = float(tensors["counts"][0]), int(tensors["counts"][1])
+
+
+class DecoupledDiLoCoStrategy(ClockedStrategy):
+    """Decoupled DiLoCo: whoever is there makes the outer step, once there are enough of them.
+
+    Args:
+        inner_optim: inner optimizer; its state stays with the node and is kept.
+        H: inner steps of a round.
+        quorum: Q, nodes that must have arrived; None: more than half of them.
+        grace_s: virtual seconds that the server waits for more once Q are there; 0: those who arrive at the same moment
+            join them, if Q is over 1; math.inf waits for all.
+        outer_lr, outer_momentum: eta and beta.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`; a schedule follows
+            the fleet's step.
+
+    Bytes: P b up and P b down for each round of a node, payload P b / H per step of it. The evaluation model is theta;
+    one step of the fleet is N local steps, whoever takes them. A node that is Q - 1 rounds behind still counts, with
+    what it did. At the end of training unfinished rounds are pushed and merged (`final_sync`). Q = N is DiLoCo, up to
+    the order of a sum; Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned faults and
+    compute="vmap" are refused. Memory: a node costs one row more, the theta it pulled.
+
+    Raises:
+        ArgumentError: a quorum of more nodes than there are.
+
+    >>> strategy = DecoupledDiLoCoStrategy(inner_optim='adamw', H=50, quorum=3, grace_s=0.5, lr=3e-4)
+    """
+
+    name, title, paper, payload = "decoupled_diloco", "Decoupled DiLoCo", "arXiv:2604.21428", "P b / H"
+    equation = "g = mean of the Delta of Q or more, weighted by tokens^2/steps; m <- beta m + g; a step along it"
+    needs = "a server; Q of the nodes"
+    identities = ("Q=N = diloco", "Q=1, grace 0 = async_diloco:rule=nesterov, K=1")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        H: int = 50,
+        *,
+        quorum: int | None = None,
+        grace_s: float = 0.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        check_count("H", H)
+        if quorum is not None:
+            check_count("quorum", quorum)
+        check_numbers(
+            ("grace_s", grace_s, math.inf), ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1)
+        )
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip
+        self.H, self.quorum, self.grace_s = H, quorum, grace_s
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+
+    def quorum_of(self, num_nodes: int) -> int:
+        if self.quorum is None:
+            return num_nodes // 2 + 1
+        if self.quorum > num_nodes:
+            raise ArgumentError(f"quorum={self.quorum} of {num_nodes} nodes can never be there: lower it")
+        return self.quorum
+
+    def server(self, fleet: Fleet) -> QuorumServer:
+        return QuorumServer([block.params[0] for block in fleet.blocks], self.outer_lr, self.outer_momentum)

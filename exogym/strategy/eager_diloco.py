@@ -1,0 +1,126 @@
+"""DiLoCo with eager updates: the average may take a whole round, and each node's own part of it is fresh.
+
+Kale et al., Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv:2502.12996. After the H steps
+of round r, with the outer parameters theta_i that each node has for itself and Delta_i = theta_i - (what it trained):
+
+    E_i     = (1/N) Delta_i^(r) + (1/N) sum_{j != i} Delta_j^(r-1)     # the others' part is that of the round before
+    theta_i <- OuterOpt_i(theta_i, E_i)                                # and training goes on from theta_i
+    the mean of Delta_i^(r) is sent, and is needed after the next round
+
+In the first round the others' part is 0. Payload P b bytes per node every H steps, under way for H steps; ring
+all-reduce, tx = rx = 2 (N-1)/N P b. Nodes are never equal; the model is their mean. What is on its way at the end is
+not waited for.
+
+With absent nodes: the mean is over the n nodes that are there, and 1/N becomes 1/n. A node that is left out keeps what
+it has trained and what it was to receive, and goes on. One that was down comes back with the parameters of one that
+stayed as its theta_i, nothing on its way to it and a fresh outer optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import check_choice, checked
+from exogym.fleet import Fleet
+from exogym.fleet.presence import rows_of
+from exogym.fleet.state import Tensors, below
+from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
+from exogym.strategy.outer import OuterOptimizer, OuterRule
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class EagerCommunicator(PeriodicModule):
+    """The eager outer step, after every step divisible by H. Arguments as `DiLoCoCommunicator`."""
+
+    weighted_means = True
+
+    @checked
+    def __init__(
+        self,
+        H: RoundLength = 100,
+        outer_optim: Any = "sgd",
+        *,
+        outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        outer_momentum_scheduler: Scheduler = None,
+        outer_restarts: int | None = None,
+        weighting: str = "uniform",
+    ):
+        super().__init__()
+        self.take_rounds(H)
+        check_choice("weighting", weighting, ("uniform", "examples"))
+        self.rule = OuterRule(
+            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
+            outer_restarts,
+        )  # fmt: skip
+        self.weighting = weighting
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.interval_steps)]
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.weights = example_weights(run, self.weighting)
+        self.theta = [block.zeros().copy_(block.params) for block in fleet.blocks]
+        self.others = [block.zeros() for block in fleet.blocks]  # their part of the mean that is on its way
+        self.row_state = {f"theta.{b}": x for b, x in enumerate(self.theta)}
+        self.row_state |= {f"others.{b}": x for b, x in enumerate(self.others)}
+        self.flight = fleet.comm.new_flight()
+        self.hidden, self.blocks = fleet.hidden, fleet.blocks
+        self.optimizers = [self._optimizer(row) for row in range(len(fleet))]
+
+    def _optimizer(self, row: int) -> OuterOptimizer:
+        named = {
+            slot.name: view[row]
+            for block, theta in zip(self.blocks, self.theta, strict=True)
+            for slot, view in block.views(theta)
+        }
+        return OuterOptimizer(self.rule, named, self.hidden, self.round_of(self.run.total_steps) + 1)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        fleet.comm.arrive(self.flight)  # the average of the round before
+        rows, share = rows_of(fleet, fleet.comm.present), self._shares(fleet)
+        eager = []
+        for block, theta, others in zip(fleet.blocks, self.theta, self.others, strict=True):
+            delta = theta - block.params
+            with fleet.comm.on_its_way(self.flight):
+                mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
+            own = delta.mul_(share.to(delta))
+            eager.append(others + own)
+            others[rows] = (mean - own)[rows]
+        for row in rows:
+            parts = zip(fleet.blocks, eager, strict=True)
+            gradients = [view[row] for block, x in parts for _, view in block.views(x)]
+            self.optimizers[row].step(gradients, self.round_of(step))
+            for block, theta in zip(fleet.blocks, self.theta, strict=True):
+                block.params[row] = theta[row]
+        fleet.synchronise_buffers()
+
+    def _shares(self, fleet: Fleet) -> Tensor:
+        """Return (rows, 1) the share that each row here has in the mean."""
+        weights = fleet.comm.weights if self.weights is None else self.weights
+        weights = torch.ones(fleet.num_nodes, dtype=torch.float64) if weights is None else weights.double()
+        return (weights[fleet.ranks] / weights[fleet.comm.present].sum())[:, None]
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for row in rows_of(fleet, nodes):
+            for block, theta, others in zip(fleet.blocks, self.theta, self.others, strict=True):
+                theta[row] = block.params[row]
+                others[row] = 0
+            self.optimizers[row] = self._optimizer(row)
+
+    def row(self, row: int) -> Tensors:
+        return super().row(row) | {f"outer.{name}": x for name, x in self.optimizers[row].state().items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        super().load_row(row, tensors)
+        self.optimizers[row].load_state(below("outer.", tensors))

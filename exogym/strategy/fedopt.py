@@ -1,0 +1,178 @@
+"""FedOpt: FedAvg whose server takes an optimizer's step along the mean change (FedAvgM, FedAdagrad, FedAdam, FedYogi).
+
+Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, with x the (weighted) mean
+of the round's clients and D = x - theta:
+
+    momentum:  m <- beta1 m + D;                  theta <- theta + eta m
+    the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
+        adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
+
+m = 0 and v = tau^2 at first. There is no correction of bias, as in the paper; with bias_correction=True m and v of adam
+and yogi are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
+
+Payload P b bytes per client every H steps, as FedAvg: the server sends theta instead of the mean; without sampling
+every node takes the server's step for itself. With absent nodes: as FedAvg; where none of a round's clients is there,
+there is no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from exogym.errors import ArgumentError, check_choice, checked
+from exogym.fleet import Fleet
+from exogym.fleet.presence import rows_of, shared_row
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_rounds import RoundModule
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
+
+
+class ServerStep(RoundModule):
+    """The server's step, after the averaging; arguments as `FedOptStrategy`.
+
+    State: theta, m and v, one copy for all nodes.
+    """
+
+    counters = ("updates",)
+
+    def __init__(
+        self,
+        average: AveragingCommunicator,
+        rule: str,
+        lr: float | None = None,
+        beta1: float | None = None,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        initial_v: float | None = None,
+        bias_correction: bool = False,
+    ):
+        super().__init__(average)
+        check_choice("server_optim", rule, RATES)
+        self.rule, self.lr = rule, RATES[rule] if lr is None else lr
+        self.beta1 = (0.0 if rule == "adagrad" else 0.9) if beta1 is None else beta1
+        self.beta2, self.tau, self.bias_correction = beta2, tau, bias_correction
+        self.initial_v = tau**2 if initial_v is None else initial_v
+        for name, value in (("beta1", self.beta1), ("beta2", beta2)):
+            if not 0 <= value < 1:
+                raise ArgumentError(f"{name}={value!r} must be at least 0 and under 1")
+        for name, value in (("server_lr", self.lr), ("tau", tau), ("initial_v", self.initial_v)):
+            if not value >= 0:
+                raise ArgumentError(f"{name}={value!r} must be at least 0")
+        self.updates = 0
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.updates = 0
+        self.shared_state = {}
+        for b, block in enumerate(fleet.blocks):
+            self.shared_state[f"theta.{b}"] = block.params[:1].clone()
+            self.shared_state[f"m.{b}"] = block.zeros(1)
+            if self.rule != "momentum":
+                self.shared_state[f"v.{b}"] = block.zeros(1).fill_(self.initial_v)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        if not self.members(fleet, step):
+            return
+        self.updates += 1
+        next_clients = self.average.clients(self.average.round_of(step) + 1)
+        receivers = [i for i in next_clients if i in fleet.comm.present]
+        for b, block in enumerate(fleet.blocks):
+            theta = self.shared_state[f"theta.{b}"]
+            server = self.average.shared_state[f"theta.{b}"] if self.average.has_server else None
+            mean = shared_row(fleet, block.params) if server is None else server
+            theta += self.lr * self._direction(b, mean - theta)
+            if server is not None:
+                server.copy_(theta)
+            block.params[rows_of(fleet, receivers)] = theta
+
+    def _direction(self, b: int, D: Tensor) -> Tensor:
+        """Return (1, P), what theta moves by at a rate of 1, for the change D."""
+        m = self.shared_state[f"m.{b}"]
+        if self.rule == "momentum":
+            return m.mul_(self.beta1).add_(D)
+        v, squares = self.shared_state[f"v.{b}"], D.square()
+        m.mul_(self.beta1).add_(D, alpha=1 - self.beta1)
+        if self.rule == "adagrad":
+            v.add_(squares)
+        elif self.rule == "adam":
+            v.mul_(self.beta2).add_(squares, alpha=1 - self.beta2)
+        else:
+            v.sub_(squares * (v - squares).sign(), alpha=1 - self.beta2)
+        if not self.bias_correction or self.rule == "adagrad":
+            return m / (v.sqrt() + self.tau)
+        corrected = v / (1 - self.beta2**self.updates)
+        return m / (1 - self.beta1**self.updates) / (corrected.sqrt() + self.tau)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
+
+
+class FedOptStrategy(CommunicateOptimizeStrategy):
+    """Federated averaging with an optimizer at the server.
+
+    Args:
+        server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
+        server_lr: eta; 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
+        beta1, beta2: 0.9 (0 for adagrad) and 0.99.
+        tau: the smaller, the more adaptive; 1e-3.
+        initial_v: v before the first round; tau^2.
+        bias_correction: of adam and yogi, as `torch.optim.Adam`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+
+    The evaluation model is theta.
+
+    >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
+    """
+
+    name, title, paper, payload = "fedopt", "FedOpt", "arXiv:2003.00295", "P b / H"
+    equation = "D = mean_i theta_i - theta; theta <- theta + eta m / (sqrt(v) + tau), m and v of D as in adam"
+    needs = "all nodes every H steps; with client_fraction a server and those clients"
+    identities = (
+        "momentum, beta1=0, lr 1 = fedavg",
+        "momentum = diloco with heavy ball",
+        "adam, beta1=0, v=0, lr=tau=1e6 = fedavg",
+        "adam, H=1, N=1, SGD = torch's Adam",
+    )
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        server_optim: str = "adam",
+        server_lr: float | None = None,
+        H: RoundLength = 10,
+        *,
+        beta1: float | None = None,
+        beta2: float = 0.99,
+        tau: float = 1e-3,
+        initial_v: float | None = None,
+        bias_correction: bool = False,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        client_fraction: float = 1.0,
+        weighting: str = "examples",
+        local_steps: Sequence[int] | None = None,
+        local_epochs: int | None = None,
+        keep_inner_state: bool = True,
+    ):
+        average = AveragingCommunicator(
+            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+        )  # fmt: skip
+        server = ServerStep(average, server_optim, server_lr, beta1, beta2, tau, initial_v, bias_correction)
+        super().__init__(
+            inner_optim, [average, server], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

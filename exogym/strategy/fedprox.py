@@ -1,0 +1,111 @@
+"""FedProx: FedAvg whose clients are held near the parameters they started the round with.
+
+Li et al., arXiv:1812.06127. Client i minimises F_i(w) + (mu/2) |w - theta|^2 in a round, theta being what it last
+received:
+
+    g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
+    theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
+
+Clients may take different numbers of steps, and all are used. The term is part of the gradient: with Adam inside it
+enters the moments; decoupled weight decay does not see it. A parameter to which a step gives no gradient is left alone.
+Clients are sampled as FedAvg samples them and weighed by `weighting` (the paper: sampled by n_i, weighed alike).
+
+Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg;
+a node whose synchronisation was lost is still held near the theta that it last received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, checked
+from exogym.fleet import Fleet
+from exogym.fleet.presence import rows_of
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_rounds import RoundModule, views, with_gradient
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+
+
+class ProximalTerm(RoundModule):
+    """Adds mu (w - theta) to every local gradient; after the averaging. State: theta as last received, (rows, P)."""
+
+    def __init__(self, average: AveragingCommunicator, mu: float):
+        super().__init__(average)
+        if isinstance(mu, bool) or not isinstance(mu, int | float) or not mu >= 0:
+            raise ArgumentError(f"mu={mu!r} must be a number of at least 0")
+        self.mu = float(mu)
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.layouts = [block.layout for block in fleet.blocks]
+        self.row_state = {f"received.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        self._receive(fleet, fleet.comm.present)
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        self._receive(fleet, nodes)
+
+    def _receive(self, fleet: Fleet, nodes: Sequence[int]) -> None:
+        rows = rows_of(fleet, nodes)
+        for block, received in zip(fleet.blocks, self.row_state.values(), strict=True):
+            received[rows] = block.params[rows]
+
+    @torch.no_grad()
+    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        if self.mu:
+            received = views(list(self.row_state.values()), self.layouts, row)
+            there, w, theta = with_gradient(grads, parameters, received)
+            if there:
+                torch._foreach_add_(there, torch._foreach_sub(w, theta), alpha=self.mu)
+
+
+class FedProxStrategy(CommunicateOptimizeStrategy):
+    """Federated averaging with a proximal term.
+
+    Args:
+        mu: weight of the proximal term; the paper has 0.001 to 1, and 0 is FedAvg.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+
+    >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
+    """
+
+    name, title, paper, payload = "fedprox", "FedProx", "arXiv:1812.06127", "P b / H"
+    equation = "g_i <- g_i + mu (theta_i - theta) at every local step; then as fedavg"
+    needs = "all nodes every H steps; with client_fraction a server and those clients"
+    identities = ("mu=0 = fedavg", "H=1 = fedavg", "quadratic clients: (A + mu I)^-1 (A w + mu theta)")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        mu: float = 0.01,
+        H: RoundLength = 10,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        client_fraction: float = 1.0,
+        weighting: str = "examples",
+        local_steps: Sequence[int] | None = None,
+        local_epochs: int | None = None,
+        keep_inner_state: bool = True,
+    ):
+        average = AveragingCommunicator(
+            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+        )  # fmt: skip
+        super().__init__(
+            inner_optim, [average, ProximalTerm(average, mu)], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
+            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+        )  # fmt: skip

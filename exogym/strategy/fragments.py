@@ -1,0 +1,119 @@
+"""Fragments: a model's parameters in parts that are synchronised at different times.
+
+A fragment is some whole parameters, in `Piece`s of the fleet's blocks. Layers are dealt out to fragments in turn
+("strided": layer l to fragment l mod F) or in stretches ("sequential"); what belongs to no layer (embeddings, the last
+norm, the head) is a fragment of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError
+from exogym.fleet import Block
+from exogym.fleet.layout import Slot
+
+_NUMBERED = re.compile(r"^(?P<stack>|.*?\.)(?P<layer>\d+)(?=\.|$)")
+
+
+class Piece:
+    """Some whole parameters of a block, as columns side by side.
+
+    Attributes:
+        block, slots: whose columns they are.
+        ranges: the (start, stop) of their columns in a row, neighbours joined.
+    """
+
+    def __init__(self, block: Block, slots: Sequence[Slot]):
+        self.block, self.slots = block, list(slots)
+        self.ranges: list[tuple[int, int]] = []
+        for slot in self.slots:
+            if self.ranges and self.ranges[-1][1] == slot.start:
+                self.ranges[-1] = (self.ranges[-1][0], slot.stop)
+            else:
+                self.ranges.append((slot.start, slot.stop))
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the piece of `rows` (rows, P) as (rows, p): a view where its columns are neighbours, else a copy."""
+        parts = [rows[:, start:stop] for start, stop in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """Write `values` (rows, p) into the piece of `rows` (rows, P)."""
+        widths = [stop - start for start, stop in self.ranges]
+        for (start, stop), part in zip(self.ranges, values.split(widths, 1), strict=True):
+            rows[:, start:stop].copy_(part)
+
+    def views(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, view (rows, *shape)) of each parameter in `values` (rows, p)."""
+        start = 0
+        for slot in self.slots:
+            part = values[:, start : start + slot.numel]
+            yield slot.name, part.unflatten(-1, slot.shape) if slot.shape else part[:, 0]
+            start += slot.numel
+
+
+Fragment = list[Piece]
+
+
+def whole(blocks: Sequence[Block]) -> Fragment:
+    """Return the fragment of all parameters."""
+    return [Piece(block, list(block.layout)) for block in blocks]
+
+
+def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> list[Fragment]:
+    """Cut the parameters into `count` fragments.
+
+    Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...), or, where nothing is numbered,
+    the modules that have parameters. Where some parameters belong to no layer they are the last fragment, and the
+    layers are dealt out to the others.
+
+    Raises:
+        ArgumentError: fewer layers than fragments.
+    """
+    if count == 1:
+        return [whole(blocks)]
+    layers, others = layers_of([slot.name for block in blocks for slot in block.layout])
+    dealt = count - bool(others)
+    if dealt > len(layers):
+        raise ArgumentError(
+            f"num_fragments={count}, but the model has {len(layers)} layers"
+            + (" and parameters outside of them, which are one fragment" if others else "")
+            + f": take at most {len(layers) + bool(others)}"
+        )
+    where = (lambda k: k % dealt) if pattern == "strided" else (lambda k: k * dealt // len(layers))
+    groups: list[set[str]] = [set() for _ in range(dealt)]
+    for k, layer in enumerate(layers):
+        groups[where(k)].update(layer)
+    return [_of(blocks, group) for group in [*groups, *([set(others)] if others else [])]]
+
+
+def _of(blocks: Sequence[Block], names: set[str]) -> Fragment:
+    slots = [[slot for slot in block.layout if slot.name in names] for block in blocks]
+    return [Piece(block, mine) for block, mine in zip(blocks, slots, strict=True) if mine]
+
+
+def layers_of(names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """Return the parameters of each layer, in order, and those of none.
+
+    >>> layers_of(["embed.weight", "blocks.0.a", "blocks.0.b", "blocks.1.a", "head.weight"])
+    ([['blocks.0.a', 'blocks.0.b'], ['blocks.1.a']], ['embed.weight', 'head.weight'])
+    >>> layers_of(["first.weight", "first.bias", "second.weight"])
+    ([['first.weight', 'first.bias'], ['second.weight']], [])
+    """
+    stacks: dict[str, dict[int, list[str]]] = {}
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        if found := _NUMBERED.match(name):
+            stacks.setdefault(found["stack"], {}).setdefault(int(found["layer"]), []).append(name)
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    if not stacks:
+        return list(modules.values()), []
+    stack = max(stacks.values(), key=lambda layers: sum(map(len, layers.values())))
+    layers = [stack[number] for number in sorted(stack)]
+    inside = {name for layer in layers for name in layer}
+    return layers, [name for name in names if name not in inside]

@@ -1,0 +1,168 @@
+"""D-PSGD: each node averages with its neighbours on a graph, and there is no server and no all-reduce.
+
+Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv:1705.09056. With symmetric weights W
+whose rows sum to 1, Metropolis's on the graph (`exogym.strategy.graphs`), after every step that H divides
+
+    theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
+
+or, in the paper's order, theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i): the gradient is that of theta_i before it
+is mixed. Moments stay local. The model is the mean of all nodes, which W keeps.
+
+Payload deg P b bytes per node every H steps, deg being its neighbours: tx = rx = deg P b, one message to each of them.
+A node waits for its neighbours only.
+
+With absent nodes: W is that of the graph between the nodes that are there. One without neighbours goes on by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from exogym.errors import check_choice, check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.communicate_optimize import (
+    CommunicateOptimizeStrategy,
+    CommunicationModule,
+    GradientModule,
+    PeriodicModule,
+)
+from exogym.strategy.graphs import GRAPHS, Edges, edges_of, metropolis
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+ORDERS = ("adapt_then_combine", "combine_then_adapt")
+
+
+class Neighbours:
+    """The graph, and the mixing of parameters and buffers along it."""
+
+    def __init__(self, graph: Any):
+        if isinstance(graph, str):
+            check_choice("graph", graph, GRAPHS)
+        self.graph = graph
+        self.edges: Edges | None = None
+
+    def start(self, fleet: Fleet, seed: int) -> None:
+        self.seed = seed
+        self.edges = None if self.graph == "matching" else edges_of(self.graph, fleet.num_nodes, seed)
+
+    def traffic(self, P: float, N: int, b: float, H: int) -> list[Traffic]:
+        degree = 2 * len(edges_of(self.graph, N)) / N
+        return [Traffic("mix", degree * P * b, H, fan=degree)] if degree else []
+
+    def couples_every(self, N: int, H: int) -> float:
+        """Return H times the most hops between two nodes."""
+        if self.graph == "matching":
+            return H * math.ceil(math.log2(max(N, 2)))
+        near = torch.eye(N, dtype=torch.bool)
+        for i, j in edges_of(self.graph, N):
+            near[i, j] = near[j, i] = True
+        reached, hops = near, 1
+        while not bool(reached.all()):
+            reached, hops = (reached.float() @ near.float()) > 0, hops + 1
+        return H * hops
+
+    def mix(self, fleet: Fleet, turn: int) -> None:
+        """Mix the rows of the nodes that are there, the `turn`-th time."""
+        edges = edges_of(self.graph, fleet.num_nodes, self.seed, turn) if self.edges is None else self.edges
+        W = metropolis(edges, tuple(fleet.comm.present), fleet.num_nodes)
+        mixed = fleet.comm.mix_all([block.params for block in fleet.blocks], W)
+        for block, rows in zip(fleet.blocks, mixed, strict=True):
+            block.params.copy_(rows)
+        floating = [rows for rows in fleet.buffers.values() if rows.is_floating_point()]
+        with fleet.comm.counted_as("buffers"):
+            for rows, new in zip(floating, fleet.comm.mix_all(floating, W) if floating else (), strict=True):
+                rows.copy_(new)
+
+
+class GossipCommunicator(PeriodicModule):
+    """Mix the parameters with those of the neighbours after every step divisible by H."""
+
+    def __init__(self, graph: Any, H: RoundLength):
+        super().__init__()
+        self.take_rounds(H)
+        self.neighbours = Neighbours(graph)
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return self.neighbours.traffic(P, N, b, self.interval_steps)
+
+    def couples_every(self, N: int) -> float:
+        return self.neighbours.couples_every(N, self.interval_steps)
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.neighbours.start(fleet, run.seed)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        self.neighbours.mix(fleet, self.round_of(step))
+
+
+class GossipBeforeStep(GradientModule):
+    """Mix the parameters between the gradient and the inner step, at every step divisible by H: the paper's order."""
+
+    def __init__(self, graph: Any, H: int):
+        super().__init__()
+        check_count("H", H)
+        self.H, self.neighbours = H, Neighbours(graph)
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return self.neighbours.traffic(P, N, b, self.H)
+
+    def couples_every(self, N: int) -> float:
+        return self.neighbours.couples_every(N, self.H)
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.neighbours.start(fleet, run.seed)
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        if step % self.H == 0:
+            self.neighbours.mix(fleet, step // self.H - 1)
+
+
+class GossipStrategy(CommunicateOptimizeStrategy):
+    """Decentralised training: averages with the neighbours on a graph.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on each node's own
+            gradient.
+        graph: "ring", "torus", "exponential", "random", "complete", "matching" (pairs drawn anew each time), or a
+            networkx graph of the nodes 0, 1, ...; see `exogym.strategy.graphs.edges_of`.
+        H: steps from one average to the next.
+        order: "adapt_then_combine", or "combine_then_adapt", the paper's. They give different numbers.
+
+    >>> strategy = GossipStrategy("sgd", graph="torus", lr=0.1)
+    """
+
+    name, title, paper, payload = "gossip", "D-PSGD", "arXiv:1705.09056", "2 P b / H"
+    equation = "theta_i <- sum_j W_ij theta_j every H steps, W Metropolis's on the graph"
+    needs = "each node its neighbours (two on a ring) every H steps"
+    identities = ("complete graph, SGD = ddp", "N=1 = the inner optimizer", "the mean over the nodes is kept")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        graph: Any = "ring",
+        H: RoundLength = 1,
+        *,
+        order: str = "adapt_then_combine",
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        check_choice("order", order, ORDERS)
+        late = order == "adapt_then_combine"
+        after: list[CommunicationModule] = [GossipCommunicator(graph, H)] if late else []
+        before = [] if late else [GossipBeforeStep(graph, H)]  # type: ignore[arg-type]
+        super().__init__(
+            inner_optim, after, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps, gradient_modules=before,
+        )  # fmt: skip

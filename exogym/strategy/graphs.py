@@ -1,0 +1,153 @@
+"""Graphs over the nodes: who gives to whom, and with which weights rows are mixed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.base.rng import numpy_generator
+from exogym.errors import ArgumentError, check_choice
+
+GRAPHS = ("ring", "torus", "exponential", "random", "complete", "matching")
+DIRECTED = ("exponential", "ring", "complete")
+Edges = frozenset[tuple[int, int]]
+
+
+def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
+    """Return the edges (i, j), i < j, of an undirected graph over the nodes.
+
+    Args:
+        graph: "ring"; "torus", of rows and columns as near to a square as `num_nodes` allows; "exponential", node i
+            with i + 1, i + 2, i + 4, ...; "complete"; "random", each edge with probability min(1, 2 ln N / N), drawn
+            from the seed until it is connected; "matching", pairs drawn anew each turn; or a networkx graph of the
+            nodes 0, 1, ..., whose weights are not looked at.
+
+    Raises:
+        ArgumentError: an unknown name, or a graph that is not of these nodes, directed, or not connected.
+
+    >>> sorted(edges_of("ring", 4)), len(edges_of("torus", 6)), len(edges_of("exponential", 8))
+    ([(0, 1), (0, 3), (1, 2), (2, 3)], 9, 20)
+    """
+    if graph == "matching":
+        order = numpy_generator(seed, "matching", turn).permutation(num_nodes).tolist()
+        return _undirected(zip(order[::2], order[1::2], strict=False))
+    if isinstance(graph, str):
+        check_choice("graph", graph, GRAPHS)
+        return _named(graph, num_nodes, seed)
+    _check(graph, num_nodes, directed=False)
+    return _undirected(graph.edges)
+
+
+def _undirected(pairs: Iterable[tuple[int, int]]) -> Edges:
+    return frozenset((min(i, j), max(i, j)) for i, j in pairs if i != j)
+
+
+def _check(graph: Any, num_nodes: int, directed: bool) -> None:
+    import networkx as nx  # type: ignore[import-untyped]  # takes a while, and most runs need none
+
+    if not isinstance(graph, nx.Graph) or graph.is_multigraph():
+        raise ArgumentError(f"graph={graph!r} must be one of {', '.join(map(repr, GRAPHS))} or a networkx graph")
+    if set(graph.nodes) != set(range(num_nodes)):
+        raise ArgumentError(f"graph={graph} must have the nodes 0 to {num_nodes - 1}: see networkx.relabel_nodes")
+    if graph.is_directed() and not directed:
+        raise ArgumentError(f"graph={graph} is directed, so weights would not keep the mean: use GradientPushStrategy")
+    if num_nodes > 1 and not nx.is_connected(graph.to_undirected()):
+        raise ArgumentError(f"graph={graph} is not connected: some nodes would never hear of others")
+
+
+@functools.cache
+def _named(graph: str, n: int, seed: int) -> Edges:
+    if graph == "ring":
+        return _undirected((i, (i + 1) % n) for i in range(n))
+    if graph == "torus":
+        across = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
+        along = n // across
+        right = [(i, i // along * along + (i + 1) % along) for i in range(n)]
+        return _undirected([*right, *((i, (i + along) % n) for i in range(n))])
+    if graph == "exponential":
+        return _undirected((i, (i + hop) % n) for i in range(n) for hop in _hops(n))
+    if graph == "complete":
+        return _undirected((i, j) for i in range(n) for j in range(i))
+    for attempt in range(1000):
+        draws = numpy_generator(seed, "graph", attempt).random((n, n))
+        chance = min(1.0, 2 * math.log(n) / n) if n > 1 else 0.0
+        edges = _undirected((i, j) for i in range(n) for j in range(i) if draws[i, j] < chance)
+        if len(_reached(edges, n)) == n:
+            return edges
+    raise ArgumentError(f"no connected graph='random' over {n} nodes was drawn: take another seed")
+
+
+def _reached(edges: Edges, n: int) -> set[int]:
+    """Return the nodes that node 0 is connected with."""
+    near: dict[int, set[int]] = {i: set() for i in range(n)}
+    for i, j in edges:
+        near[i].add(j)
+        near[j].add(i)
+    seen, left = {0}, [0]
+    while left:
+        new = near[left.pop()] - seen
+        seen |= new
+        left += new
+    return seen
+
+
+def _hops(n: int) -> list[int]:
+    """1, 2, 4, ... below n."""
+    return [1 << k for k in range((n - 1).bit_length())]
+
+
+@functools.lru_cache(maxsize=256)
+def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor:
+    """Return W (N, N): W_ij = 1 / (1 + max(d_i, d_j)) on the edges between present nodes, W_ii = 1 - sum_j W_ij.
+
+    Degrees d count present neighbours. W is symmetric and its rows sum to 1, so it keeps the mean; on a graph whose
+    nodes have one degree d all its weights are 1 / (d + 1).
+
+    >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[:2].tolist() == [[1 / 3, 1 / 3, 0, 1 / 3]] * 2
+    True
+    """
+    there = set(present)
+    kept = [(i, j) for i, j in sorted(edges) if i in there and j in there]
+    degrees = Counter(node for edge in kept for node in edge)
+    W = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
+    for i, j in kept:
+        W[i, j] = W[j, i] = 1 / (1 + max(degrees[i], degrees[j]))
+    return W + torch.diag(1 - W.sum(1))
+
+
+def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
+    """Return to whom each node gives at `turn`, along a directed graph.
+
+    Args:
+        graph: "exponential", one peer at a time: i + 2^(turn mod ceil(log2 N)); "ring", i + 1; "complete"; or a
+            networkx graph of the nodes 0, 1, ...
+
+    >>> takers_of("exponential", 5, turn=1)
+    [[2], [3], [4], [0], [1]]
+    """
+    n = num_nodes
+    if graph == "complete":
+        return [[j for j in range(n) if j != i] for i in range(n)]
+    if isinstance(graph, str):
+        check_choice("graph", graph, DIRECTED)
+        hops = _hops(n) if graph == "exponential" else [1]
+        return [[(i + hops[turn % len(hops)]) % n] if n > 1 else [] for i in range(n)]
+    _check(graph, n, directed=True)
+    near = graph.successors if graph.is_directed() else graph.neighbors
+    return [sorted(j for j in near(i) if j != i) for i in range(n)]
+
+
+def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
+    """Return P (N, N), whose columns sum to 1: a present node splits what it has between itself and present takers."""
+    there, n = set(present), len(takers)
+    P = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        to = [i, *(j for j in takers[i] if j in there)] if i in there else [i]
+        P[to, i] = 1 / len(to)
+    return P

@@ -1,0 +1,228 @@
+"""Modules: the parts that strategies are composed of, which act on the fleet and its communicator.
+
+A gradient module rewrites the gradients of all rows before the inner optimizer, a communication module mixes the rows
+after it. Every tensor is (rows, ...).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, StrategyError
+from exogym.fleet import Fleet, Stateful
+from exogym.fleet.state import Tensors
+from exogym.strategy.rounds import RoundLength, Rounds
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class Module(Stateful, ABC):
+    """What gradient and communication modules share: a start, and state as tensors in plain dicts.
+
+    Attributes:
+        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
+        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
+        shared_state: name to tensor that is the same for all nodes.
+        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
+            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
+        name: what its state is kept under; None: the name of its class.
+        has_figures: whether it has numbers for the history, in `figures`.
+        weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
+            they have done; without it `balance="batch"` and "steps" are refused.
+    """
+
+    acts_on = "elements"
+    weighted_means = False
+    has_figures = False
+    counters: tuple[str, ...] = ()
+    name: str | None = None
+
+    def __init__(self) -> None:
+        self.row_state: dict[str, Tensor] = {}
+        self.shared_state: dict[str, Tensor] = {}
+        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        """Make the state for this fleet. Called once, before training."""
+        self.run = run
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
+
+        Raises:
+            ArgumentError: no formula is known.
+        """
+        raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
+
+    def couples_every(self, N: int) -> float:
+        """Return the steps after which all of the model has been exchanged once."""
+        return 1
+
+    def tune(self, name: str, value: float) -> bool:
+        """Take another value of the strategy's argument `name` from now on; return whether it is one of this module's.
+
+        Rounds and outer rates need no word of it (`exogym.strategy.tuning`).
+        """
+        return False
+
+    # What `fleet.state` asks
+
+    def row(self, row: int) -> Tensors:
+        return {name: value[row] for name, value in self.row_state.items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for name, value in self.row_state.items():
+            value[row] = tensors[name]
+
+    def shared(self) -> Tensors:
+        numbers = self._numbers()
+        at_first = self._at_first = numbers if self._at_first is None else self._at_first
+        changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
+        if lost := sorted({*changed} - {*self.counters}):
+            raise StrategyError(
+                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
+                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
+            )
+        return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
+        for name in self.counters:
+            setattr(self, name, tensors[f"counter.{name}"].item())
+
+    def _numbers(self) -> dict[str, bool | int | float]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
+
+    def save_state(self) -> dict[str, Tensor]:
+        """Return the shared state as named tensors."""
+        return self.shared_state
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put shared state back."""
+        for name, value in tensors.items():
+            self.shared_state[name].copy_(value)
+
+
+class GradientModule(Module):
+    """Rewrites the gradients of all rows before the inner optimizer, at every step.
+
+    Attributes:
+        clip_first: clip each node's own gradient before this module instead of its result.
+    """
+
+    clip_first = False
+    bucket_bytes: int | None = None  # of gradients that may travel while backward runs, where the wire can
+
+    @abstractmethod
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        """Rewrite `block.grads` of each block; `step` counts from 1, `lr` is the step's learning rate."""
+
+
+class CommunicationModule(Module):
+    """Mixes rows after the inner step."""
+
+    fresh_inner_state = False
+
+    @abstractmethod
+    def next_event(self, step: int) -> int:
+        """Return the first step after `step` at which this module must act."""
+
+    @abstractmethod
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        """Mix rows after inner step number `step` (from 1)."""
+
+    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
+
+        Override it where a method changes local steps themselves (a proximal term, a control variate); it may read the
+        module's own state of the row and nothing of other nodes. `parameters` are the row's, in fleet order; a gradient
+        is None where the step gave none. Not together with gradient modules, which act on all rows.
+        """
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct` does anything."""
+        return type(self).correct is not CommunicationModule.correct
+
+    def local_steps(self, first: int, last: int) -> np.ndarray | None:
+        """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
+        return None
+
+    def joining(self, nodes: list[int], step: int) -> list[int]:
+        """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
+        return nodes
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        """Synchronise what is left at the end; `since` steps passed after the last event."""
+        if since:
+            self.communicate(fleet, step)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
+        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        return None
+
+
+class PeriodicModule(CommunicationModule):
+    """A communication module that acts after every step divisible by `interval_steps`.
+
+    Attributes:
+        interval_steps: H; where `rounds` differ in length, the first one's.
+        rounds: where each ends, if H is a function of the round; else None.
+    """
+
+    interval_steps = 1
+    rounds: Rounds | None = None
+
+    def take_rounds(self, H: RoundLength) -> None:
+        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps, or of given rounds."""
+        rounds = H if isinstance(H, Rounds) else Rounds(H)
+        self.interval_steps = rounds.end_after(0)
+        self.rounds = None if rounds.are_even else rounds
+
+    def next_event(self, step: int) -> int:
+        if self.rounds is not None:
+            return self.rounds.end_after(step)
+        return (step // self.interval_steps + 1) * self.interval_steps
+
+    def couples_every(self, N: int) -> float:
+        return self.interval_steps
+
+    def is_turn(self, step: int) -> bool:
+        return self.next_event(step - 1) == step
+
+    def round_of(self, step: int) -> int:
+        """Return the round (from 0) in which step number `step` (from 1) is taken."""
+        return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
+
+    def end_of(self, round_: int) -> int:
+        """Return the step (from 1) that ends round `round_` (from 0)."""
+        return (round_ + 1) * self.interval_steps if self.rounds is None else sum(self.rounds.first(round_ + 1))
+
+
+def named(modules: Sequence[Module]) -> dict[str, Module]:
+    """Return modules by their names; a second one of a name is "<name> 2"."""
+    found: dict[str, Module] = {}
+    for module in modules:
+        name = module.name or type(module).__name__
+        count = sum(key == name or key.startswith(f"{name} ") for key in found)
+        found[f"{name} {count + 1}" if count else name] = module
+    return found
+
+
+def _as_tensor(value: bool | int | float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def example_weights(run: Run, weighting: str) -> Tensor | None:
+    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
+    if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
+        return None
+    return torch.from_numpy(run.examples.astype(np.float64))

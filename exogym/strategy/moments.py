@@ -1,0 +1,73 @@
+"""The moments of the inner optimizers as matrices (rows, P), so that a strategy may mix them as it mixes parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from exogym.errors import ArgumentError
+from exogym.fleet import Block, Fleet
+from exogym.fleet.presence import rows_of
+from exogym.strategy.optim import OptimSpec
+
+FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")
+Kind = tuple[str, ...]
+
+
+class Moments:
+    """What the optimizers of `spec` keep of each parameter, in its shape.
+
+    Attributes:
+        kinds: each as the names under which torch's optimizers keep it, of which a parameter has one: `FIRST` moments,
+            `SECOND` moments, then any other by its own name.
+
+    Raises:
+        ArgumentError: an optimizer that keeps nothing of that kind.
+
+    >>> Moments(OptimSpec("adamw")).kinds, Moments(OptimSpec("sgd", momentum=0.9)).kinds == [FIRST]
+    ([('exp_avg', 'momentum_buffer'), ('exp_avg_sq', 'square_avg')], True)
+    """
+
+    def __init__(self, spec: OptimSpec):
+        named = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.ones(2))}
+        optimizer = OptimSpec(spec.cls, **spec.kwargs).build(named, hidden={"weight"})
+        for p in named.values():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
+        names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
+        if not names:
+            raise ArgumentError(f"{spec!r} keeps nothing of its parameters that could be averaged: take 'adamw'")
+        own: list[Kind] = [(name,) for name in dict.fromkeys(names) if name not in FIRST + SECOND]
+        self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
+
+    def average(self, fleet: Fleet, kind: Kind) -> None:
+        """Average the moments of a kind over the nodes that are there: payload P b bytes.
+
+        A parameter that has none yet, as it never had a gradient, counts as zeros and stays without.
+        """
+        optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
+        for block in fleet.blocks:
+            x = block.zeros()
+            places = [(row, place) for row, o in optimizers.items() for place in _places(o, block, kind)]
+            for row, (start, moment) in places:
+                x[row, start : start + moment.numel()] = moment.flatten()
+            mean = fleet.comm.all_reduce(x, "mean")
+            there = set(rows_of(fleet, fleet.comm.present))
+            for row, (start, moment) in places:
+                if row in there:
+                    moment.copy_(mean[row, start : start + moment.numel()].view_as(moment))
+
+
+def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[int, Tensor]]:
+    """Yield (start, tensor) of the moment of each of the block's parameters, side by side in the optimizer's order."""
+    start = 0
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.dtype != block.layout.dtype:
+            continue
+        state = optimizer.state.get(p, {})
+        yield from ((start, state[name]) for name in kind if state.get(name) is not None)
+        start += p.numel()

@@ -1,0 +1,69 @@
+"""MuLoCo: Muon inside DiLoCo.
+
+Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725. The inner optimizer is Muon
+for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's own Muon); every H inner steps
+
+    Delta = (1/N) sum_i (theta - theta_i),  v <- mu v + Delta,  theta <- theta - eta (Delta + mu v),  theta_i <- theta
+
+as in DiLoCo, with a larger outer learning rate and a smaller outer momentum. Payload, traffic and absent nodes as
+DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). Its compressed variants are not built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exogym.errors import checked
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+
+
+class MuLoCoStrategy(CommunicateOptimizeStrategy):
+    """DiLoCo with Muon as the inner optimizer.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. By default learning rates are
+            AdamW's (Muon's updates are scaled to their size); `OptimSpec("muon", adjust_lr_fn="original", lr=0.02)`
+            takes Muon's own.
+        H, outer_optim, weighting, outer_lr_scheduler, outer_warmup_rounds: as `DiLoCoStrategy`.
+        outer_lr, outer_momentum: eta and mu; of 'sgd' 0.9 and 0.8.
+
+    >>> strategy = MuLoCoStrategy(H=30, lr=1e-3)
+    """
+
+    name, title, paper, payload = "muloco", "MuLoCo", "arXiv:2505.23725", "P b / H"
+    equation = "as diloco, with Muon for the hidden matrices inside"
+    needs = "all nodes every H steps"
+    identities = ("= diloco with inner_optim='muon'", "N=1, outer SGD(lr=1) = Muon", "equal data = one node")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "muon",
+        outer_optim: Any = "sgd",
+        H: RoundLength = 30,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        weighting: str = "uniform",
+    ):
+        if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
+            outer_lr = 0.9 if outer_lr is None else outer_lr
+            outer_momentum = 0.8 if outer_momentum is None else outer_momentum
+        outer = DiLoCoCommunicator(
+            H, outer_optim, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_lr_scheduler=outer_lr_scheduler,
+            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
+        )  # fmt: skip
+        super().__init__(
+            inner_optim, [outer], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

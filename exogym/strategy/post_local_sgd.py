@@ -1,0 +1,112 @@
+"""Post-local SGD: averaged gradients first, local steps later.
+
+Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. With a switch after step t0:
+
+    t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
+    t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps divisible by H: theta_i <- (1/N) sum_j theta_j
+
+Inner optimizer states are kept across the switch, and stay local afterwards.
+
+Payload P b bytes per node and step up to t0, then P b every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. With
+t0 >= T it is DDP; with t0 = 0, H = 1 and plain SGD, too. torch's own (`post_localSGD_hook` and `PeriodicModelAverager`)
+counts H from its warm-up instead, and may go on averaging gradients inside a machine.
+
+With absent nodes: as DDP up to t0, as local SGD later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exogym.errors import check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.simple_reduce import GradientAverage
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class EarlyGradientAverage(GradientModule):
+    """`GradientAverage` up to and including step `stop`; afterwards every node has its own gradient."""
+
+    weighted_means = True
+
+    def __init__(self, stop: int):
+        super().__init__()
+        check_count("start_step", stop, least=0)
+        self.stop, self.average = stop, GradientAverage()
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return []  # what is repeated comes after it
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.average.start(fleet, run)
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        if step <= self.stop:
+            self.average.transform(fleet, step, lr)
+
+
+class LateAverage(PeriodicModule):
+    """Average the parameters after every step over `after` that H divides."""
+
+    weighted_means = True
+
+    def __init__(self, H: RoundLength, after: int):
+        super().__init__()
+        self.take_rounds(H)
+        self.after = after
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b, self.interval_steps)]
+
+    def next_event(self, step: int) -> int:
+        return super().next_event(max(step, self.after))
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        for block in fleet.blocks:
+            fleet.comm.all_reduce(block.params, "mean", out=block.params)
+        fleet.synchronise_buffers()
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        if since and step > self.after:
+            self.communicate(fleet, step)
+
+
+class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
+    """DDP up to a step, local SGD from there on.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the averaged
+            gradient up to `start_step`, on each node's own later.
+        H: steps between averages of the parameters, after `start_step`.
+        start_step: t0, steps with averaged gradients; the paper's is that of the first decay of the learning rate.
+
+    >>> strategy = PostLocalSGDStrategy("sgd", H=16, start_step=500, lr=0.1)
+    """
+
+    name, title, paper, payload = "post_local_sgd", "Post-local SGD", "arXiv:1808.07217", "P b / H"
+    equation = "t <= t0: as ddp; later as fedavg: theta_i <- mean_j theta_j every H steps"
+    needs = "all nodes at every step up to t0, then every H steps"
+    identities = ("t0 over all steps = ddp", "t0=0 = fedavg", "t0=0, H=1, SGD = ddp")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        H: RoundLength = 16,
+        start_step: int = 100,
+        *,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        super().__init__(
+            inner_optim, [LateAverage(H, start_step)], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
+            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, gradient_modules=[EarlyGradientAverage(start_step)],
+        )  # fmt: skip

@@ -1,0 +1,186 @@
+"""PowerSGD: the gradient of each matrix as a product of two thin ones, by one step of power iteration.
+
+Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is a matrix, n x m: first dimension by the
+rest. Per matrix, with rank r and node i's error E_i, as torch's `powerSGD_hook`:
+
+    M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
+    G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
+
+Q, m x r, is the same on all nodes, drawn once from the seed and kept from step to step (warm start). The error is that
+against the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So with E_i of zero
+at first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m; vectors and the
+rest go uncompressed, in the first of the two all-reduces of a step.
+
+Payload: sum over matrices of r (n + m) b + rest b bytes per step, in two all-reduces, and P b in the first `start_step`
+steps. `advise` reckons with matrices of 1024 x 1024 only: 2 r P b / 1024.
+
+With absent nodes: means are over those that are there. The error of a node that is away rests, and is zero when it
+comes back, at the fleet's step, with parameters, buffers and inner optimizer state of one that stayed, and Q,
+broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.base.rng import generator
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.fleet import Block, Fleet
+from exogym.fleet.layout import Slot
+from exogym.fleet.presence import give_shared, rows_of, shared_row
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
+from exogym.strategy.compressed_gradients import mark_sent, own_gradients
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+SIDE = 1024  # of the matrices that `advise` reckons with
+
+
+class LowRankMean(GradientModule):
+    """Replace the gradients by a low-rank approximation of their mean, with error feedback.
+
+    Args:
+        rank: r; a matrix takes min(r, n, m).
+        start_step: steps with a plain average before.
+        min_rate: a matrix is compressed if that makes it smaller by more than this factor.
+
+    State: E, (rows, P); Q, one for all.
+    """
+
+    acts_on = "tensors"
+    weighted_means = True
+
+    def __init__(self, rank: int, start_step: int, min_rate: float):
+        super().__init__()
+        check_count("rank", rank)
+        check_count("start_step", start_step, least=0)
+        if not min_rate >= 0:
+            raise ArgumentError(f"min_rate={min_rate!r} must be at least 0")
+        self.rank, self.start_step, self.min_rate = rank, start_step, min_rate
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
+
+    def shape(self, slot: Slot) -> tuple[int, int, int] | None:
+        """Return n, m and the rank of the matrix that a parameter is; None where it goes uncompressed."""
+        if not slot.shape:
+            return None
+        n, m = slot.shape[0], slot.numel // slot.shape[0]
+        r = min(self.rank, n, m)
+        return (n, m, r) if (n + m) * r * self.min_rate < n * m else None
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.row_state = {f"error.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
+        self.shared_state = {}
+        for block in fleet.blocks:
+            for slot in block.layout:
+                if (shape := self.shape(slot)) is not None:
+                    drawn = torch.randn(shape[1:], generator=generator(run.seed, "powersgd", len(self.shared_state)))
+                    self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for error in self.row_state.values():
+            error[rows_of(fleet, nodes)] = 0
+        give_shared(fleet, self.shared_state.values(), nodes)
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        for b, block in enumerate(fleet.blocks):
+            G = own_gradients(fleet, block)
+            if step <= self.start_step:
+                mean = shared_row(fleet, fleet.comm.all_reduce(G, "mean"))
+            else:
+                mean = self._approximate(fleet, block, G, self.row_state[f"error.{b}"])
+            block.grads = mean.expand_as(G)
+            mark_used(fleet, block)
+            if step > self.start_step:
+                mark_sent(block, mean[0])
+        broadcast_buffers(fleet)
+
+    def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:
+        """Return (1, P), the mean as all nodes then know it, and keep in `E` what it lacks."""
+        M = G + E
+        shapes = {slot: shape for slot in block.layout if (shape := self.shape(slot)) is not None}
+        rest = [slot for slot in block.layout if slot not in shapes]
+        views = {slot: M[:, slot.start : slot.stop].unflatten(1, shape[:2]) for slot, shape in shapes.items()}
+        Qs = {slot: orthogonal(self.shared_state[f"Q.{slot.name}"]) for slot in shapes}
+        sent = [_products(views[slot], Q).flatten(1) for slot, Q in Qs.items()]
+        first = self._mean(fleet, [*(M[:, slot.start : slot.stop] for slot in rest), *sent])
+        Ps = {
+            slot: orthogonal(part.view(n, r))
+            for (slot, (n, _, r)), part in zip(shapes.items(), first[len(rest) :], strict=True)
+        }
+        second = self._mean(fleet, [_products(views[slot].mT, P).flatten(1) for slot, P in Ps.items()])
+        mean = M.new_empty(1, M.shape[1])
+        for slot, part in zip(rest, first, strict=False):
+            mean[0, slot.start : slot.stop] = part
+        for (slot, (_, m, r)), part in zip(shapes.items(), second, strict=True):
+            Q = self.shared_state[f"Q.{slot.name}"].copy_(part.view(m, r))
+            mean[0, slot.start : slot.stop] = (Ps[slot] @ Q.T).flatten()
+        here = rows_of(fleet, fleet.comm.present)
+        for slot in shapes:
+            E[here, slot.start : slot.stop] = (M[:, slot.start : slot.stop] - mean[:, slot.start : slot.stop])[here]
+        return mean
+
+    @staticmethod
+    def _mean(fleet: Fleet, parts: Sequence[Tensor]) -> list[Tensor]:
+        """All-reduce (rows, ...) parts as one; return the mean's, (...) each."""
+        if not parts:
+            return []
+        mean = shared_row(fleet, fleet.comm.all_reduce(torch.cat(list(parts), 1), "mean"))[0]
+        return list(mean.split([part.shape[1] for part in parts]))
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    """Return (n, r) orthonormal columns that span those of `x`, in fp32 at least."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return torch.linalg.qr(wide).Q.to(x)
+
+
+def _products(views: Tensor, thin: Tensor) -> Tensor:
+    """(rows, n, m) times (m, r), node by node: a product over several may round otherwise than over one."""
+    return torch.stack([node.clone() @ thin for node in views])
+
+
+class PowerSGDStrategy(CommunicateOptimizeStrategy):
+    """Data-parallel training with low-rank gradients.
+
+    Args:
+        rank: r; the paper has 1 to 4 for images, 4 to 32 for language.
+        start_step: steps with a plain average before (torch's hook has 1000).
+        min_rate: a matrix is compressed if (n + m) r min_rate < n m, as in torch's hook.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; the optimizer (momentum) and
+            clipping act on the approximation.
+
+    >>> strategy = PowerSGDStrategy(inner_optim="sgd", rank=2, lr=0.1)
+    """
+
+    name, title, paper, payload = "powersgd", "PowerSGD", "arXiv:1905.13727", "2 rank P b / 1024"
+    equation = "P <- orth(mean_i (G_i + E_i) Q); Q <- mean_i (G_i + E_i)^T P; G = P Q^T; E_i <- G_i + E_i - G"
+    needs = "all nodes at every step, twice, with r (n + m) of n m"
+    identities = ("full rank = ddp", "= torch's powerSGD_hook", "sum_t G + mean_i E_i = sum_t mean_i G_i")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        rank: int = 2,
+        start_step: int = 0,
+        *,
+        min_rate: float = 2.0,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps, gradient_modules=[LowRankMean(rank, start_step, min_rate)],
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""QSGD: gradients rounded to a few levels by chance, so that their mean stays right.
+
+Alistarh et al., arXiv:1610.02132. The row is cut into buckets of d numbers; in each, with s levels:
+
+    a_j = |g_j| s / |g|_2;   level_j = floor(a_j), or one more with probability a_j - floor(a_j)
+    Q(g_j) = |g|_2 sign(g_j) level_j / s;   g = mean_i Q(g_i),   theta <- Opt(theta, clip(g))
+
+E Q(g) = g, and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node draws for itself from (seed, step, node), so
+errors are independent and the variance of the mean falls as 1/N.
+
+Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step, codes of fixed length (the paper's Elias
+coding is shorter), all-gather, tx = rx = (N-1) payload. With absent nodes: as DDP, among those that are there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from exogym.compress import Quantized, Stochastic, buckets
+from exogym.errors import check_count, checked
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.compressed_gradients import CompressedMean
+from exogym.strategy.schedule import Scheduler
+
+
+class QSGDStrategy(CommunicateOptimizeStrategy):
+    """Data-parallel training with stochastically quantised gradients.
+
+    Args:
+        levels: s, without zero; the codes take 1 + ceil(log2(s + 1)) bits. The paper's 4 and 8 bits are 7 and 127.
+        bucket: d, numbers that share a norm.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the mean.
+
+    >>> strategy = QSGDStrategy(inner_optim="sgd", levels=7, lr=0.1)
+    """
+
+    name, title, paper = "qsgd", "QSGD", "arXiv:1610.02132"
+    payload = "ceil(P (1 + ceil(log2(levels + 1))) / 8) + 4 ceil(P / bucket)"
+    equation = "g = mean_i Q(g_i), E Q(g_i) = g_i; theta <- Opt(theta, clip(g))"
+    needs = "all nodes at every step; what a node gets grows with N"
+    identities = ("levels=2^20 = ddp within 1e-5", "the mean over draws = the gradient")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        levels: int = 7,
+        *,
+        bucket: int = 512,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        check_count("bucket", bucket)
+        code = Stochastic(levels)
+        mean = CompressedMean(
+            lambda layout: Quantized(code, buckets(layout.numel, bucket)),
+            lambda P, b: math.ceil(P * code.bits / 8) + 4 * math.ceil(P / bucket),
+        )
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps, gradient_modules=[mean],
+        )  # fmt: skip

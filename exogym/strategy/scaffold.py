@@ -1,0 +1,138 @@
+"""SCAFFOLD: FedAvg whose clients correct their gradients for how their data differ from everyone's.
+
+Karimireddy et al., arXiv:1910.06378. With control variates c at the server and c_i at each client, zero at first:
+
+    y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                  # K local steps from theta
+    c_i+ = (1/K) sum of the round's g_i(y_i)                 # of SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
+    theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
+
+N counts all clients, S those of the round. Option II is written as what it is equal to, the mean of the local gradients
+that the round saw, so that it holds for any inner optimizer and schedule. Gradients are as the loss gives them, before
+clipping; weight decay of the inner optimizer is not in them.
+
+Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: those of S that
+are there; one whose synchronisation was lost goes on, and its next c_i+ is the mean over all its steps since. A node
+that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, checked
+from exogym.fleet import Block, Fleet
+from exogym.fleet.presence import give_shared, rows_of
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_rounds import RoundModule, views, with_gradient
+from exogym.strategy.fedopt import ServerStep
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class ControlVariates(RoundModule):
+    """Adds c - c_i to every local gradient; before the averaging.
+
+    State: c, one for all; c_i and the sum of a round's gradients, (rows, P); how many these are, (rows, 1).
+    """
+
+    weighted_means = False  # c is a sum over clients
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return self.average.traffic(P, N, b)
+
+    def couples_every(self, N: int) -> float:
+        return self.average.couples_every(N)
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.layouts, blocks = [block.layout for block in fleet.blocks], list(enumerate(fleet.blocks))
+        self.c = [block.zeros(1) for block in fleet.blocks]
+        self.own = [block.zeros() for block in fleet.blocks]
+        self.seen = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in map(Block.zeros, fleet.blocks)]
+        self.taken = torch.zeros(len(fleet), 1, dtype=torch.int64)
+        self.shared_state = {f"c.{b}": self.c[b] for b, _ in blocks}
+        self.row_state = {f"own.{b}": self.own[b] for b, _ in blocks} | {f"seen.{b}": self.seen[b] for b, _ in blocks}
+        self.row_state["taken"] = self.taken
+
+    @torch.no_grad()
+    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        mine = (views(x, self.layouts, at) for x, at in ((self.c, 0), (self.own, row), (self.seen, row)))
+        there, c, own, seen = with_gradient(grads, *mine)
+        if there:
+            torch._foreach_add_(seen, there)
+            torch._foreach_add_(there, torch._foreach_sub(c, own))
+        self.taken[row] += 1
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        members = self.members(fleet, step)
+        if not members:
+            return
+        rows = [row for row in rows_of(fleet, members) if self.taken[row]]
+        for c, own, seen in zip(self.c, self.own, self.seen, strict=True):
+            new = (seen[rows] / self.taken[rows].to(seen)).to(own)
+            change = torch.zeros_like(own)
+            change[rows] = new - own[rows]
+            c += self.all_reduce(fleet, change, "sum", members) / fleet.num_nodes
+            own[rows] = new
+            seen[rows] = 0
+        self.taken[rows] = 0
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        rows = rows_of(fleet, nodes)
+        for seen in self.seen:
+            seen[rows] = 0
+        self.taken[rows] = 0
+        give_shared(fleet, [c[0] for c in self.c], nodes)
+
+
+class ScaffoldStrategy(CommunicateOptimizeStrategy):
+    """Federated averaging with control variates.
+
+    Args: server_lr: eta_g. H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as
+    `AveragingCommunicator`; clients count the same by default, as in the paper. inner_optim, lr, inner_lr, max_norm,
+    lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
+
+    >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
+    """
+
+    name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
+    equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
+    needs = "all nodes every H steps, twice; with client_fraction a server and those clients"
+    identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        H: RoundLength = 10,
+        *,
+        server_lr: float = 1.0,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+        client_fraction: float = 1.0,
+        weighting: str = "uniform",
+        local_steps: Sequence[int] | None = None,
+        local_epochs: int | None = None,
+        keep_inner_state: bool = True,
+    ):
+        if not server_lr >= 0:
+            raise ArgumentError(f"server_lr={server_lr!r} must be at least 0")
+        average = AveragingCommunicator(
+            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+        )  # fmt: skip
+        server = [] if server_lr == 1 else [ServerStep(average, "momentum", server_lr, beta1=0.0)]
+        super().__init__(
+            inner_optim, [ControlVariates(average), average, *server], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
+            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+        )  # fmt: skip

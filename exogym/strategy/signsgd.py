@@ -1,0 +1,96 @@
+"""signSGD: one bit of each gradient, by majority vote, or with error feedback.
+
+Majority vote, Bernstein et al., arXiv:1802.04434, with the inner optimizer SGD(gamma):
+
+    theta <- theta - gamma sign(sum_i sign(g_i))
+
+A tie gives 0. One bit cannot say zero, so a node's gradient of exactly zero is a vote up and down in turn, at step t of
+node i up where t + i is even. Payload ceil(P / 8) bytes per step.
+
+EF-signSGD, Karimireddy et al., arXiv:1901.09847, per tensor of d entries (see `compressed_gradients`):
+
+    p_i = gamma g_i + e_i;   q_i = (|p_i|_1 / d) sign(p_i);   e_i <- p_i - q_i;   theta <- theta - mean_i q_i
+
+with sign(0) = +. Payload ceil(P / 8) + 4 per tensor. Both: all-gather, tx = rx = (N-1) payload.
+
+With absent nodes: those that are there vote; for the rest as `compressed_gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.compress import Quantized, ScaledSign, tensors
+from exogym.compress.quantize import pack, unpack
+from exogym.errors import checked
+from exogym.fleet import Fleet
+from exogym.fleet.presence import shared_row
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
+from exogym.strategy.compressed_gradients import CompressedMean, own_gradients
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
+from exogym.strategy.traffic import Traffic
+
+
+class MajorityVote(GradientModule):
+    """Replace the gradients by the sign of the sum of everyone's signs."""
+
+    clip_first = True  # which no sign sees
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_gather", P / 8)]
+
+    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
+        for block in fleet.blocks:
+            g = own_gradients(fleet, block)
+            is_turn = torch.tensor([[(step + rank) % 2 == 0] for rank in fleet.ranks], device=g.device)
+            votes = pack(((g > 0) | ((g == 0) & is_turn)).int(), 1)
+
+            def decode(votes: Tensor, like: Tensor = g) -> Tensor:
+                return (2 * unpack(votes, 1, like.shape[1]) - 1).to(like.dtype)
+
+            total = shared_row(fleet, fleet.comm.sum_decoded([votes], decode, "sum"))
+            block.grads = total.sign().expand_as(g)
+            mark_used(fleet, block)
+        broadcast_buffers(fleet)
+
+
+class SignSGDStrategy(CommunicateOptimizeStrategy):
+    """Data-parallel training with one bit per gradient entry.
+
+    Args:
+        error_feedback: send the scaled signs of gradient and error together (EF-signSGD) instead of a vote.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. A vote moves every parameter by
+            the learning rate: start at 1e-3 or below. With error feedback the rate is that of SGD, and each node's own
+            gradient is clipped.
+
+    >>> strategy = SignSGDStrategy(inner_optim="sgd", lr=1e-3)
+    """
+
+    name, title, paper, payload = "signsgd", "signSGD", "arXiv:1802.04434", "P / 8"
+    equation = "theta <- theta - gamma sign(sum_i sign(g_i))"
+    needs = "all nodes at every step, with one bit per parameter; what a node gets grows with N"
+    identities = ("N=1 = the sign of the gradient", "error feedback: what is sent and kept = gamma sum g_i")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        *,
+        error_feedback: bool = False,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        scaled = CompressedMean(
+            lambda layout: Quantized(ScaledSign(), tensors(layout)), lambda P, b: P / 8, error_feedback=True
+        )
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps, gradient_modules=[scaled if error_feedback else MajorityVote()],
+        )  # fmt: skip

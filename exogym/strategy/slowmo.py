@@ -1,0 +1,151 @@
+"""SlowMo: local steps, an average, and a slow momentum over the averages.
+
+Wang et al., SlowMo: improving communication-efficient distributed SGD with slow momentum, arXiv:1910.00643. After every
+H inner steps, with the inner learning rate gamma of the last of them:
+
+    xbar    = (1/N) sum_i theta_i                   # all-reduce of P elements
+    u       <- beta u + (theta - xbar) / gamma
+    theta   <- theta - alpha gamma u,   theta_i <- theta
+
+The states of the inner optimizers (their "buffers") are maintained, start afresh, or are averaged too.
+
+Payload P b bytes per node every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. Averaged states add as much for
+each. With beta = 0 and alpha = 1 it is local SGD. With a constant gamma it is DiLoCo with a heavy ball, eta = alpha,
+mu = beta; with another it is not, since u is in units of gradients. With absent nodes as DiLoCo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from exogym.errors import ArgumentError, StrategyError, check_choice, checked
+from exogym.fleet import Fleet
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.moments import Moments
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.outer import OuterModule, OuterParameters, OuterRule
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Inner, Run
+from exogym.strategy.traffic import Traffic
+
+
+class SlowMomentum(Optimizer):
+    """u <- beta u + g / gamma; p <- p - alpha gamma u, where `lr` is gamma.
+
+    >>> p = torch.nn.Parameter(torch.zeros(1))
+    >>> p.grad = torch.ones(1)
+    >>> SlowMomentum([p], lr=0.5, slow_lr=2.0).step()
+    >>> p.item()
+    -2.0
+    """
+
+    def __init__(self, params: Any, lr: float = 1.0, slow_lr: float = 1.0, momentum: float = 0.5):
+        super().__init__(params, {"lr": lr, "slow_lr": slow_lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            gamma = group["lr"]
+            if not gamma > 0:
+                raise StrategyError(
+                    f"SlowMo divides by the inner learning rate, which is {gamma} at the end of this round: "
+                    "let the schedule stay above 0"
+                )
+            for p in group["params"]:
+                state = self.state[p]
+                u = state.setdefault("u", torch.zeros_like(p))
+                u.mul_(group["momentum"]).add_(p.grad, alpha=1 / gamma)
+                p.sub_(u, alpha=group["slow_lr"] * gamma)
+        return loss
+
+
+class SlowMoCommunicator(OuterModule):
+    """SlowMo's outer step, after every step divisible by H.
+
+    Args:
+        inner: the strategy's inner optimizer, whose rate gamma is.
+        H: inner steps of a round, or a pure function of the round (from 0) that gives them.
+        slow_lr, slow_momentum: alpha and beta.
+        buffers: what becomes of the inner optimizers' states: "maintain", "reset" or "average".
+    """
+
+    weighted_means = True
+
+    def __init__(self, inner: Inner, H: RoundLength, slow_lr: float, slow_momentum: float, buffers: str):
+        super().__init__()
+        self.take_rounds(H)
+        check_choice("buffers", buffers, ("maintain", "reset", "average"))
+        if not slow_lr > 0:
+            raise ArgumentError(f"slow_lr={slow_lr!r} must be over 0")
+        if not 0 <= slow_momentum < 1:
+            raise ArgumentError(f"slow_momentum={slow_momentum!r} must be from 0 to below 1")
+        self.inner, self.slow_lr, self.slow_momentum = inner, slow_lr, slow_momentum
+        self.fresh_inner_state = buffers == "reset"
+        self.moments = Moments(inner.spec) if buffers == "average" else None
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        averages = 1 + (len(self.moments.kinds) if self.moments else 0)
+        return [Traffic("all_reduce", P * b, self.interval_steps)] * averages
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        gamma, T = self.inner.schedule(run.total_steps), run.total_steps
+
+        def at_the_end(round_: int) -> float:
+            return gamma.lr(min(self.end_of(round_), T) - 1)
+
+        slow = OptimSpec(SlowMomentum, lr=1.0, slow_lr=self.slow_lr, momentum=self.slow_momentum)
+        rule = OuterRule(slow, lr_scheduler=at_the_end)
+        self.outer = OuterParameters(fleet, rule, self.round_of(T) + 1)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        super().communicate(fleet, step)
+        if self.moments is not None:
+            for kind in self.moments.kinds:
+                self.moments.average(fleet, kind)
+
+
+class SlowMoStrategy(CommunicateOptimizeStrategy):
+    """SlowMo over any inner optimizer.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. gamma is the optimizer's own
+            rate, not that of a parameter group with another.
+        H, slow_lr, slow_momentum, buffers: as `SlowMoCommunicator`; the paper takes alpha = 1, beta from 0.4 to 0.8.
+
+    The evaluation model is theta.
+
+    >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
+    """
+
+    name, title, paper, payload = "slowmo", "SlowMo", "arXiv:1910.00643", "P b / H"
+    equation = "u <- beta u + (theta - mean_i theta_i) / gamma; theta <- theta - alpha gamma u; theta_i <- theta"
+    needs = "all nodes every H steps"
+    identities = ("beta=0, alpha=1 = fedavg", "constant gamma = diloco with heavy ball, eta=alpha, mu=beta")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        H: RoundLength = 12,
+        *,
+        slow_lr: float = 1.0,
+        slow_momentum: float = 0.5,
+        buffers: str = "maintain",
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+        slow = SlowMoCommunicator(inner, H, slow_lr, slow_momentum, buffers)
+        super().__init__(
+            inner_optim, [slow], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

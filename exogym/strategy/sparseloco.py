@@ -1,0 +1,173 @@
+"""SparseLoCo: DiLoCo that sends the largest entries of its outer gradients in 2 bits, with error feedback for momentum.
+
+Sarfi et al., arXiv:2508.15706. Every H inner steps, with the outer parameters theta:
+
+    e_i <- beta e_i + (theta - theta_i)
+    (I_i, V_i) <- the k largest of each chunk of e_i;   V_i <- Q(V_i)
+    e_i <- e_i - scatter(I_i, V_i)                        # what Q has changed stays, too
+    theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
+
+Chunks are 64 x 64 blocks of a matrix, 4096 entries of a vector; of a smaller one as large a share is sent, at least
+one. Q puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`). The
+mean is over all N nodes; the published code divides by the number of those that sent an entry
+(aggregation="contributors"). That code multiplies by eta twice, here once. There is no outer momentum: beta < 1 forgets
+on purpose.
+
+Payload per round: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the defaults, 1/146 of
+fp32; and for the tables of Q 4 2^bits bytes per tensor, 16. All-gather, tx = rx = (N-1) payload.
+
+With absent nodes: means are over those that are there. A node whose synchronisation was lost keeps theta_i and e_i and
+goes on; its next difference is to the theta it last received. One that was down comes back with theta, P b bytes, and
+e_i = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.compress import ChunkTopK, Statistical, with_feedback
+from exogym.errors import ArgumentError, check_choice, checked
+from exogym.fleet import Fleet
+from exogym.fleet.presence import rows_of, shared_row, where_present
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class SparseOuterStep(PeriodicModule):
+    """The outer step of SparseLoCo, after every step divisible by H; arguments as `SparseLoCoStrategy`.
+
+    State: theta, one copy for all nodes; e and the theta last received, (rows, P).
+    """
+
+    def __init__(
+        self,
+        H: RoundLength,
+        topk: int,
+        chunk: int,
+        bits: int,
+        error_decay: float,
+        outer_lr: float,
+        aggregation: str,
+    ):
+        super().__init__()
+        self.take_rounds(H)
+        check_choice("aggregation", aggregation, ("mean", "contributors"))
+        if not 0 <= error_decay <= 1:
+            raise ArgumentError(f"error_decay={error_decay!r} must be from 0 to 1")
+        if not outer_lr >= 0:
+            raise ArgumentError(f"outer_lr={outer_lr!r} must be at least 0")
+        self.topk, self.chunk, self.bits = topk, chunk, bits
+        self.quantizer = None if bits == 32 else Statistical(bits)
+        self.error_decay, self.outer_lr, self.aggregation = error_decay, outer_lr, aggregation
+        self.weighted_means = aggregation == "mean"
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        value_bits = self.bits if self.quantizer else 8 * b
+        kept = P * self.topk / self.chunk
+        return [Traffic("all_gather", kept * (value_bits + math.ceil(math.log2(self.chunk))) / 8, self.interval_steps)]
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.compressors = [ChunkTopK(block.layout, self.topk, self.chunk, self.quantizer) for block in fleet.blocks]
+        self.row_state = {f"error.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
+        self.row_state |= {f"received.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
+        self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        away = rows_of(fleet, [rank for rank in fleet.ranks if rank not in fleet.comm.present])
+        for b, block in enumerate(fleet.blocks):
+            theta, e = self.shared_state[f"theta.{b}"], self.row_state[f"error.{b}"]
+            received = self.row_state[f"received.{b}"]
+            resting = e[away]
+            payload = with_feedback(self.compressors[b], e, received - block.params, self.error_decay)
+            e[away] = resting
+            theta.add_(self._mean(fleet, self.compressors[b], payload, theta), alpha=-self.outer_lr)
+            for x in (block.params, received):
+                x.copy_(where_present(fleet, theta.expand_as(x), x))
+        fleet.synchronise_buffers()
+
+    def _mean(self, fleet: Fleet, compressor: ChunkTopK, payload: Sequence[Tensor], theta: Tensor) -> Tensor:
+        """Return (1, P), the mean of what was sent: over the nodes, or for each entry over those that sent it."""
+        wide = torch.promote_types(theta.dtype, torch.float32)
+
+        def decode(*parts: Tensor) -> Tensor:
+            sent = compressor.decode(*parts).to(wide)
+            return sent if self.aggregation == "mean" else torch.stack([sent, compressor.mask(*parts).to(wide)], 1)
+
+        op = "mean" if self.aggregation == "mean" else "sum"
+        total = shared_row(fleet, fleet.comm.sum_decoded(payload, decode, op))
+        mean = total if self.aggregation == "mean" else total[:, 0] / total[:, 1].clamp(min=1)
+        return mean.to(theta.dtype)
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        rows = rows_of(fleet, nodes)
+        for b, block in enumerate(fleet.blocks):
+            self.row_state[f"error.{b}"][rows] = 0
+            self.row_state[f"received.{b}"][rows] = block.params[rows]
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
+
+
+class SparseLoCoStrategy(CommunicateOptimizeStrategy):
+    """SparseLoCo: H local steps, then the largest entries of the difference in a few bits.
+
+    Args:
+        inner_optim: inner optimizer; the paper's is AdamW.
+        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
+        topk: entries kept of a chunk; the paper's are 32 to 128.
+        chunk: entries of a chunk, a square number.
+        bits: of a value, 1 to 8; 32 for the values as they are.
+        error_decay: beta.
+        outer_lr: eta.
+        aggregation: "mean" over all nodes, or over the "contributors" of each entry.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
+
+    The evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
+
+    >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)
+    """
+
+    name, title, paper = "sparseloco", "SparseLoCo", "arXiv:2508.15706"
+    payload = "P topk / chunk (bits + ceil(log2(chunk))) / 8 / H"
+    equation = (
+        "e_i <- beta e_i + theta - theta_i; V_i = Q(top_k(e_i)); e_i <- e_i - V_i; theta <- theta - eta mean_i V_i"
+    )
+    needs = "all nodes every H steps, with 1/146 of fp32; what a node gets grows with N"
+    identities = (
+        "topk=chunk, bits=32 = diloco with outer SGD(lr)",
+        "beta=1: what is sent and kept = the sum of differences",
+        "H=1, beta=1, SGD, bits=32 = topk by chunks",
+    )
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        H: RoundLength = 30,
+        topk: int = 64,
+        chunk: int = 4096,
+        *,
+        bits: int = 2,
+        error_decay: float = 0.95,
+        outer_lr: float = 1.0,
+        aggregation: str = "mean",
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        outer = SparseOuterStep(H, topk, chunk, bits, error_decay, outer_lr, aggregation)
+        super().__init__(
+            inner_optim, [outer], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,210 @@
+"""Streaming DiLoCo: the model in fragments, each synchronised in its turn while training goes on.
+
+Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 with the
+outer parameters theta_p is sent after the steps t > 0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
+
+    Delta_p     = (1/N) sum_i Q(theta_p - theta_{i,p})                     # Q: 32 bits, int8, or 4-bit E3M0
+    and after step t + tau:
+    theta_p     <- OuterOpt_p(theta_p, Delta_p)                            # Nesterov, as DiLoCo
+    theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
+
+Delta_p is measured against the last theta_p, though node i went on from the mixed value. alpha = 0 drops the tau local
+steps of the fragment; with alpha = 1 communication has no effect on the nodes.
+
+Payload of a fragment of p elements: p b bytes, ring all-reduce; P b every H steps in all, as DiLoCo, but at most the
+largest fragment at once. With 8 or 4 bits ceil(p bits / 8) and 4 bytes for each tensor's scale, which cannot be summed
+on their way: all-gather, tx = rx = (N-1) payload; sums are in fp32. Buffers are averaged once every H steps.
+
+What is on its way at the end arrives then, and every fragment is sent once more that was trained since (`final_sync`).
+With absent nodes as DiLoCo, for each fragment by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from exogym.compress import E3M0, Absmax, Quantized
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.fleet import Fleet
+from exogym.fleet.state import Tensors, below
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
+from exogym.strategy.fragments import Piece, fragments
+from exogym.strategy.outer import OuterParameters, OuterRule
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
+
+
+class StreamingCommunicator(CommunicationModule):
+    """The outer steps of Streaming DiLoCo. Arguments as `StreamingDiLoCoStrategy`."""
+
+    weighted_means = True
+
+    @checked
+    def __init__(
+        self,
+        H: int,
+        num_fragments: int,
+        rule: OuterRule,
+        *,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        pattern: str = "strided",
+        bits: int = 32,
+        offsets: Sequence[int] | None = None,
+    ):
+        super().__init__()
+        check_count("H", H)
+        check_count("num_fragments", num_fragments)
+        check_count("fragment_sync_delay", fragment_sync_delay, least=0)
+        check_choice("pattern", pattern, ("strided", "sequential"))
+        if bits not in (32, *QUANTIZERS):
+            raise ArgumentError(f"bits={bits!r} must be 32, 8 or 4")
+        if fragment_sync_delay >= H:
+            raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the H={H} steps of a round")
+        if not 0 <= fragment_update_alpha <= 1:
+            raise ArgumentError(f"fragment_update_alpha={fragment_update_alpha!r} must be from 0 to 1")
+        if offsets is not None and (len(offsets) != num_fragments or not all(0 <= t < H for t in offsets)):
+            raise ArgumentError(
+                f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"
+            )
+        self.H, self.num_fragments, self.rule, self.pattern, self.bits = H, num_fragments, rule, pattern, bits
+        self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha
+        self.offsets = [p * H // num_fragments for p in range(num_fragments)] if offsets is None else list(offsets)
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        F = self.num_fragments
+        kind, size = ("all_reduce", b) if self.bits == 32 else ("all_gather", self.bits / 8)
+        return [Traffic(kind, P / F * size, self.H / F, overlap_steps=self.delay)]
+
+    def couples_every(self, N: int) -> float:
+        return self.H
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        rounds = -(-run.total_steps // self.H)
+        self.outer = [
+            OuterParameters(
+                fleet, self.rule, rounds, fragment=fragment, delay=self.delay, keep=self.alpha,
+                codec=None if self.bits == 32 else self._codec,
+            )
+            for fragment in fragments(fleet.blocks, self.num_fragments, self.pattern)
+        ]  # fmt: skip
+
+    def _codec(self, piece: Piece) -> Quantized:
+        return Quantized(QUANTIZERS[self.bits](), [(1, slot.numel) for slot in piece.slots])
+
+    def sends(self, step: int) -> list[int]:
+        """Return the fragments that are sent after `step`."""
+        return [p for p, t in enumerate(self.offsets) if (step - t) % self.H == 0]
+
+    def next_event(self, step: int) -> int:
+        sent = min(step + self.H - (step - t) % self.H for t in self.offsets)
+        return min([sent, *(self._next_arrival(p, step) for p in range(self.num_fragments))])
+
+    def _next_arrival(self, p: int, step: int) -> int:
+        """Return the first step after `step` after which fragment p arrives."""
+        first = (self.offsets[p] or self.H) + self.delay
+        return max(first, step + self.H - (step - first) % self.H)
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        sent = self.sends(step)
+        for p, outer in enumerate(self.outer):
+            arrived = outer.communicate(fleet, step, (step - 1) // self.H if p in sent else None)
+            if arrived and p == 0:
+                fleet.synchronise_buffers()
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        for p, outer in enumerate(self.outer):
+            left = outer.flight is None and self._next_arrival(p, step - 1) != step
+            if left or outer.flight is not None:
+                outer.finish(fleet, step, (step - 1) // self.H if left else None)
+                if p == 0:
+                    fleet.synchronise_buffers()
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for outer in self.outer:
+            outer.rejoin(nodes)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        """Return theta, (P,) per block."""
+        result = {id(block): block.params.new_empty(1, block.layout.numel) for block in fleet.blocks}
+        for outer in self.outer:
+            for piece, theta in zip(outer.fragment, outer.theta, strict=True):
+                piece.put(result[id(piece.block)], theta)
+        return [result[id(block)][0] for block in fleet.blocks]
+
+    def save_state(self) -> Tensors:
+        return {f"{p}.{name}": x for p, outer in enumerate(self.outer) for name, x in outer.state().items()}
+
+    def load_state(self, tensors: Tensors) -> None:
+        for p, outer in enumerate(self.outer):
+            outer.load_state(below(f"{p}.", tensors))
+
+
+class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
+    """DiLoCo in fragments that are sent one after the other, overlap with training, and may be quantised.
+
+    Args:
+        inner_optim: inner optimizer; the paper's is AdamW.
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: as `DiLoCoStrategy`; for 'sgd'
+            the rate is 0.7 as there, the paper's 0.4.
+        H: steps from one synchronisation of a fragment to the next.
+        num_fragments: F; where the model has parameters outside of its layers (embeddings, the last norm, the head),
+            they are the last fragment, and the layers are dealt out to the others.
+        fragment_sync_delay: tau, below H; the paper's 1.
+        fragment_update_alpha: alpha, the share of the local parameters kept; the paper's 0.5.
+        pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
+        bits: of an element of Delta: 32 as it is, 8 (int8 by each tensor's largest), 4 (E3M0, the paper's).
+        offsets: t_p of each fragment instead, from 0 to below H.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
+
+    The evaluation model is theta.
+
+    >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, fragment_update_alpha=0.5, bits=4)
+    """  # noqa: E501
+
+    name, title, paper, payload = "streaming_diloco", "Streaming DiLoCo", "arXiv:2501.18512", "P b / H"
+    equation = (
+        "Delta_p = mean_i Q(theta_p - theta_i,p); tau steps later: theta_p <- OuterOpt(theta_p, Delta_p), mixed in"
+    )
+    needs = "all nodes every H/F steps, with P/F elements, tau steps to arrive"
+    identities = ("F=1, tau=0, alpha=0 = diloco", "equal offsets = diloco", "alpha=1 = nodes alone", "torchft's traces")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        outer_optim: Any = "sgd",
+        H: int = 100,
+        num_fragments: int = 2,
+        *,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        pattern: str = "strided",
+        bits: int = 32,
+        offsets: Sequence[int] | None = None,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        rule = OuterRule(outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum)
+        streaming = StreamingCommunicator(
+            H, num_fragments, rule, fragment_sync_delay=fragment_sync_delay, pattern=pattern, bits=bits,
+            fragment_update_alpha=fragment_update_alpha, offsets=offsets,
+        )  # fmt: skip
+        super().__init__(
+            inner_optim, [streaming], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Top-k: every node sends the largest k entries of its gradient, and keeps the rest for later.
+
+Stich, Cordonnier, Jaggi, Sparsified SGD with memory, arXiv:1809.07599; Lin et al., Deep Gradient Compression,
+arXiv:1712.01887, without its momentum tricks. With error feedback (`compressed_gradients`), at the learning rate gamma:
+
+    p_i = gamma g_i + e_i;   send the k largest of |p_i|, with indices;   e_i <- p_i - sent_i
+    g = (1 / gamma) mean_i sent_i,   theta <- Opt(theta, g)
+
+k = max(1, round(density P)), over all parameters (of one dtype) together; the mean is over all N nodes, whoever sent.
+Payload k (b + 4) bytes per step, all-gather, tx = rx = (N-1) payload: what a node gets grows with N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exogym.compress import TopK
+from exogym.errors import ArgumentError, checked
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.compressed_gradients import CompressedMean
+from exogym.strategy.schedule import Scheduler
+
+
+class TopKStrategy(CommunicateOptimizeStrategy):
+    """Data-parallel training with the largest entries of each node's gradient.
+
+    Args:
+        density: share of the entries that a node sends, over 0 and at most 1.
+        error_feedback: keep what is not sent; without it most of the gradient is lost.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. With error feedback each node's
+            own gradient is clipped.
+
+    With density 1 it is DDP.
+
+    >>> strategy = TopKStrategy(inner_optim="sgd", density=0.01, lr=0.1)
+    """
+
+    name, title, paper, payload = "topk", "Top-k", "arXiv:1809.07599", "density P (b + 4)"
+    equation = "p_i = gamma g_i + e_i; e_i <- p_i - top_k(p_i); theta <- theta - mean_i top_k(p_i)"
+    needs = "all nodes at every step; what a node gets grows with N"
+    identities = ("density=1 = ddp", "what is sent and kept = gamma sum g_i", "N=1, density=1 = the inner optimizer")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "sgd",
+        density: float = 0.01,
+        *,
+        error_feedback: bool = True,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+            raise ArgumentError(f"density={density!r} must be over 0 and at most 1: the share of entries to send")
+        mean = CompressedMean(
+            lambda layout: TopK(layout.numel, max(1, round(density * layout.numel))),
+            lambda P, b: max(1, round(density * P)) * (b + 4),
+            error_feedback,
+        )
+        super().__init__(
+            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
+            warmup_steps=warmup_steps, gradient_modules=[mean],
+        )  # fmt: skip

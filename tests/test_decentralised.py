@@ -1,0 +1,435 @@
+"""Nodes that meet on a graph or in pairs: D-PSGD, gradient push, NoLoCo; graphs, weights, bytes and the clock."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from problems import Regressor, dyadic, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from torch import Tensor, nn
+
+from exogym.advise import advise
+from exogym.clock import Clock
+from exogym.communicator import Communicator
+from exogym.errors import ArgumentError
+from exogym.network import Network
+from exogym.strategy import (
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
+    NoLoCoStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+)
+from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.gradient_push import PushSum
+from exogym.strategy.graphs import GRAPHS, edges_of, metropolis, pushing, takers_of
+from exogym.strategy.noloco import NoLoCoCommunicator
+
+Models = list[nn.Module]
+S = 57 * 8.0
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, foreach=False)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
+
+
+def rows_of(models: Models) -> Tensor:
+    return torch.stack([vector(m) for m in models])
+
+
+def put_rows(models: Models, rows: Tensor) -> None:
+    for m, row in zip(models, rows, strict=True):
+        put(m, row)
+
+
+def everyone(n: int) -> tuple[int, ...]:
+    return tuple(range(n))
+
+
+# Graphs and weights
+
+
+def test_named_graphs_are_those_of_networkx() -> None:
+    same_edges = {
+        "ring": nx.cycle_graph(8),
+        "complete": nx.complete_graph(8),
+        "exponential": nx.circulant_graph(8, [1, 2, 4]),
+        "torus": nx.convert_node_labels_to_integers(nx.grid_2d_graph(2, 4, periodic=True), ordering="sorted"),
+    }
+    for name, graph in same_edges.items():
+        assert edges_of(name, 8) == edges_of(graph, 8)
+    assert edges_of("torus", 7) == edges_of("ring", 7) and edges_of("torus", 9) != edges_of("ring", 9)
+    degrees = [sum(i in e for e in edges_of("torus", 9)) for i in range(9)]
+    assert degrees == [4] * 9
+    random = edges_of("random", 9, seed=3)
+    assert random == edges_of("random", 9, seed=3) != edges_of("random", 9, seed=4)
+    assert nx.is_connected(nx.Graph(list(random)))
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_metropolis_weights_are_doubly_stochastic(graph: str, n: int) -> None:
+    W = metropolis(edges_of(graph, n, turn=2), everyone(n), n)
+    assert torch.equal(W, W.T) and bool((W >= 0).all())
+    same(W.sum(0), torch.ones(n, dtype=torch.float64), 1e-15)
+    x = torch.randn(n, 3, dtype=torch.float64)
+    same((W @ x).mean(0), x.mean(0))
+    if graph == "complete":
+        same(W, torch.full((n, n), 1 / n, dtype=torch.float64), 1e-15)
+
+
+def test_metropolis_weights_on_an_uneven_graph() -> None:
+    star = edges_of(nx.star_graph(3), 4)
+    W = metropolis(star, everyone(4), 4)
+    assert W[0].tolist() == [0.25] * 4 and W[1].tolist() == [0.25, 0.75, 0, 0]
+    less = metropolis(star, (0, 1), 4)  # nodes 2 and 3 are away
+    assert less.tolist() == [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_mixing_brings_nodes_nearer_by_the_second_eigenvalue() -> None:
+    W = metropolis(edges_of("ring", 8), everyone(8), 8)
+    second = torch.linalg.eigvalsh(W).abs().sort().values[-2]
+    x = torch.randn(8, 5, dtype=torch.float64)
+    apart, mixed = x - x.mean(0), W @ x - x.mean(0)
+    assert mixed.norm() <= second * apart.norm() < apart.norm()
+    assert mixed.norm() > second**2 * apart.norm() * 0.1
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        ("rong", "did you mean 'ring'"),
+        (nx.path_graph(5), "must have the nodes 0 to 3"),
+        (nx.Graph([(0, 1), (2, 3)]), "not connected"),
+        (nx.DiGraph([(0, 1), (1, 2), (2, 3)]), "directed.*GradientPushStrategy"),
+        ([(0, 1)], "one of 'ring'.*or a networkx graph"),
+    ],
+)
+def test_wrong_graphs(graph: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        train(GossipStrategy("sgd", graph, lr=0.05))
+
+
+# D-PSGD
+
+
+def gossip(W: Tensor, steps: int, order: str, H: int = 1, build: Any = sgd) -> Tensor:
+
+    def before(models: Models, step: int) -> None:
+        if order == "combine_then_adapt" and step % H == 0:
+            put_rows(models, W @ rows_of(models))
+
+    def after(models: Models, step: int) -> None:
+        if order == "adapt_then_combine" and step % H == 0:
+            put_rows(models, W @ rows_of(models))
+
+    return plain(shards(len(W)), steps, build, before=before, after=after)
+
+
+@pytest.mark.parametrize("order", ["adapt_then_combine", "combine_then_adapt"])
+@pytest.mark.parametrize("graph", ["ring", nx.star_graph(4)])
+def test_gossip_is_its_rule(graph: Any, order: str) -> None:
+    W = metropolis(edges_of(graph, 5), everyone(5), 5)
+    inner = OptimSpec("adamw", lr=0.02)
+    ours = train(GossipStrategy(inner, graph, H=2, order=order), shards(5), 5)
+    same(ours.rows, gossip(W, 12, order, 2, adamw))
+    other = "combine_then_adapt" if order == "adapt_then_combine" else "adapt_then_combine"
+    unlike(ours.rows, gossip(W, 12, other, 2, adamw))
+    same(ours.model, ours.rows.mean(0))
+
+
+def test_on_a_complete_graph_it_is_ddp_in_one_order_only() -> None:
+    ddp = train(SimpleReduceStrategy("sgd", lr=0.05)).rows
+    same(train(GossipStrategy("sgd", "complete", lr=0.05)).rows, ddp)
+    papers = GossipStrategy("sgd", "complete", lr=0.05, order="combine_then_adapt")
+    unlike(train(papers, steps=40).rows, train(SimpleReduceStrategy("sgd", lr=0.05), steps=40).rows)
+    first = train(papers, steps=1)  # one step from a common start: the means agree
+    same(first.model, train(SimpleReduceStrategy("sgd", lr=0.05), steps=1).model)
+    unlike(train(GossipStrategy("sgd", "ring", lr=0.05)).rows, ddp)
+
+
+def test_one_node_is_the_inner_optimizer_and_pairs_are_islands_of_two() -> None:
+    alone = plain(shards(1), 12, adamw)
+    for graph in GRAPHS:
+        same(train(GossipStrategy("adamw", graph, lr=0.02), shards(1), 1).rows, alone)
+    pair = train(GossipStrategy("adamw", "matching", H=3, lr=0.02), shards(2), 2).rows
+    same(pair, train(FedAvgStrategy("adamw", H=3, lr=0.02), shards(2), 2).rows)
+    unlike(pair, plain(shards(2), 12, adamw))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "complete"])
+def test_a_node_sends_its_row_to_each_neighbour(graph: str, n: int) -> None:
+    strategy = GossipStrategy("sgd", graph, H=2, lr=0.05)
+    seen = train(strategy, shards(n), n, steps=4)
+    degrees = [sum(i in e for e in edges_of(graph, n)) for i in range(n)]
+    assert seen.payload.tolist() == seen.tx.tolist() == seen.rx.tolist() == [2 * S * d for d in degrees]
+    planned = sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic)
+    assert planned == pytest.approx(S * sum(degrees) / n / 2)
+    if graph == "ring" and n > 2:
+        assert degrees == [2] * n
+
+
+def test_weights_of_one_leave_nodes_alone() -> None:
+    comm, x = Communicator(range(4), 4), torch.randn(4, 3)
+    assert torch.equal(comm.mix(x, torch.eye(4, dtype=torch.float64)), x)
+    assert comm.ledger.tx_bytes.tolist() == [0.0] * 4 and not comm.ledger.traffic
+    comm.mix(x, metropolis(edges_of("ring", 4), everyone(4), 4))
+    assert comm.ledger.traffic["neighbours mix"]["calls"] == 1
+
+
+def test_uneven_graphs_send_unevenly() -> None:
+    seen = train(GossipStrategy("sgd", nx.star_graph(3), lr=0.05), steps=3)
+    assert seen.payload.tolist() == seen.tx.tolist() == seen.rx.tolist() == [9 * S, 3 * S, 3 * S, 3 * S]
+
+
+# What the clock and the formula say
+
+
+def test_a_node_waits_for_its_neighbours_only() -> None:
+    n, comm = 6, Communicator(range(6), 6)
+    clock = Clock(n, "1Gbps,1ms", [0.1, 0.1, 0.1, 1.0, 0.1, 0.1])
+    comm.ledger.listeners.append(clock.event)
+    clock.advance(1)
+    comm.mix(torch.zeros(n, 125_000), metropolis(edges_of("ring", n), everyone(n), n))  # 0.5 MB to two: 1 + 8 ms
+    assert clock.time_s.tolist() == pytest.approx([0.109, 0.109, 1.009, 1.009, 1.009, 0.109])
+    clock.advance(1)
+    comm.all_reduce(torch.zeros(n, 1))
+    assert len(set(clock.time_s.tolist())) == 1  # all wait for all
+    other, push = Clock(n, "1Gbps,1ms", [0.1, 0.1, 0.1, 1.0, 0.1, 0.1]), Communicator(range(n), n)
+    push.ledger.listeners.append(other.event)
+    other.advance(1)
+    push.mix(torch.zeros(n, 125_000), pushing(takers_of("ring", n), range(n)))  # node 4 waits for node 3; nobody else
+    assert other.time_s.tolist() == pytest.approx([0.105, 0.105, 0.105, 1.005, 1.005, 0.105])
+
+
+def test_a_link_that_nobody_uses_costs_nothing() -> None:
+    bandwidth = torch.full((4, 4), 1e9).numpy()
+    bandwidth[0, 2] = bandwidth[2, 0] = 1e6  # across the ring
+    network = Network.matrix(bandwidth, 1e-3)
+    comm, events = Communicator(range(4), 4), []
+    comm.ledger.listeners.append(events.append)
+    x = torch.zeros(4, 125_000)
+    comm.mix(x, metropolis(edges_of("ring", 4), everyone(4), 4))
+    comm.mix(x, metropolis(edges_of("complete", 4), everyone(4), 4))
+    ring, complete = map(network.seconds, events)
+    assert ring == pytest.approx(1e-3 + 2 * 4e-3) and complete > 100 * ring
+    assert Network(1e9, 1e-3).seconds(events[0]) == pytest.approx(ring)
+    assert comm.ledger.payload_bytes.tolist() == [5 * 500_000.0] * 4
+    assert comm.ledger.traffic["neighbours mix"]["payload_bytes"] == 4 * 5 * 500_000.0
+
+
+def test_the_formulas_of_advise() -> None:
+    advice = advise(
+        parameters=1e6, num_nodes=8, network="1Gbps,1ms", step_seconds="100ms",
+        strategies=["gossip", "gossip:graph=complete", "sgp", "noloco:H=50", "gossip:graph=matching"],
+    )  # fmt: skip
+    rows = {row.strategy: row for row in advice.rows}
+    t = 8 * 4e6 / 1e9
+    assert rows["gossip"].seconds_per_step == pytest.approx(0.1 + 1e-3 + 2 * t)
+    assert rows["gossip:graph=complete"].seconds_per_step == pytest.approx(0.1 + 1e-3 + 7 * t)
+    assert rows["sgp"].seconds_per_step == pytest.approx(0.1 + 1e-3 + t, rel=1e-5)
+    assert rows["noloco:H=50"].seconds_per_step == pytest.approx(0.1 + 2 * (1e-3 + t) / 50)
+    assert rows["gossip"].tx_bytes_per_step == 8e6 and rows["noloco:H=50"].tx_bytes_per_step == pytest.approx(1.6e5)
+    couples = [rows[name].couples_every for name in ("gossip", "gossip:graph=complete", "gossip:graph=matching")]
+    assert couples == [4, 1, 3]
+
+
+# Stochastic gradient push
+
+
+def by_push(takers: Any, steps: int, n: int, forget: bool = False) -> Tensor:
+    x, w = vector(Regressor()).expand(n, -1).clone(), torch.ones(n, 1, dtype=torch.float64)
+
+    def after(models: Models, step: int) -> None:
+        nonlocal x, w
+        P = pushing(takers(step - 1), range(n))
+        x = P @ (x + rows_of(models) - x / w)
+        w = torch.ones_like(w) if forget else P @ w
+        put_rows(models, x / w)
+
+    return plain(shards(n), steps, adamw, after=after)
+
+
+UNEVEN = nx.DiGraph([(0, 1), (0, 2), (1, 2), (2, 3), (3, 0), (3, 1), (3, 4), (4, 0)])
+
+
+@pytest.mark.parametrize("graph", ["exponential", "ring", UNEVEN])
+def test_gradient_push_is_its_rule(graph: Any) -> None:
+    ours = train(GradientPushStrategy("adamw", graph, lr=0.02), shards(5), 5)
+    same(ours.rows, by_push(lambda turn: takers_of(graph, 5, turn), 12, 5))
+    unlike(ours.rows, by_push(lambda turn: takers_of(graph, 5, turn + 1), 12, 5) if graph == "exponential" else (
+        by_push(lambda turn: takers_of("complete", 5), 12, 5)))  # fmt: skip
+    if graph is UNEVEN:
+        unlike(ours.rows, by_push(lambda turn: takers_of(graph, 5), 12, 5, forget=True))
+
+
+def test_push_on_a_complete_graph_is_ddp_with_sgd() -> None:
+    ddp = train(SimpleReduceStrategy("sgd", lr=0.05)).rows
+    same(train(GradientPushStrategy("sgd", "complete", lr=0.05)).rows, ddp)
+    unlike(train(GradientPushStrategy("sgd", lr=0.05)).rows, ddp)
+    alone = train(GradientPushStrategy("adamw", lr=0.02), shards(1), 1)
+    same(alone.rows, plain(shards(1), 12, adamw))
+    assert alone.tx.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("n", "graph"), [(8, "exponential"), (5, UNEVEN)])
+def test_push_keeps_the_sums_and_finds_the_mean(n: int, graph: Any) -> None:
+    width = vector(Regressor()).numel()
+    values = torch.randn(n, width, dtype=torch.float64)
+    fleet, module = fleet_of(values), PushSum(graph, 1)
+    module.start(fleet, run_of(n))
+    for turn in range(3 if n == 8 else 200):
+        module.communicate(fleet, turn + 1)
+        same(module.x[0].sum(0), values.sum(0))
+        same(module.w.sum(), torch.tensor(float(n), dtype=torch.float64))
+        if turn == 1:
+            unlike(fleet.blocks[0].params, values.mean(0).expand(n, -1))
+    same(fleet.blocks[0].params, values.mean(0).expand(n, -1))
+    if graph is UNEVEN:
+        unlike(module.x[0], values.mean(0).expand(n, -1))  # without the weights the mean is biased
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_push_sends_a_row_and_a_weight(n: int) -> None:
+    strategy = GradientPushStrategy("sgd", lr=0.05)
+    seen = train(strategy, shards(n), n, steps=3)
+    assert seen.payload.tolist() == seen.tx.tolist() == seen.rx.tolist() == [3 * (S + 8) * (n > 1)] * n
+    assert len([e for e in seen.events if e.kind == "mix"]) == 3 * (n > 1)
+    assert sum(t.payload_bytes for t in strategy.plan(57, n, 8).traffic) == (S + 8) * (n > 1)
+
+
+# NoLoCo
+
+
+def noloco(n: int, steps: int, H: int, size: int, alpha: float, beta: float, gamma: float) -> Tensor:
+    groups_of = NoLoCoCommunicator(H, size, alpha, beta, gamma)
+    groups_of.run = run_of(n)
+    phi = vector(Regressor()).expand(n, -1).clone()
+    delta = torch.zeros_like(phi)
+
+    def after(models: Models, step: int) -> None:
+        if step % H:
+            return
+        D = rows_of(models) - phi
+        old = phi.clone()
+        for group in groups_of.groups(step // H - 1, range(n)):
+            pull = old[group].mean(0) - old[group]
+            delta[group] = alpha * delta[group] + beta * D[group].mean(0) + gamma * pull
+        phi.add_(delta)
+        put_rows(models, phi)
+
+    return plain(shards(n), steps, adamw, after=after)
+
+
+@pytest.mark.parametrize(("n", "size"), [(4, 2), (5, 2), (6, 3)])
+def test_noloco_is_its_rule(n: int, size: int) -> None:
+    strategy = NoLoCoStrategy(H=3, group_size=size, lr=0.02)
+    ours = train(strategy, shards(n), n)
+    same(ours.rows, noloco(n, 12, 3, size, 0.5, 0.7, 0.7))
+    unlike(ours.rows, noloco(n, 12, 3, size, 0.5, 0.7, 0.0))
+    same(ours.model, ours.rows.mean(0))
+    assert ours.rows.std(0).max() > 1e-4
+
+
+def test_noloco_in_one_group_is_diloco_with_a_heavy_ball() -> None:
+    ball = OptimSpec("sgd", lr=0.7, momentum=0.5)
+    diloco = train(DiLoCoStrategy("adamw", ball, H=4, lr=0.02)).rows
+    for gamma in (0.0, 0.9):
+        same(train(NoLoCoStrategy(H=4, group_size=4, gamma=gamma, lr=0.02)).rows, diloco)
+    two = train(NoLoCoStrategy(H=4, lr=0.02), shards(2), 2).rows
+    same(two, train(DiLoCoStrategy("adamw", ball, H=4, lr=0.02), shards(2), 2).rows)
+    unlike(train(NoLoCoStrategy(H=4, group_size=2, lr=0.02)).rows, diloco)
+
+
+def test_with_numbers_that_need_no_rounding_it_is_diloco_bit_for_bit() -> None:
+    width = vector(Regressor()).numel()
+    start = dyadic(1, width, 1)
+    ours, theirs = fleet_of(start.expand(4, -1)), fleet_of(start.expand(4, -1))
+    noloco = NoLoCoCommunicator(1, 4, alpha=0.5, beta=0.5, gamma=0.25)
+    diloco = DiLoCoCommunicator(1, OptimSpec("sgd", lr=0.5, momentum=0.5))
+    noloco.start(ours, run_of(4)), diloco.start(theirs, run_of(4))
+    for step in range(1, 5):
+        trained = dyadic(4, width, 10 + step)
+        for fleet, module in ((ours, noloco), (theirs, diloco)):
+            fleet.blocks[0].params.add_(trained)
+            module.communicate(fleet, step)
+        assert torch.equal(ours.blocks[0].params, theirs.blocks[0].params)
+    unlike(ours.blocks[0].params, start.expand(4, -1))
+
+
+def test_without_momentum_it_averages_models_in_pairs() -> None:
+    ours = train(NoLoCoStrategy("adamw", H=3, alpha=0.0, beta=1.0, gamma=1.0, lr=0.02))
+    groups = NoLoCoCommunicator(3, 2, 0.0, 1.0, 1.0)
+    groups.run = run_of(4)
+
+    def after(models: Models, step: int) -> None:
+        if step % 3 == 0:
+            rows = rows_of(models)
+            for pair in groups.groups(step // 3 - 1, range(4)):
+                rows[pair] = rows[pair].mean(0)
+            put_rows(models, rows)
+
+    same(ours.rows, plain(shards(4), 12, adamw, after=after))
+    unlike(ours.rows, train(NoLoCoStrategy("adamw", H=3, alpha=0.0, lr=0.02)).rows)
+
+
+def test_the_momentum_of_a_group_follows_its_mean() -> None:
+    """mean_G delta_new = alpha mean_G delta_old + beta mean_G D: the pull cancels."""
+    n, width = 6, vector(Regressor()).numel()
+    fleet, module = fleet_of(torch.randn(n, width, dtype=torch.float64)), NoLoCoCommunicator(1, 2, 0.5, 0.7, 0.9)
+    module.start(fleet, run_of(n))
+    for step in range(1, 4):
+        D, old = torch.randn(n, width, dtype=torch.float64), module.delta[0].clone()
+        fleet.blocks[0].params.copy_(module.phi[0] + D)
+        groups = module.groups(step - 1, range(n))
+        assert sorted(i for g in groups for i in g) == list(range(n)) and {len(g) for g in groups} == {2}
+        module.communicate(fleet, step)
+        for group in groups:
+            same(module.delta[0][group].mean(0), 0.5 * old[group].mean(0) + 0.7 * D[group].mean(0))
+            unlike(module.delta[0][group[0]], 0.5 * old[group[0]] + 0.7 * D[group].mean(0)) if step > 1 else None
+    assert module.groups(0, range(n)) == module.groups(0, range(n)) != module.groups(1, range(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_a_pair_exchanges_two_rows(n: int) -> None:
+    strategy = NoLoCoStrategy(H=2, lr=0.02)
+    seen = train(strategy, shards(n), n, steps=4)
+    kinds = {event.kind for event in seen.events}
+    assert kinds == ({"exchange"} if n > 1 else set())
+    assert seen.payload.tolist() == seen.tx.tolist() == seen.rx.tolist()
+    paired = 2 * (n // 2)  # one of an odd number is alone
+    assert seen.tx.sum() == 2 * 2 * S * paired and seen.tx.max() <= 4 * S
+    if n > 1:
+        assert sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic) == 2 * S / 2
+        assert math.isfinite(strategy.plan(57, n, 8).couples_every)
+
+
+def test_equal_data_keep_nodes_equal() -> None:
+    for make in (
+        lambda: NoLoCoStrategy(H=3, lr=0.02),
+        lambda: GossipStrategy("adamw", "torus", lr=0.02),
+        lambda: GradientPushStrategy("adamw", lr=0.02),
+    ):
+        one = train(make(), shards(1, same=True), 1)
+        many = train(make(), shards(4, same=True), 4)
+        same(many.rows, one.rows.expand_as(many.rows), 1e-11)
+    unlike(train(NoLoCoStrategy(H=3, lr=0.02), shards(4), 4).model, one.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"alpha": 1.0}, r"alpha=1\.0"), ({"beta": -1.0}, r"beta=-1\.0"), ({"group_size": 0}, "group_size")],
+)
+def test_wrong_noloco(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        NoLoCoStrategy(**options)

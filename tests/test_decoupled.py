@@ -1,0 +1,169 @@
+"""Decoupled DiLoCo: against a loop in plain torch, its identities, the laws."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from problems import BATCH, Regressor, loss_of, same, shards, train, unlike, vector
+from torch import Tensor, nn
+
+from exogym import LocalTrainer
+from exogym.clock import StepTime
+from exogym.errors import ArgumentError
+from exogym.network import Network
+from exogym.strategy import AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy
+from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
+
+FREE = Network(1e30)
+SPEEDS = [3.0, 1.5, 1.0, 0.5]
+
+
+def by_hand(seconds: list[float], H: int, steps: int, quorum: int, grace_s: float, eta: float, beta: float) -> Tensor:
+    """The same training, a local step at a time in the order of time and id; messages take no time. Returns theta."""
+    size, data = len(seconds), shards(len(seconds))
+    models = [copy.deepcopy(Regressor()) for _ in data]
+    theta = vector(models[0])
+    m = torch.zeros_like(theta)
+    pulled, start, done, taken = [theta.clone() for _ in data], [0.0] * size, [0] * size, [0] * size
+    waiting: list[int] = []
+    closes = math.inf
+    count = 0
+    while True:
+        going = [(start[i] + (done[i] + 1) * seconds[i], i) for i in range(size) if i not in waiting]
+        at, w = min(going, default=(math.inf, -1))
+        if at <= closes and waiting != list(range(size)):
+            if count == size * steps:
+                return theta
+            count += 1
+            x, y = data[w].tensors
+            k = taken[w] % (len(x) // BATCH) * BATCH
+            models[w].zero_grad()
+            loss_of(models[w], x[k : k + BATCH], y[k : k + BATCH]).backward()
+            with torch.no_grad():
+                for p in models[w].parameters():
+                    p -= 0.05 * p.grad
+            taken[w] += 1
+            done[w] += 1
+            if done[w] < H:
+                continue
+            waiting = sorted([*waiting, w])
+            if len(waiting) < quorum:
+                continue
+            closes = min(closes, at + grace_s)
+            if (grace_s or quorum > 1) and len(waiting) < size:
+                continue
+        now = min(at, closes) if len(waiting) < size else at
+        g = sum(pulled[i] - vector(models[i]) for i in waiting) / len(waiting)  # equal weights
+        m = beta * m + g
+        theta = theta - eta * (g + beta * m)
+        for i in waiting:
+            nn.utils.vector_to_parameters(theta.clone(), models[i].parameters())
+            pulled[i], start[i], done[i] = theta.clone(), now, 0
+        waiting, closes = [], math.inf
+
+
+def decoupled(**options: Any) -> DecoupledDiLoCoStrategy:
+    return DecoupledDiLoCoStrategy("sgd", **{"H": 4, "lr": 0.05, "outer_lr": 0.5, "outer_momentum": 0.6} | options)
+
+
+@pytest.mark.parametrize("quorum", [1, 2, 3, 4])
+def test_as_a_loop_in_plain_torch(quorum: int) -> None:
+    run = train(decoupled(quorum=quorum), steps=21, network=FREE, step_seconds=SPEEDS, final_sync=False)
+    expected = by_hand(SPEEDS, 4, 21, quorum, 0.0, 0.5, 0.6)
+    same(run.model, expected)
+    unlike(run.model, by_hand(SPEEDS, 4, 21, quorum % 4 + 1, 0.0, 0.5, 0.6))
+
+
+def test_the_grace_window_lets_others_join() -> None:
+    """Nodes 3 and 2 come after 2 and 4 s; with 1.5 s of grace after two of them, node 1 is waited for at 5.5 s."""
+    theta = {}
+    for grace_s in (0.0, 1.5, 2.5):
+        run = train(decoupled(quorum=2, grace_s=grace_s), steps=4, network=FREE, step_seconds=SPEEDS, final_sync=False)
+        theta[grace_s] = run.model
+    unlike(theta[0.0], theta[2.5])
+    same(theta[2.5], by_hand(SPEEDS, 4, 4, 2, 2.5, 0.5, 0.6))
+    same(theta[1.5], by_hand(SPEEDS, 4, 4, 2, 1.5, 0.5, 0.6))
+
+
+def test_a_full_quorum_is_diloco() -> None:
+    ours = train(decoupled(quorum=4), steps=20, network=FREE, step_seconds=SPEEDS)
+    theirs = DiLoCoStrategy("sgd", H=4, lr=0.05, outer_optim=torch_outer())
+    same(ours.model, train(theirs, steps=20).model, 1e-12)
+    unlike(train(decoupled(quorum=3), steps=20, network=FREE, step_seconds=SPEEDS).model, ours.model)
+    infinite = train(decoupled(quorum=1, grace_s=math.inf), steps=20, network=FREE, step_seconds=SPEEDS)
+    same(infinite.model, ours.model, 1e-12)
+
+
+def torch_outer() -> Any:
+    from exogym.strategy import OptimSpec
+
+    return OptimSpec(torch.optim.SGD, lr=0.5, momentum=0.6, nesterov=True)
+
+
+def test_one_at_a_time_is_the_naive_rule() -> None:
+    """Bit for bit: the weight is a power of two."""
+    options: dict[str, Any] = {"steps": 19, "network": FREE, "step_seconds": SPEEDS}
+    naive = AsyncDiLoCoStrategy("sgd", H=4, lr=0.05, rule="nesterov", period=1, outer_lr=0.5, outer_momentum=0.6)
+    assert torch.equal(train(decoupled(quorum=1), **options).model, train(naive, **options).model)
+
+
+def test_weights_are_tokens_squared_by_steps() -> None:
+    from exogym.strategy.decoupled_diloco import QuorumServer
+
+    server = QuorumServer([torch.zeros(2, dtype=torch.float64)], eta=1.0, beta=0.0)
+    for x, steps, batch in ((1.0, 10, 4), (5.0, 5, 8), (-2.0, 1, 16)):
+        server.apply([torch.full((2,), x, dtype=torch.float64)], 0, steps, batch)
+    server.release()
+    weights = [(10 * 4) ** 2 / 10, (5 * 8) ** 2 / 5, 16**2]
+    expected = sum(w * x for w, x in zip(weights, (1.0, 5.0, -2.0), strict=True)) / sum(weights)
+    assert server.theta[0][0].item() == pytest.approx(-expected, rel=1e-14) and server.version == 1
+    server.release()  # nobody has arrived: nothing moves
+    assert server.version == 1
+
+
+def uneven(**options: Any) -> LocalTrainer:
+    """Train on unequal, unsteady nodes over a slow line."""
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
+    timed = {"network": Network("1Mbps", "5ms"), "step_seconds": StepTime([0.1, 0.05, 0.02, 0.03], sigma=0.3)}
+    strategy = DecoupledDiLoCoStrategy(lr=0.02, H=5, quorum=2, grace_s=0.04, outer_lr=0.3)
+    given = {"num_nodes": 4, "max_steps": 17, "batch_size": 8, "device": "cpu", "progress": False}
+    trainer.fit(strategy, **given | timed | options)
+    return trainer
+
+
+def test_placement_and_stopping_change_nothing_where_nodes_are_unequal(tmp_path: Any) -> None:
+    whole = uneven()
+    assert fingerprint(uneven(processes=3).model) == fingerprint(whole.model)
+    uneven(save_dir=tmp_path, max_steps=9, final_sync=False)
+    resumed = uneven(save_dir=tmp_path, resume=True, processes=2)
+    assert fingerprint(resumed.model) == fingerprint(whole.model)
+    assert resumed.traffic == whole.traffic and resumed.clock.time_s.tolist() == whole.clock.time_s.tolist()
+    assert fingerprint(uneven(seed=1).model) != fingerprint(whole.model)
+
+
+def test_the_laws_hold() -> None:
+    make = lambda: DecoupledDiLoCoStrategy(lr=0.02, H=5, lr_scheduler="cosine")  # noqa: E731
+    laws = check_strategy(make, payload_bytes=lambda row, steps: row * math.ceil(steps / 5))
+    assert set(laws) == set(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quorum": 0}, "quorum=0 must be"),
+        ({"grace_s": -1.0}, r"grace_s=-1.0 must be a number from 0"),
+        ({"outer_momentum": 2}, "outer_momentum=2 must be a number from 0 to 1"),
+        ({"H": 0}, "H=0 must be"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        decoupled(**options)
+
+
+def test_a_quorum_that_cannot_be() -> None:
+    with pytest.raises(ArgumentError, match="quorum=5 of 4 nodes can never be there: lower it"):
+        train(decoupled(quorum=5), steps=4)

@@ -1,0 +1,177 @@
+"""A network from probes of real collectives: between, outside and without them, and what contradicts itself."""
+
+import json
+
+import pytest
+import torch
+
+from exogym.advise import advise
+from exogym.clock import Clock
+from exogym.communicator import Communicator
+from exogym.errors import ArgumentError
+from exogym.network import Network, algorithms_of
+
+PROBES = {1e6: 0.02, 3e6: 0.04, 9e6: 0.13}
+PAIRS = [[None, [1e8, 0.01], [2e8, 0.01]], [[1e8, 0.01], None, [2e8, 0.02]], [[1e8, 0.01], [2e8, 0.01], None]]
+FILE = {
+    "num_nodes": 3, "hosts": ["a", "b", "c"], "pairs": PAIRS, "step_s": [0.1, 0.1, 0.2], "date": "2026-11-22",
+    "collectives": {"all_reduce": {"1000": 0.1, "1000000": 0.3}, "broadcast": {"1000000": 0.2}},
+    "first": {"all_reduce": 0.5}, "versions": {"torch": "2.13.0"},
+}  # fmt: skip
+
+
+def seconds(network, size, kind="all_reduce", members=4, way=None):
+    return network.cost(kind, size, members, way).seconds
+
+
+def test_probes_are_met_and_between_them_time_is_linear(capsys):
+    network = Network.measured(PROBES, num_nodes=4)
+    for size, time in PROBES.items():
+        assert seconds(network, size) == pytest.approx(time)
+    assert seconds(network, 2e6) == pytest.approx(0.03)
+    assert seconds(network, 6e6) == pytest.approx(0.085)
+    assert capsys.readouterr().err == ""
+
+
+def test_outside_of_probes_it_goes_on_and_says_so_once(capsys):
+    network = Network.measured(PROBES, num_nodes=4)
+    assert seconds(network, 0) == pytest.approx(0.01)  # where the line of the two smallest meets no bytes
+    assert seconds(network, 5e5) == pytest.approx(0.015)
+    assert seconds(network, 15e6) == pytest.approx(0.22)
+    assert seconds(network, 18e6) == pytest.approx(0.265)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("time of ")[2] for line in lines] == [
+        "less is extrapolated, not measured", "more is extrapolated, not measured"
+    ]  # fmt: skip
+
+
+def test_one_probe_is_a_rate():
+    network = Network.measured({4e6: 0.2}, num_nodes=4)
+    assert [seconds(network, size) for size in (2e6, 4e6, 8e6)] == pytest.approx([0.1, 0.2, 0.4])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast"])
+def test_probes_of_the_formula_give_the_formula_of_everything(kind, n):
+    """The oracle: what was measured on a network of the model is that network."""
+    real = Network("100Mbps", "5ms")
+    sizes = (1e3, 1e5, 1e7)
+    probed = Network.of({"num_nodes": n, "collectives": {kind: {size: seconds(real, size, kind, n) for size in sizes}}})
+    for other in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "gather", "exchange"):
+        for way in algorithms_of(other):
+            if way not in ("hierarchical", "server"):
+                wanted = seconds(real, 3e5, other, n, way)
+                assert seconds(probed, 3e5, other, n, way) == pytest.approx(wanted), (other, way)
+    assert seconds(probed, 3e5, kind, 2) == pytest.approx(seconds(real, 3e5, kind, 2))
+
+
+def test_probes_stand_for_all_nodes_and_the_ways_that_move_as_much():
+    network = Network.measured({4e6: 1.0}, num_nodes=4)
+    assert seconds(network, 4e6, way="exact") == seconds(network, 4e6, way="nccl_ring") == 1.0
+    assert seconds(network, 4e6, way="tree") == pytest.approx(4 * 4e6 * 8 / network.link(0, 1)[0])
+    ring_of_two = 2 * 2e6 * 8 / network.link(0, 1)[0]
+    assert seconds(network, 4e6, members=[1, 3]) == pytest.approx(ring_of_two)
+    assert network.cheapest("all_reduce", 4e6, 4) == ("ring", 1.0)  # whatever the formulas say of others
+    with pytest.raises(ArgumentError, match="node 4 is not in this network of 4"):
+        seconds(network, 4e6, members=5)
+
+
+def test_the_first_collective_of_a_clock_sets_up():
+    network = Network.measured({4e6: 1.0}, num_nodes=4, first=1.5)
+    clock = Clock(4, network)
+    comm = Communicator(range(4), 4)
+    comm.ledger.listeners.append(clock.event)
+    for wanted in (1.5, 2.5, 3.5):
+        comm.all_reduce(torch.zeros(4, 1_000_000))
+        assert clock.time_s.tolist() == pytest.approx([wanted] * 4)
+    assert seconds(network, 4e6) == 1.0
+    again = Clock(4, network)
+    again.load_state(clock.state())
+    comm.ledger.listeners[:] = [again.event]
+    comm.all_reduce(torch.zeros(4, 1_000_000))
+    assert again.time_s.tolist() == pytest.approx([4.5] * 4)  # a run that goes on is not cold
+
+
+def test_a_file_is_the_network_again(tmp_path):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(FILE))
+    network = Network.of(str(file))
+    assert network.num_nodes == 3 and network.link(1, 2) == (2e8, 0.02)
+    assert seconds(network, 1e6, members=3) == 0.3 and seconds(network, 1e6, "broadcast", 3) == 0.2
+    assert network.set_up_s("all_reduce") == network.set_up_s("broadcast") == pytest.approx(0.2)
+    again = Network.of(json.loads(json.dumps(network.describe())))
+    assert again.describe() == network.describe()
+    assert seconds(again, 5e5, members=3) == seconds(network, 5e5, members=3)
+    network.measurement.check_hosts(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("hosts", [["a", "b"], ["a", "b", "d"], ["b", "a", "c"]])
+def test_a_file_of_other_hosts_is_refused(hosts):
+    with pytest.raises(ArgumentError, match="of a, b, c; the hosts are"):
+        Network.of(FILE).measurement.check_hosts(hosts)
+    with pytest.raises(ArgumentError, match="for 3 nodes, the clock for 2"):
+        Clock(2, Network.of(FILE))
+
+
+@pytest.mark.parametrize(
+    ("probes", "message"),
+    [
+        ({1e6: 0.04, 3e6: 0.02}, "contradict each other: 3e[+]06 bytes took 0.02 s, fewer"),
+        ({1e6: 0.04, "1000000": 0.05}, "contradict each other: 1e[+]06 bytes are given twice"),
+        ({1e6: -0.04}, "must be at least 0"),
+        ({1e6: 0.0}, "must be over 0"),
+        ({1e6: None}, "is missing"),
+        ({1e6: float("nan")}, "finite"),
+        ({-1e6: 0.04}, "size -1000000.0 of a probe must be"),
+        ({0: 0.04}, "size 0 of a probe must be"),
+        ({"many": 0.04}, "size 'many' of a probe must be"),
+        ({}, "must be probes"),
+        (None, "must be probes"),
+    ],
+)
+def test_wrong_probes_are_refused(probes, message):
+    with pytest.raises(ArgumentError, match=message):
+        Network.measured(probes, num_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_nodes": 4}, "hosts is for 3 hosts, wanted 4"),
+        ({"num_nodes": 1}, "at least 2"),
+        ({"num_nodes": None}, "has no num_nodes: measure it again"),
+        ({"collectives": None}, "has no collectives"),
+        ({"collectives": {"all_redude": {1: 1}}}, "did you mean 'all_reduce'"),
+        ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
+        ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
+        ({"first": {"gather": 0.2}}, "of which there is no probe"),
+        ({"first": 0.5}, "must name each collective"),
+        ({"step_s": [0.1, None, 0.1]}, "step_s of host 1 is missing"),
+        ({"step_s": [0.1, -1, 0.1]}, "step_s of host 1=-1 must be"),
+        ({"step_s": [0.1, 0.1]}, "step_s is for 2 hosts"),
+        ({"pairs": PAIRS[:2]}, "it has 2 rows"),
+        ({"pairs": [[None, [1e8], [1e8, 0.0]], *PAIRS[1:]]}, "from 0 to 1 it is"),
+        ({"pairs": [[None, [-1e8, 0.0], [1e8, 0.0]], *PAIRS[1:]]}, "node 0 cannot reach node 1"),
+        ({"jitter": "1ms"}, "has no field 'jitter'"),
+    ],
+)
+def test_a_wrong_file_is_refused(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        Network.of(FILE | change)
+
+
+def test_small_disorder_is_noise_and_a_cold_one_may_be_no_slower():
+    network = Network.measured({4: 1.00e-3, 4096: 0.95e-3}, num_nodes=2, first=0.9e-3)
+    assert seconds(network, 2050, members=2) == pytest.approx(0.975e-3)
+    assert network.set_up_s("all_reduce") == 0.0
+
+
+def test_advice_says_what_was_measured_and_what_was_not(capsys):
+    network = Network.measured({4e8: 10.0}, num_nodes=4, first=11.0)
+    told = advise(parameters=1e8, num_nodes=4, network=network, step_seconds=1.0, strategies=["ddp", "diloco:H=10"])
+    assert {row.strategy: row.seconds_per_step for row in told.rows} == pytest.approx({"diloco:H=10": 2, "ddp": 11})
+    assert any("measured: all_reduce; all else by formula" in line for line in told.assumptions)
+    assert any("first collective takes 1 s more" in line for line in told.assumptions)
+    assert not any("extrapolated" in line for line in told.assumptions)
+    told = advise(parameters=2e8, num_nodes=4, network=network, step_seconds=1.0, strategies=["ddp"])
+    assert "extrapolated, not measured" in "".join(told.assumptions) and "extrapolated" in capsys.readouterr().err

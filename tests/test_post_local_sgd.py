@@ -1,0 +1,128 @@
+"""Post-local SGD: DDP, then local SGD; against its rule, and beside torch's own optimizer and hook on gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from problems import plain, put, same, shards, train, unlike, vector
+from torch import Tensor, nn
+
+from exogym.errors import ArgumentError
+from exogym.strategy import FedAvgStrategy, OptimSpec, PostLocalSGDStrategy, SimpleReduceStrategy
+
+INNER = {"sgd": OptimSpec("sgd", lr=0.05, momentum=0.9), "adamw": OptimSpec("adamw", lr=0.02)}
+
+# Three ranks on gloo, each with the model and the data of one of our nodes; torch's averager acts after the steps
+# W + 1, W + 1 + H, ... for a warm-up of W, so W = t0 + H - 1 is our rule.
+TORCHS = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from problems import BATCH, Regressor, loss_of, shards, vector
+
+def rank(r, n, file, start, H, steps, warmup, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=r, world_size=n)
+    groups = [dist.new_group([i]) for i in range(n)]
+    model = DistributedDataParallel(Regressor())
+    state = PostLocalSGDState(process_group=None, subgroup=groups[r], start_localSGD_iter=start)
+    model.register_comm_hook(state, post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False), PeriodicModelAverager(H, warmup))
+    x, y = shards(n)[r].tensors
+    for step in range(steps):
+        at = step % (len(x) // BATCH) * BATCH
+        optimizer.zero_grad()
+        loss_of(model, x[at : at + BATCH], y[at : at + BATCH]).backward()
+        optimizer.step()
+    torch.save(vector(model.module), f"{out}/{r}.pt")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    folder, start, H, steps, warmup = sys.argv[1], *map(int, sys.argv[2:])
+    mp.start_processes(rank, (3, f"{folder}/store", start, H, steps, warmup, folder), nprocs=3, start_method="fork")
+"""
+
+
+def by_torch(folder: Path, start: int, H: int, steps: int) -> Tensor:
+    script = folder / "torchs.py"
+    script.write_text(TORCHS)
+    words = [sys.executable, str(script), str(folder), *map(str, (start, H, steps, start + H - 1))]
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.stack([torch.load(folder / f"{r}.pt") for r in range(3)])
+
+
+def test_it_is_torchs_post_local_sgd(tmp_path: Path) -> None:
+    """Where H divides t0; elsewhere its periods begin at t0."""
+    same(train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=3), shards(3), 3, steps=11).rows,
+         by_torch(tmp_path, 3, 3, 11))  # fmt: skip
+
+
+def rule(steps: int, start: int, averages: set[int]) -> Tensor:
+    def before(models: list[nn.Module], step: int) -> None:
+        for group in zip(*(m.parameters() for m in models), strict=True):
+            mean = torch.stack([p.grad for p in group]).mean(0)
+            for p in group if step <= start else ():
+                p.grad = mean.clone()
+
+    def after(models: list[nn.Module], step: int) -> None:
+        if step in averages:
+            mean = torch.stack([vector(m) for m in models]).mean(0)
+            for m in models:
+                put(m, mean)
+
+    def momentum(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False)  # type: ignore[arg-type]
+
+    return plain(shards(3), steps, momentum, before=before, after=after)
+
+
+def test_it_is_its_rule() -> None:
+    ours = train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=4), shards(3), 3, steps=11)
+    same(ours.rows, rule(11, 4, {6, 9}))
+    unlike(ours.rows, rule(11, 3, {6, 9}))
+    assert ours.payload.tolist() == [(4 + 2) * 57 * 8.0] * 3
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_before_the_switch_it_is_ddp_and_without_one_local_sgd(name: str) -> None:
+    ddp = train(SimpleReduceStrategy(INNER[name]), final_sync=True)
+    late = train(PostLocalSGDStrategy(INNER[name], H=5, start_step=12), final_sync=True)
+    assert torch.equal(late.rows, ddp.rows) and late.tx.tolist() == ddp.tx.tolist()
+    unlike(train(PostLocalSGDStrategy(INNER[name], H=5, start_step=9)).rows, ddp.rows)
+    local = train(FedAvgStrategy(INNER[name], H=5))
+    at_once = train(PostLocalSGDStrategy(INNER[name], H=5, start_step=0))
+    assert torch.equal(at_once.rows, local.rows) and at_once.tx.tolist() == local.tx.tolist()
+
+
+def test_averages_at_every_step_are_ddp_with_sgd() -> None:
+    ddp = train(SimpleReduceStrategy(INNER["sgd"])).rows
+    same(train(PostLocalSGDStrategy(INNER["sgd"], H=1, start_step=0)).rows, ddp)
+    unlike(train(PostLocalSGDStrategy(INNER["adamw"], H=1, start_step=0)).rows, train(
+        SimpleReduceStrategy(INNER["adamw"])).rows)  # fmt: skip
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
+def test_bytes(num_nodes: int) -> None:
+    S, n = 57 * 8.0, num_nodes
+    seen = train(PostLocalSGDStrategy("sgd", H=2, start_step=3, lr=0.05), shards(n), n, steps=9, final_sync=True)
+    calls = 3 + 3 + 1  # steps 1 to 3; 4, 6, 8; the one that is left over
+    assert seen.payload.tolist() == [calls * S * (n > 1)] * n
+    assert seen.tx.tolist() == pytest.approx([calls * 2 * (n - 1) / n * S] * n)
+
+
+def test_a_switch_must_be_a_step() -> None:
+    with pytest.raises(ArgumentError, match="start_step=-1"):
+        PostLocalSGDStrategy(start_step=-1)

@@ -1,0 +1,333 @@
+"""The private parts of torch, each tried by itself: where another torch has changed one, its test says which.
+
+Tried with torch 2.13.0 (`TRIED_WITH` of `exogym.base.torch_private`). With another version each test still asks for the
+same behaviour, so a failure names the part to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
+
+from exogym.base import torch_private
+from exogym.base.torch_private import TRIED_WITH
+
+HERE = Path(__file__).parent.parent
+TRIED: dict[str, str] = {}  # name in torch_private -> the part of torch behind it
+
+
+@contextlib.contextmanager
+def as_it_was(name: str, part: str) -> Iterator[None]:
+    """Whatever goes wrong inside is told as a change of `part`."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(
+            f"{part} of torch {torch.__version__} is not what it was in torch {', '.join(TRIED_WITH)}: mend "
+            f"`{name}` in exogym/base/torch_private.py ({type(error).__name__}: {error})"
+        ) from error
+
+
+def tries(name: str, part: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark the test of `name`, which stands for `part` of torch."""
+    TRIED[name] = part
+
+    def around(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def told(*args: Any, **kwargs: Any) -> None:
+            with as_it_was(name, part):
+                test(*args, **kwargs)
+
+        return told
+
+    return around
+
+
+# Versions
+
+
+def test_the_floor_is_the_oldest_torch_that_all_parts_were_tried_with() -> None:
+    dependencies = tomllib.loads((HERE / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    (floor,) = (line for line in dependencies if re.match(r"torch\b", line))
+    assert floor == f"torch>={TRIED_WITH[0].removesuffix('.0')}"
+    (pinned,) = re.findall(r"^torch==(\S+)$", (HERE / "constraints.txt").read_text("utf-8"), re.M)
+    assert pinned in TRIED_WITH
+    numbers = [tuple(map(int, version.split("."))) for version in TRIED_WITH]
+    assert numbers == sorted(numbers)
+
+
+def test_each_part_has_a_test() -> None:
+    named = {n for n, x in vars(torch_private).items() if getattr(x, "__module__", "") == torch_private.__name__}
+    assert {name for name in named if not name.startswith("_")} == TRIED.keys() - {"AGENT_LOGGERS"}
+
+
+def test_a_part_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda tensors, factor: None)
+    with pytest.raises(AssertionError, match=re.escape("torch._foreach_mul_ of torch 2.")) as changed:
+        test_a_list_is_scaled()
+    assert "mend `scale_` in exogym/base/torch_private.py" in str(changed.value)
+    monkeypatch.delattr(torch, "_foreach_mul_")
+    with pytest.raises(AssertionError, match="no attribute '_foreach_mul_'"):
+        test_a_list_is_scaled()
+
+
+# Tensors
+
+
+def two() -> list[torch.Tensor]:
+    return [torch.arange(3.0), torch.tensor([[-2.0, 0.5]])]
+
+
+@tries("scale_", "torch._foreach_mul_")
+def test_a_list_is_scaled() -> None:
+    for factor in (0.3, torch.tensor(0.3)):
+        tensors = two()
+        torch_private.scale_(tensors, factor)
+        for got, x in zip(tensors, two(), strict=True):
+            assert torch.equal(got, x * factor)
+
+
+@tries("copy_", "torch._foreach_copy_")
+def test_a_list_is_copied() -> None:
+    targets = [torch.zeros_like(x, dtype=torch.float64) for x in two()]
+    torch_private.copy_(targets, two())
+    for got, x in zip(targets, two(), strict=True):
+        assert torch.equal(got, x.double())
+
+
+@tries("norms", "torch._foreach_norm")
+def test_norms_are_of_each() -> None:
+    found = torch_private.norms([*two(), torch.tensor([torch.nan])])
+    assert [n.shape for n in found] == [torch.Size()] * 3 and torch.isnan(found[2])
+    for got, x in zip(found, two(), strict=False):
+        torch.testing.assert_close(got, torch.linalg.vector_norm(x))
+
+
+@tries("version", "Tensor._version")
+def test_writing_in_place_counts() -> None:
+    x = torch.zeros(3)
+    view, before = x[1:], torch_private.version(x)
+    torch_private.version(x)
+    assert torch_private.version(view) == before
+    view.add_(0.0)  # changes no value
+    assert torch_private.version(x) == torch_private.version(view) == before + 1
+    with torch.no_grad():
+        x.mul_(1.0)
+    assert torch_private.version(x) == before + 2
+
+
+# Modules
+
+
+@tries("own_parameters", "nn.Module._parameters")
+def test_a_module_uses_the_parameters_in_its_dict() -> None:
+    module = nn.Sequential(nn.Linear(2, 1, bias=False))
+    assert not torch_private.own_parameters(module)
+    own = torch_private.own_parameters(module[0])
+    assert own["weight"] is module[0].weight and own["bias"] is None
+    own["weight"] = nn.Parameter(torch.tensor([[2.0, 3.0]]))
+    assert module(torch.ones(2)).item() == 5.0
+
+
+@tries("own_buffers", "nn.Module._buffers")
+def test_a_module_uses_the_buffers_in_its_dict() -> None:
+    module = nn.BatchNorm1d(2)
+    own = torch_private.own_buffers(module)
+    assert list(own) == ["running_mean", "running_var", "num_batches_tracked"]
+    own["running_mean"] = mean = torch.full((2,), 7.0)
+    assert module.running_mean is mean
+    module(torch.randn(4, 2))
+    assert (mean < 7).all()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, as it imports its compiler
+@tries("uncompiled", "the wrapper of torch.compile")
+def test_the_module_inside_torch_compile_is_found() -> None:
+    model = nn.Linear(2, 1)
+    assert torch_private.uncompiled(torch.compile(model)) is model
+    assert torch_private.uncompiled(model) is model
+
+
+# Optimizers
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
+
+
+def two_steps(optimizer: torch.optim.Optimizer, ps: list[nn.Parameter]) -> None:
+    """The first parameter has a gradient in both steps, the second in the second step only."""
+    ps[0].grad = torch.ones_like(ps[0])
+    optimizer.step()
+    ps[1].grad = torch.ones_like(ps[1])
+    optimizer.step()
+
+
+@tries("FusedSGD", "SGD._init_group")
+def test_fused_sgd_may_meet_a_gradient_late() -> None:
+    plain, fused = parameters(), parameters()
+    two_steps(torch.optim.SGD(plain, lr=0.1, momentum=0.9, fused=False), plain)
+    optimizer = torch_private.FusedSGD(fused, lr=0.1, momentum=0.9, fused=True)
+    two_steps(optimizer, fused)
+    assert all(map(torch.equal, plain, fused)) and optimizer.param_groups[0]["fused"] is False
+    optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is True
+
+
+@tries("FusedSGD", "torch's fused SGD, which needs FusedSGD in its stead:")
+def test_torchs_own_fused_sgd_fails_there() -> None:
+    """The control: where torch has mended it, FusedSGD can go."""
+    ps = parameters()
+    with pytest.raises(TypeError, match="got NoneType"):
+        two_steps(torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True), ps)
+
+
+@tries("bare_step", "what is wrapped around Optimizer.step")
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_bare_step_is_the_same_step(cls: Any) -> None:
+    wrapped, bare = parameters(), parameters()
+    two_steps(cls(wrapped, lr=0.1), wrapped)
+    optimizer = cls(bare, lr=0.1)
+    step = torch_private.bare_step(optimizer)
+    assert isinstance(step, functools.partial) and step.args[0].__code__.co_name == "step"
+    optimizer.step = step
+    two_steps(optimizer, bare)
+    assert torch.is_grad_enabled() and all(map(torch.equal, wrapped, bare))
+
+
+@tries("bare_step", "the step of LBFGS")
+def test_what_else_is_wrapped_around_a_step_stays() -> None:
+    cls = torch.optim.LBFGS  # its step switches gradients off by a wrapper that any function may have
+    step = torch_private.bare_step(cls(parameters()))
+    assert isinstance(step, functools.partial) and step.func is cls.step.__wrapped__
+    assert step.func.__code__.co_name != "step"
+
+
+@tries("bare_step", "where an optimizer keeps its hooks,")
+def test_a_step_with_hooks_keeps_its_wrapper() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    own = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    for register in (*own, register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        assert torch_private.bare_step(optimizer) is not None
+        handle = register(lambda *a: None)
+        assert torch_private.bare_step(optimizer) is None
+        handle.remove()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # counts the steps
+    assert torch_private.bare_step(optimizer) is None
+
+
+APART = """
+import sys, torch
+from exogym.base import torch_private
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+for cls in (torch.optim.SGD, torch.optim.AdamW):
+    with torch_private.without_compiler():
+        optimizer = cls([p], lr=0.1)
+    torch_private.bare_step(optimizer)()
+print("torch._dynamo" in sys.modules)
+torch.optim.SGD([p], lr=0.1)
+print("torch._dynamo" in sys.modules)
+with torch_private.without_compiler():
+    torch.optim.SGD([p], lr=0.1)
+"""
+
+
+@tries("without_compiler", "how an optimizer imports torch's compiler")
+def test_the_compiler_is_not_imported_for_an_optimizer() -> None:
+    """And is as soon as torch alone makes one: the control."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", "-c", APART], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
+
+
+@tries("is_of_every_optimizer", "what an Optimizer keeps in its attributes")
+def test_what_every_optimizer_keeps_is_known() -> None:
+    ours = 0
+    for cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        kinds = [{}, {"fused": True}] if "fused" in inspect.signature(cls).parameters else [{}]
+        for kwargs in kinds:
+            ps = parameters()
+            optimizer = cls(ps, lr=0.1, **kwargs)
+            optimizer.own = ours
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            ps[0].grad = torch.ones_like(ps[0])
+            optimizer.step()
+            kept = {n for n in vars(optimizer) if not torch_private.is_of_every_optimizer(n)}
+            assert kept - {"step"} == {"own"}, cls  # a scheduler puts a `step` of its own there
+
+
+# Loading data
+
+
+class Sleeper(Dataset[int]):
+    """The third example takes a minute."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60 if index == 2 else 0)
+        return index
+
+
+@tries("end_workers", "the iterator of a DataLoader with workers")
+def test_a_worker_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # so long torch waits for a worker
+    batches = iter(DataLoader(Sleeper(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+    assert next(batches) == torch.tensor([0])
+    (worker,) = batches._workers  # type: ignore[attr-defined]
+    assert worker.is_alive()
+    torch_private.end_workers(batches)
+    worker.join(30)
+    assert not worker.is_alive()
+
+
+# The elastic agent
+
+
+@tries("failure_of", "the line in which the elastic agent says that a process failed")
+def test_the_agents_line_on_a_failure_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # or it would keep them
+    found: list[logging.LogRecord] = []
+    logger = logging.getLogger(torch_private.FAILURE_LOGGER)
+    assert logger.name.startswith(torch_private.AGENT_LOGGERS)
+
+    class Listens(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            found.append(record)
+            return False
+
+    listens = Listens()
+    logger.addFilter(listens)
+    try:
+        running = start_processes(
+            "two", "/bin/sh", {0: ("-c", "exit 0"), 1: ("-c", "exit 3")}, {0: {}, 1: {}}, DefaultLogsSpecs(tmp_path)
+        )  # fmt: skip
+        pids = running.pids()
+        result = running.wait(timeout=300, period=0.01)
+    finally:
+        logger.removeFilter(listens)
+    assert result is not None and result.failures[1].exitcode == 3
+    failures = [said for record in found if (said := torch_private.failure_of(record)) is not None]
+    assert failures == [(1, pids[1], 3)]
+    assert torch_private.failure_of(logging.makeLogRecord({"msg": "all is well (%s)", "args": (1, 2, 3)})) is None
