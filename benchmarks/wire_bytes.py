@@ -9,9 +9,9 @@ timestamps) and less what TCP sent again, stands beside the tx bytes of all node
 busy machine a receiver is late and TCP sends what was not lost: tens of kilobytes at once on the loopback. The kernel
 counts those per connection (`bytes_retrans` of ss). The script fails where they differ by more than `--limit`.
 
-FedAvg with client sampling is counted in the server's form, S up and S down for a client. Without a server process,
-all processes keep the server's copy: the m clients all-reduce among themselves, 2 (m-1) S in all, and one of them
-sends the result to the other N - 1. That is what is expected there.
+FedAvg with client sampling, and what is built on it, is counted in the server's form, S up and S down for a client.
+Without a server process, all processes keep the server's copy: the m clients all-reduce among themselves, 2 (m-1) S in
+all, and one of them sends the result to the other N - 1. That is what is expected there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def worker(names: list[str], result: str) -> None:
         )
         if os.environ["RANK"] == "0":
             wire, packets, again, expected = (after - before for before, after in zip(seen[0], seen[1], strict=True))
-            if name == "fedavg sampling":
+            if name.endswith("sampling"):
                 clients = -(-nodes // 2)
                 expected *= (2 * (clients - 1) + nodes - 1) / clients
             rows.append([name, wire, packets, again, expected])

@@ -124,6 +124,7 @@ class _Battery:
         learning: float,
     ):
         self.factory, self.nodes, self.steps, self.payload, self.learning = factory, nodes, steps, payload, learning
+        self.learning_steps = 10 * steps
         self.reference, self.history = self.run()
 
     def run(self, nodes: int | None = None, max_stretch: int | None = None, **options: Any) -> tuple[str, History]:
@@ -205,11 +206,11 @@ class _Battery:
         return f"{seen:.0f} bytes per node"
 
     def learns(self) -> str:
-        _, history = self.run(max_steps=10 * self.steps)
+        _, history = self.run(max_steps=self.learning_steps)
         losses = history.column("val_loss")[1]
         if not losses[-1] < self.learning * losses[0]:
             raise StrategyError(
-                f"law 'learns': in {10 * self.steps} steps the validation loss went from {losses[0]:.4f} to "
+                f"law 'learns': in {self.learning_steps} steps the validation loss went from {losses[0]:.4f} to "
                 f"{losses[-1]:.4f}, not below {self.learning} of what it was; look at the sign of the update and the "
                 "learning rate"
             )

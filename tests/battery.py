@@ -57,6 +57,7 @@ class Battery(_Battery):
     def __init__(self, name):
         entry = STRATEGIES[name]
         self.factory, self.payload, self.nodes, self.learning = entry.make, entry.payload, NODES, 0.7
+        self.learning_steps = 120  # the slowest is at 0.3 of its first loss then
         self.steps = 24  # all meet a few times, and the formulas of bytes come out whole
 
     def train(self, **options):

@@ -25,7 +25,7 @@ from exogym.engine.forks import run_forked
 from exogym.engine.wire import ProcessWire, place
 
 WIDTH = 1001
-PATIENCE_S = 100
+PATIENCE_S = 300  # a world trains every strategy of the table, on a machine that others use too
 
 
 # Looking around
@@ -94,7 +94,7 @@ def apart(body, patience_s=60):
 def ended(pid):
     """Wait for a process of `apart`; return its exit code, after all of its session are gone."""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := of_session(pid)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
@@ -160,6 +160,10 @@ def _status(words):
         traceback.print_exc()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
+    measuring = sys.modules.get("coverage")
+    if measuring is not None and (lines := measuring.Coverage.current()) is not None:  # which the exit would lose
+        lines.stop()
+        lines.save()
     return code
 
 
@@ -184,7 +188,7 @@ def everywhere(processes, body):
         if pid == 0:
             code = 1
             try:
-                signal.alarm(30)
+                signal.alarm(PATIENCE_S)
                 body(rank)
                 code = 0
             except BaseException:
@@ -282,7 +286,7 @@ def launch(processes, folder, script):
 def end(launcher):
     """Wait for the launcher; return its exit code, once all of its session are gone."""
     code = launcher.wait(PATIENCE_S)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (left := of_session(launcher.pid)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left

@@ -13,6 +13,7 @@ import torch
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     FedNovaStrategy,
@@ -176,6 +177,9 @@ STRATEGIES: dict[str, Entry] = {
     "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
     "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
     "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
+    "desloc": Entry(
+        lambda: DESLOCStrategy(lr=0.02, H=2, H_u=4, H_v=6), lambda row, steps: row * steps * (1 / 2 + 1 / 4 + 1 / 6)
+    ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -220,13 +224,13 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
     "powersgd": Entry(
-        lambda: PowerSGDStrategy(lr=0.02, rank=1, start_step=2),  # of (16, 6) and (2, 16) the first is worth it
-        lambda row, steps: 2 * row + (steps - 2) * 4 * (16 + 6 + P - 16 * 6),
+        lambda: PowerSGDStrategy(lr=0.02, rank=4, start_step=2, min_rate=1.0),  # (16, 6) is worth it, (2, 16) is not
+        lambda row, steps: 2 * row + (steps - 2) * 4 * (4 * (16 + 6) + P - 16 * 6),
     ),
     "sparseloco": Entry(
-        lambda: SparseLoCoStrategy(lr=0.02, H=4, topk=8, chunk=64),
-        # chunks of (8, 6), 16, 16, 16, (2, 8) and 2: 6, 2, 2, 2, 2 and 1 of each, indices of 6, 4, 4, 4, 4 and 1 bits
-        lambda row, steps: steps / 4 * (9 + 3 + 3 * (1 + 1) + 2 + 1 + 1 + 1 + 6 * 16),
+        lambda: SparseLoCoStrategy(lr=0.02, H=4, topk=24, chunk=64),
+        # of (16, 6) 18 of each (8, 6), of three vectors 6, of (2, 16) 6 of each (2, 8), 1 of 2; indices of 6, 4, 4, 1
+        lambda row, steps: steps / 4 * ((27 + 9) + 3 * (3 + 2) + (6 + 3) + (1 + 1) + 6 * 16),
     ),
     # federated
     "fedprox": Entry(lambda: FedProxStrategy(lr=0.1, mu=0.1, H=4), lambda row, steps: row * steps / 4),

@@ -20,6 +20,7 @@ from exogym.fleet.presence import take_state
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
@@ -134,6 +135,7 @@ ANY: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "gossip complete": lambda: GossipStrategy("sgd", "complete", H=2),
     "push complete": lambda: GradientPushStrategy("sgd", "complete"),
     "noloco": lambda: NoLoCoStrategy("sgd", H=3),
+    "desloc": lambda: DESLOCStrategy("adamw", H=3, H_u=4, H_v=6),
     "sparta": lambda: SPARTAStrategy("sgd", p_sparta=0.3),
     "sparta all": lambda: SPARTAStrategy("sgd", p_sparta=1.0),
     "sparta sequential": lambda: SPARTAStrategy("sgd", p_sparta=0.3, compression_method="sequential", interval=2),

@@ -179,6 +179,14 @@ def test_a_node_sends_its_row_to_each_neighbour(graph: str, n: int) -> None:
         assert degrees == [2] * n
 
 
+def test_weights_of_one_leave_nodes_alone() -> None:
+    comm, x = Communicator(range(4), 4), torch.randn(4, 3)
+    assert torch.equal(comm.mix(x, torch.eye(4, dtype=torch.float64)), x)
+    assert comm.ledger.tx_bytes.tolist() == [0.0] * 4 and not comm.ledger.traffic
+    comm.mix(x, metropolis(edges_of("ring", 4), everyone(4), 4))
+    assert comm.ledger.traffic["neighbours mix"]["calls"] == 1
+
+
 def test_uneven_graphs_send_unevenly() -> None:
     seen = train(GossipStrategy("sgd", nx.star_graph(3), lr=0.05), steps=3)
     assert seen.payload.tolist() == seen.tx.tolist() == seen.rx.tolist() == [9 * S, 3 * S, 3 * S, 3 * S]

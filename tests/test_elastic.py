@@ -26,7 +26,7 @@ from exogym.testing import fingerprint, small_problem
 
 hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them
 COUNT = 3
-STEPS = 400
+STEPS = 240
 STRATEGIES: dict[str, Any] = {
     "diloco": lambda: DiLoCoStrategy(H=5, lr=0.01),
     "long diloco": lambda: DiLoCoStrategy(H=50, lr=0.01),
@@ -56,6 +56,8 @@ def note(loop):
     with open("step.tmp", "w") as file:
         file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
     os.replace("step.tmp", "step")
+    if len(loop.fleet.comm.present) < loop.fleet.num_nodes:
+        time.sleep(1)  # a busy machine takes its time to start the lost one again
 
 if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
@@ -134,7 +136,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     """The first rank's too: then another one is the first meanwhile."""
     run = start(hosts, project, name, min_hosts=1)
     kill_worker(hosts, number)
-    assert run.wait(120) == 0, (project / "said").read_text()
+    assert run.wait(300) == 0, (project / "said").read_text()
     away = is_the_simulation(project, name)
     ((first, last),) = away[number]
     assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
@@ -148,7 +150,7 @@ def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, projec
     wait_for(lambda: "rank 1 hangs" in said_by(project), run)
     assert "in __getitem__" in said_by(project)
     (project / "hang1").unlink()
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "diloco")
     assert set(away) == {1} and "rank 1 was killed by signal 9 (SIGKILL): WorkerError: rank 1 hangs" in said_by(project)
     assert hosts.left_over() == {}
@@ -158,7 +160,7 @@ def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, projec
 def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Path) -> None:
     """The first rank, after the last meeting and before it writes: another host has the results."""
     run = start(hosts, project, "fedavg", min_hosts=1, steps=150, restarts=0, dies="0")
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     assert "rank 0 was killed by signal 9" in said_by(project)
     assert is_the_simulation(project, "fedavg", 150) == {}
     assert hosts.left_over() == {}
@@ -167,7 +169,7 @@ def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Pa
 def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Path) -> None:
     run = start(hosts, project, "diloco", min_hosts=3, restarts=0)
     kill_worker(hosts, 2)
-    assert run.wait(60) != 0
+    assert run.wait(300) != 0
     text = (project / "said").read_text()
     assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
     assert hosts.left_over() == {}
@@ -184,12 +186,12 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
     wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
     time.sleep(0.3)
     run.send_signal(signal.SIGINT)
-    assert run.wait(60) != 0
+    assert run.wait(300) != 0
     assert "local steps into the next stretch" in said_by(project), said_by(project)
     shutil.rmtree(project / "runs")
     (project / "step").unlink()
     run = start(hosts, project, "long diloco", min_hosts=1, save_dir="checkpoints", more=["resume", "rare"])
-    assert run.wait(120) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "long diloco")
     ((first, last),) = away[1]
     assert set(away) == {1} and first <= 101 < last and last % 50 == 1, away
@@ -204,7 +206,7 @@ def test_when_all_are_lost_they_go_on_from_a_checkpoint_that_lacks_the_rows_of_o
     rows = {path.name for path in (project / "checkpoints" / "step_0000000100").glob("rows*")}
     kill_worker(hosts, 0)
     kill_worker(hosts, 2)
-    assert run.wait(180) == 0, said_by(project)
+    assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "diloco")
     assert rows == {"rows-0-0.safetensors", "rows-2-2.safetensors"} and away[1][0][1] >= 101, (rows, away)
     assert hosts.left_over() == {}

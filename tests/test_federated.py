@@ -422,6 +422,18 @@ def test_more_steps_give_no_more_weight() -> None:
     unlike(block.params[0], (6 * pulls[0] + 2 * pulls[1]) / 2)
 
 
+AT_ONCE: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
+    "fedprox": lambda: FedProxStrategy(SGD, 0.5, H),
+    "scaffold": lambda: ScaffoldStrategy(SGD, H),
+    "fednova": lambda: FedNovaStrategy(SGD, H, local_steps=[1, 4, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("make", AT_ONCE.values(), ids=AT_ONCE)
+def test_gradients_computed_at_once_are_corrected_alike(make: Callable[[], CommunicateOptimizeStrategy]) -> None:
+    same(train(make(), compute="vmap").rows, train(make()).rows)
+
+
 # Bytes, and what is refused
 
 

@@ -35,11 +35,21 @@ from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    FedNovaStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
     OptimSpec,
+    PowerSGDStrategy,
+    QSGDStrategy,
+    QuantizedReduceStrategy,
+    ScaffoldStrategy,
+    SignSGDStrategy,
     SimpleReduceStrategy,
+    SparseLoCoStrategy,
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
     Strategy,
+    TopKStrategy,
 )
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -279,6 +289,15 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sparta topk": lambda: SPARTAStrategy("adamw", 0.3, lr=0.02, compression_method="topk"),
     "sparta+diloco": lambda: SPARTADiLoCoStrategy("adamw", H=4, p_sparta=0.3, lr=0.02),
     "demo": lambda: DeMoStrategy(lr=0.01, compression_topk=4, compression_chunk=4),
+    "topk": lambda: TopKStrategy("sgd", 0.2, lr=0.05),
+    "signs": lambda: SignSGDStrategy("sgd", lr=0.01),
+    "scaled signs": lambda: SignSGDStrategy("sgd", error_feedback=True, lr=0.05),
+    "powersgd": lambda: PowerSGDStrategy("adamw", 1, min_rate=1.0, lr=0.02),
+    "sparseloco": lambda: SparseLoCoStrategy("adamw", 4, 16, 64, lr=0.02),
+    "fedprox": lambda: FedProxStrategy("adamw", 0.1, 4, lr=0.02),
+    "fedopt": lambda: FedOptStrategy("adamw", "adam", 0.02, 4, lr=0.02),
+    "scaffold": lambda: ScaffoldStrategy("adamw", 4, lr=0.02),
+    "fednova": lambda: FedNovaStrategy("adamw", 4, lr=0.02),
 }
 
 
@@ -440,6 +459,10 @@ NAMELESS: dict[str, CommunicateOptimizeStrategy] = {
     "sparta sequential": SPARTAStrategy("sgd", 0.5, compression_method="sequential"),
     "sparta+diloco": SPARTADiLoCoStrategy("sgd", PLAIN, H=1, p_sparta=0.5),
     "demo": DeMoStrategy(lr=0.25, compression_topk=1, compression_chunk=1),  # 1 x 1 cosine transform: exact
+    "topk": TopKStrategy("sgd", 0.2, lr=0.25),
+    "sparseloco": SparseLoCoStrategy("sgd", 1, 16, 64, bits=32, error_decay=0.5),
+    "fedprox": FedProxStrategy("sgd", 0.5, 1),
+    "fedopt": FedOptStrategy("sgd", "momentum", 0.5, 1),
 }
 # Where a choice names nodes, a relabelled fleet makes another choice: islands and clients are drawn over ids, and the
 # nodes announce top-k in turn by id. Quantised sums are of scaled codes, which are not dyadic, and so is DeMo's DCT.
@@ -495,6 +518,11 @@ def test_where_rows_are_stored_changes_no_bit(name: str) -> None:
     more = {
         "quantised": SPARTAStrategy("sgd", 0.5, quantization_bits=4),
         "real demo": DeMoStrategy(lr=0.25, compression_topk=2, compression_chunk=4),
+        "signs": SignSGDStrategy("sgd", lr=0.25),
+        "qsgd": QSGDStrategy("sgd", 3, bucket=10),
+        "qreduce": QuantizedReduceStrategy("sgd", 4, bucket=10),
+        "powersgd": PowerSGDStrategy("sgd", 1, min_rate=1.0),
+        "2 bits": SparseLoCoStrategy("sgd", 1, 16, 64),
     }
     strategy = (NAMELESS | NAMED | more)[name]
     width = vector(Regressor()).numel()

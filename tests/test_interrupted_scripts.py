@@ -1,6 +1,6 @@
 """Ctrl-C in scripts of run/ and under the command line: one line, status 130; in `fit` the exception stays.
 
-Real processes, on a terminal (a pty, where Ctrl-C is typed) and without one (where the signal is sent).
+Real processes, on a terminal (a pty, where Ctrl-C is typed) and, forks, without one (where the signal is sent).
 """
 
 import fcntl
@@ -14,6 +14,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from exogym.errors import ArgumentError, TrainingError, run_script
 
@@ -45,7 +46,7 @@ def typed(command: list[str], folder: Path, ready: bytes) -> tuple[int, str]:
     except OSError:  # the end of a pty on Linux
         pass
     os.close(master)
-    return process.wait(60), drawn.decode()
+    return process.wait(300), drawn.decode()
 
 
 def on_screen(drawn: str) -> list[str]:
@@ -100,9 +101,7 @@ def test_ctrl_c_without_a_terminal(command: list[str], tmp_path: Path) -> None:
         "run_it = runpy.run_path if sys.argv[0].endswith('.py') else runpy.run_module\n"
         "run_it(sys.argv[0], run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", wait, *command[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", wait, *command[1:], cwd=tmp_path)
     assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].endswith("interrupted")
 
@@ -121,7 +120,7 @@ try:
 except KeyboardInterrupt:
     print("caught after", trainer.history[-1]["step"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "caught after 5\n", "")
 
 

@@ -30,7 +30,7 @@ from exogym.launch.output import Output
 from exogym.launch.rendezvous import NAME, Node, check_address, register
 
 PAGE = Path(__file__).parent.parent / "docs" / "distributed.md"
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 # What the scripts below begin with: `say(name)` leaves the process id in a file, `wait(name, n)` waits for n of those.
 HEAD = """
@@ -488,7 +488,7 @@ def test_two_nodes_of_one_rank():
     register()
 
     def meet(rank: int) -> None:
-        node = Node(rank, "127.0.0.1", port, 20)
+        node = Node(rank, "127.0.0.1", port, 120)
         parameters = RendezvousParameters(NAME, f"127.0.0.1:{port}", "run", 3, 3, "127.0.0.1", node=node)
         handler = get_rendezvous_handler(parameters)
         try:

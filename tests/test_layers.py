@@ -19,7 +19,19 @@ FLOORS: list[set[str]] = [
     {"fleet", "communicator", "network", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {"compute", "record", "saving", "training", "logger", "callbacks"},
-    {"trainer", "tasks", "compare", "testing", "distributed", "launch", "advise", "remote", "reproduce"},
+    {
+        "trainer",
+        "tasks",
+        "compare",
+        "testing",
+        "distributed",
+        "launch",
+        "advise",
+        "remote",
+        "reproduce",
+        "runs",
+        "sweep",
+    },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself
 ]

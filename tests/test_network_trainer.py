@@ -357,14 +357,14 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
         words = [sys.executable, "train.py", str(steps), end]
         return subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
-    err = start(4, "well").communicate(timeout=120)[1].splitlines()
+    err = start(4, "well").communicate(timeout=300)[1].splitlines()
     folder = f"runs/{next((tmp_path / 'runs').iterdir()).name}"
     assert err[0] == f"exogym: the hosts are ready; starting 2 processes on 2 hosts; logs in {folder}"
     assert err[-1] == f"exogym: finished: step 4; model, history and logs in {folder}"
     assert not [line for line in err if "frame #" in line or "going on from" in line]
 
     run = start(12, "model")
-    err = run.communicate(timeout=120)[1].splitlines()
+    err = run.communicate(timeout=300)[1].splitlines()
     assert "[localhost] [rank 0] exogym: going on from step 4 (checkpoints/step_0000000004)" in err
     assert "[127.0.0.1] [rank 1] ModelError: no good" in err and run.returncode == 1
     named = "rank 1 of 2 ended with exit code 1: ModelError: no good; the logs of all ranks are in "
@@ -378,7 +378,7 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
         seen.append(run.stderr.readline())
         assert seen[-1], seen
     run.send_signal(signal.SIGINT)
-    err = run.communicate(timeout=120)[1].splitlines()
+    err = run.communicate(timeout=300)[1].splitlines()
     assert err[-1] == "KeyboardInterrupt: stopped; the hosts have ended"
     trace = "\n".join(err[len(err) - 1 - err[::-1].index("Traceback (most recent call last):") :])
     assert "queue.py" not in trace and "threading.py" not in trace and ").fit(" in trace
@@ -578,7 +578,7 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
 
     def train(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )
 
     first = train("12", "dies")

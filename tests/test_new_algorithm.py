@@ -3,14 +3,13 @@
 import ast
 import inspect
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 from strategies import OURS, table_of_the_page
 
 import exogym
@@ -60,6 +59,14 @@ class MomentumAverageStrategy(CommunicateOptimizeStrategy):
         super().__init__(inner_optim, [MomentumAverage(H, beta)], lr=lr, max_norm=max_norm)
 '''
 
+# In a fork of this process, which has torch; what it has of the package is forgotten there.
+AFRESH = """
+import sys
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ("exogym", "battery", "strategies"):
+        del sys.modules[name]
+sys.path[:0] = sys.argv[1:]
+"""
 EVERYTHING = """
 import exogym
 from battery import battery
@@ -102,14 +109,10 @@ def task():
 def told(folder: Path, algorithm: str) -> subprocess.CompletedProcess[str]:
     """Run everything over a copy of the package with `algorithm` as one more file."""
     root = folder / "root"
-    shutil.copytree(PACKAGE, root / "exogym", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, root / "exogym")  # what is compiled, too
     (root / "exogym" / "strategy" / "momentum_average.py").write_text(algorithm)
     (folder / "theirs.py").write_text(THEIRS)
-    paths = os.pathsep.join([str(root), str(HERE)])
-    return subprocess.run(
-        [sys.executable, "-c", EVERYTHING],
-        capture_output=True, text=True, cwd=folder, timeout=300, env=os.environ | {"PYTHONPATH": paths},
-    )  # fmt: skip
+    return python("-c", AFRESH + EVERYTHING, root, HERE, cwd=folder)
 
 
 def test_a_new_algorithm_is_one_file(tmp_path):

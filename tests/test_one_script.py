@@ -88,7 +88,7 @@ def test_shakespeare_with_a_killed_worker_ends_in_the_bits_of_the_simulation(hos
     wait_for(lambda: list((project / "checkpoints").glob("step_*")), started)
     (worker,) = [pid for pid, line in hosts[1].processes().items() if "launch/runner.py" in line]
     os.kill(worker, signal.SIGKILL)
-    assert started.wait(120) == 0, (project / "said").read_text()
+    assert started.wait(300) == 0, (project / "said").read_text()
     assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in (project / "said").read_text()
 
     def simulated(H: int) -> str:

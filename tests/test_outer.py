@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import Regressor, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy import (
+    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    GossipStrategy,
+    GradientPushStrategy,
     MuLoCoStrategy,
+    NoLoCoStrategy,
     OptimSpec,
     SimpleReduceStrategy,
     SlowMoStrategy,
@@ -133,6 +138,16 @@ def test_eager_is_its_rule() -> None:
     unlike(ours.rows, eager(14, 4, 3, own=0.5))
     assert ours.payload.tolist() == [3 * 57 * 8.0] * 3
     assert ours.rows.std(0).max() > 1e-4  # nodes are never equal
+
+
+def test_eager_shares_are_those_of_the_examples() -> None:
+    data = [examples(8, 1), examples(16, 2, 0.5), examples(24, 3, -0.5)]
+    start, alone = vector(Regressor()), plain(data, 6, sgd)
+    shares = torch.tensor([[8.0], [16.0], [24.0]], dtype=torch.float64) / 48
+    weighted = DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05, eager=True, weighting="examples")
+    same(train(weighted, data, 3, steps=6).rows, start - shares * (start - alone))
+    uniform = train(DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05, eager=True), data, 3, steps=6)
+    unlike(uniform.rows, start - shares * (start - alone))
 
 
 def test_eager_with_one_node_is_diloco_with_one_node() -> None:
@@ -328,6 +343,33 @@ def test_muloco_of_one_node_with_plain_outer_sgd_is_torchs_muon() -> None:
     unlike(train(MuLoCoStrategy(H=3, lr=0.02), shards(1), 1, steps=6).rows, ours.rows)
 
 
+def test_muloco_with_sgd_inside_is_diloco_with_sgd() -> None:
+    diloco = train(DiLoCoStrategy("sgd", H=4, lr=0.05)).rows
+    assert torch.equal(train(MuLoCoStrategy("sgd", H=4, lr=0.05, outer_lr=0.7, outer_momentum=0.9)).rows, diloco)
+    unlike(train(MuLoCoStrategy("sgd", H=4, lr=0.05)).rows, diloco)
+
+
+def orthogonalised(G: Tensor) -> Tensor:
+    """What torch's Muon makes of a gradient: W moves by lr 0.2 sqrt(max(m, n)) O."""
+    W = nn.Parameter(torch.zeros_like(G))
+    W.grad = G
+    OptimSpec("muon", lr=1.0, weight_decay=0.0).build({"weight": W}, hidden={"weight"}).step()
+    return -W.detach() / (0.2 * max(G.shape) ** 0.5)
+
+
+def test_newton_and_schulz_in_torchs_muon() -> None:
+    """In bf16: singular values near 1, the same for any multiple, and an orthogonal matrix keeps its directions."""
+    G = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalised(G))
+    assert 0.66 < values.min() < values.max() < 1.2
+    assert torch.linalg.svdvals(G / G.norm()).min() < 0.1
+    same(orthogonalised(8 * G), orthogonalised(G), 1e-2)  # a power of two: bf16 rounds it alike
+    Q = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1))).Q
+    kept = orthogonalised(Q)
+    same(kept / kept.norm(), Q / Q.norm(), 3e-2)
+    unlike(orthogonalised(G[:, :64]) / 8, G[:, :64] / G[:, :64].norm())
+
+
 # SlowMo
 
 
@@ -428,3 +470,80 @@ def test_with_the_same_data_everywhere_the_number_of_nodes_does_not_matter() -> 
         same(many.rows, one.rows.expand_as(many.rows))
     ddp = train(SimpleReduceStrategy(lr=0.02), shards(1, same=True), 1)
     unlike(one.rows, ddp.rows)
+
+
+# In fp32
+
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {  # two that are one, and a third
+    "slowmo": (
+        lambda: SlowMoStrategy("sgd", H=4, lr=0.05, slow_lr=0.7, slow_momentum=0.6),
+        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
+        lambda: DiLoCoStrategy("sgd", "sgd", H=4, lr=0.05),
+    ),
+    "islands": (
+        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05, island_size=4, island_H=1),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05),
+    ),
+    "gossip": (
+        lambda: GossipStrategy("sgd", "complete", lr=0.05),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: GossipStrategy("sgd", "ring", lr=0.05),
+    ),
+    "push": (
+        lambda: GradientPushStrategy("sgd", "complete", lr=0.05),
+        lambda: SimpleReduceStrategy("sgd", lr=0.05),
+        lambda: GradientPushStrategy("sgd", lr=0.05),
+    ),
+    "noloco": (
+        lambda: NoLoCoStrategy("sgd", H=4, group_size=4, beta=0.7, alpha=0.6, lr=0.05),
+        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
+        lambda: NoLoCoStrategy("sgd", H=4, beta=0.7, alpha=0.6, lr=0.05),
+    ),
+    "desloc": (
+        lambda: DESLOCStrategy(MOMENTUM, H=1, H_u=1),
+        lambda: SimpleReduceStrategy(MOMENTUM),
+        lambda: DESLOCStrategy(MOMENTUM, H=3, H_u=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_identities_hold_in_fp32(name: str) -> None:
+    data = [TensorDataset(*(x.float() for x in d.tensors)) for d in shards(4)]
+    one, other, third = (train(make(), data, model=Regressor(dtype=torch.float32)).rows for make in PAIRS[name])
+    same(one, other, 1e-5)
+    unlike(third, other)
+
+
+# What the clock says
+
+
+def test_a_delayed_average_is_hidden_by_the_steps_meanwhile() -> None:
+    """A ring of four: 6 (1 ms + 57 8 / 4 bytes at 8 kbit/s) = 690 ms; a step takes 100 ms."""
+    ring_s = 6 * (1e-3 + 57 * 8 / 4 * 8 / 8e3)
+    options: dict[str, Any] = {"network": "8kbps,1ms", "step_seconds": 0.1, "num_nodes": 4, "steps": 16}
+
+    def seconds(strategy: Any, **more: Any) -> float:
+        return float(train(strategy, shards(4), **options | more).trainer.clock.time_s.max())
+
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02)) == pytest.approx(1.6 + 2 * ring_s)
+    late = seconds(DiLoCoStrategy(H=8, lr=0.02, delay=3))
+    assert late == pytest.approx(1.6 + ring_s - 0.3)  # the second is still on its way
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, delay=3), steps=19) == pytest.approx(1.9 + 2 * (ring_s - 0.3))
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, delay=8)) == pytest.approx(1.6)  # 800 ms hide 690
+    assert seconds(DiLoCoStrategy(H=8, lr=0.02, eager=True)) == pytest.approx(1.6)
+    assert seconds(DiLoCoStrategy(H=4, lr=0.02, eager=True)) == pytest.approx(1.6 + 3 * (ring_s - 0.4))
+    waited = seconds(DiLoCoStrategy(H=8, lr=0.02, delay=8), final_sync=True)
+    assert waited == pytest.approx(1.6 + ring_s)
+
+
+def test_a_stopped_run_goes_on_with_what_is_on_its_way(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"network": "8kbps,1ms", "step_seconds": 0.1}
+    for make in (lambda: DiLoCoStrategy(H=4, lr=0.02, delay=3), lambda: DiLoCoStrategy(H=4, lr=0.02, eager=True)):
+        whole = train(make(), steps=12, **options)
+        folder = tmp_path / str(make().modules[0].__class__.__name__)
+        train(make(), steps=9, save_dir=folder, checkpoint_interval=9, **options)
+        again = train(make(), steps=12, save_dir=folder, resume=True, **options)
+        assert torch.equal(again.rows, whole.rows)
+        assert again.trainer.clock.time_s.tolist() == whole.trainer.clock.time_s.tolist()

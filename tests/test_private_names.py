@@ -24,13 +24,6 @@ import exogym
 ROOT = Path(exogym.__path__[0])
 THE_ROOM = "base/torch_private.py"
 DOCUMENTED = {"os._exit", "_fields", "_fields_"}  # of Python, underscore or not
-# Uses that stand for now, by file. The table may only shrink.
-LEFT: dict[str, set[str]] = {
-    "compute/worker.py": {"_buffers", "_parameters", "_version", "torch._foreach_mul_"},
-    "compute/finite.py": {"torch._foreach_norm"},
-    "compute/outputs.py": {"_orig_mod"},
-    "training/stacked_driver.py": {"torch._foreach_copy_"},
-}
 
 
 def has_underscore(name: str) -> bool:
@@ -135,7 +128,7 @@ def test_private_parts_are_used_in_one_file() -> None:
     assert {"torch._foreach_mul_", "_buffers", "torch.optim.optimizer._global_optimizer_pre_hooks"} <= found.pop(
         THE_ROOM
     )
-    assert {path: names for path, names in found.items() if names} == LEFT
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(

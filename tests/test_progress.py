@@ -4,11 +4,11 @@ import io
 import os
 import pty
 import re
-import subprocess
 import sys
 import time
 
 import pytest
+from processes import start
 
 from exogym import progress
 from exogym.progress import Progress, notice
@@ -26,8 +26,9 @@ def on_a_terminal(code: str) -> tuple[str, str]:
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     head = "import time\nfrom exogym.progress import Progress, notice\n"
-    command = [sys.executable, "-W", "error", "-c", head + code]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, env=environment)
+    ours, theirs = os.pipe()
+    pid = start(["-W", "error", "-c", head + code], env=environment, files=(None, theirs, slave))
+    os.close(theirs)
     os.close(slave)
     drawn = b""
     try:
@@ -36,8 +37,9 @@ def on_a_terminal(code: str) -> tuple[str, str]:
     except OSError:  # the end of a pty on Linux
         pass
     os.close(master)
-    out = process.communicate(timeout=60)[0].decode()
-    assert process.returncode == 0, drawn.decode()
+    with open(ours) as pipe:
+        out = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0, drawn.decode()
     return drawn.decode(), out
 
 

@@ -137,7 +137,7 @@ def test_a_killed_worker_costs_no_bit(
     workers = [pid for pid, line in hosts[1].processes().items() if "launch/runner.py" in line]
     assert len(workers) == 1
     os.kill(workers[0], signal.SIGKILL)
-    assert run.wait(120) == 0, (project / "said").read_text()
+    assert run.wait(300) == 0, (project / "said").read_text()
     text = (project / "said").read_text()
     assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in text
     assert "not used here: unknown_to_us" in text and "validation loss" in text.splitlines()[-1]

@@ -265,7 +265,7 @@ trainer.fit(DiLoCoStrategy(lr=0.02, H=4), num_nodes=3, max_steps=10**7, device="
 def test_a_killed_run_is_lost_and_its_lines_are_whole(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path / "run")]) as process:
         try:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 300
             while read_status(tmp_path / "run").get("step", 0) == 0:
                 assert time.monotonic() < until and process.poll() is None
                 time.sleep(0.05)

@@ -202,7 +202,7 @@ def attacked(hosts: Hosts, kind: str, folder: Path) -> Attack:
         run = start.start([python, *words, "train.py", kind], cwd=folder, stdout=said, stderr=said)
         seen: set[tuple[str, str]] = set()
         outside: set[tuple[str, str]] = set()
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300
         while run.poll() is None and time.monotonic() < deadline:
             trains = (folder / "step").exists()
             reached: list[tuple[str, int]] = []

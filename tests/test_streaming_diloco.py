@@ -295,3 +295,17 @@ def test_equal_data_everywhere_is_one_node() -> None:
     many = train(streaming(fragment_sync_delay=1, fragment_update_alpha=0.5), shards(3, same=True), 3)
     same(many.rows, one.rows.expand_as(many.rows))
     unlike(train(streaming(fragment_sync_delay=1), [examples(20, i) for i in range(3)], 3).model, one.model)
+
+
+def test_fragments_are_on_their_way_while_nodes_train() -> None:
+    """Two fragments of 49 and 8 numbers every 4 steps, one step to arrive: a ring of four each."""
+    options: dict[str, Any] = {"network": "80kbps,1ms", "step_seconds": 0.02, "steps": 13}
+    large, small = (6 * (1e-3 + size * 8 / 4 * 8 / 80e3) for size in (49, 8))
+    assert large > 0.02 > small
+
+    def seconds(**more: Any) -> float:
+        return float(train(streaming(**more), shards(4), **options).trainer.clock.time_s.max())
+
+    assert seconds() == pytest.approx(13 * 0.02 + 3 * (large + small))
+    assert seconds(fragment_sync_delay=1) == pytest.approx(13 * 0.02 + 3 * (large - 0.02))
+    assert seconds(num_fragments=1) == pytest.approx(13 * 0.02 + 3 * 6 * (1e-3 + 57 * 8 / 4 * 8 / 80e3))

@@ -43,7 +43,7 @@ def test_of_four_fits_in_four_threads_one_is_right_and_the_others_are_refused():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert ended == [wanted]
     assert len(errors) == 3 and all("one fit after the other, or give each a process of its own" in e for e in errors)
     assert alone() == alone()  # the turn was given back
@@ -58,7 +58,7 @@ def test_a_fit_that_fails_gives_its_turn_back():
     found = []
     thread = threading.Thread(target=lambda: found.append(alone()))
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert found == [alone()]
 
 
@@ -100,7 +100,7 @@ def test_a_process_that_another_thread_forks_has_a_turn_of_its_own():
 
         thread = threading.Thread(target=in_thread)
         thread.start()
-        thread.join(60)
+        thread.join(300)
 
     fit(MAKE(), max_steps=6, callbacks=[Every(3, fork)])
     assert codes == [0, 0]

@@ -324,7 +324,7 @@ def test_the_agents_line_on_a_failure_is_understood(tmp_path: Path, monkeypatch:
             "two", "/bin/sh", {0: ("-c", "exit 0"), 1: ("-c", "exit 3")}, {0: {}, 1: {}}, DefaultLogsSpecs(tmp_path)
         )  # fmt: skip
         pids = running.pids()
-        result = running.wait(timeout=60, period=0.01)
+        result = running.wait(timeout=300, period=0.01)
     finally:
         logger.removeFilter(listens)
     assert result is not None and result.failures[1].exitcode == 3

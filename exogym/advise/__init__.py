@@ -4,10 +4,11 @@
 strategy came to a loss first. `plans` has what each strategy sends.
 """
 
+from exogym.advise.failures import Failures
 from exogym.advise.plans import plan_of
 from exogym.advise.prediction import Advice, Row, advise
 from exogym.advise.simulation import simulate
 from exogym.network import required_bandwidth
 from exogym.strategy.traffic import Plan, Traffic
 
-__all__ = ["Advice", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]
+__all__ = ["Advice", "Failures", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]

@@ -17,12 +17,13 @@ whichever nodes are a step of the fleet:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from exogym.advise.failures import Failures
 from exogym.advise.plans import plan_of
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
@@ -47,6 +48,9 @@ DEFAULT_STRATEGIES = (
     "streaming:H=100",
     "eager:H=100",
 )
+# What collectives took over what was predicted of them, by formula and from probes: on links that others measured
+# (docs/predictions.md), warm ones
+SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
 LEAST_SAMPLES, DRAWS = 4, 200_000  # stretches where steps differ by chance, and steps drawn, of all nodes and stretches
 
 
@@ -60,6 +64,8 @@ class Row:
         waiting_share: share of a node's time, mean over nodes, in which it waits for others or the wire.
         utilisation: share in which it computes; the two sum to 1.
         speedup: examples per second over those of the fastest node alone.
+        goodput: share of its time that a node spends on computing what is kept, with failures; None without.
+        speedup_range: least and most of it, if collectives take as much more or less as `SPREAD` says.
         couples_every: steps after which all of the model has been exchanged once.
         algorithms: how each collective is carried out.
         meets_target: whether the slowest node computes for the target share of its time.
@@ -81,6 +87,8 @@ class Row:
     simulated_steps: int | None = None
     final_loss: float | None = None
     target_s: float | None = None
+    speedup_range: tuple[float, float] | None = None
+    goodput: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,12 +117,15 @@ class Advice:
         """Return headers and rows as text."""
         simulated = self.target_loss is not None
         headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        failing = any(row.goodput is not None for row in self.rows)
+        headers += ["goodput"] if failing else []
         headers += ["steps/node", "validation loss", f"time to loss {self.target_loss:.4g}"] if simulated else []
         rows = []
         for row in self.rows:
             mark = " *" if row is self.recommended else "" if row.can_train else " †"
             cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
             cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
+            cells += [f"{row.goodput:.1%}"] if row.goodput is not None else []
             if simulated:
                 steps = "" if row.simulated_steps is None else str(row.simulated_steps)
                 loss = "" if row.final_loss is None else f"{row.final_loss:.4f}"
@@ -125,8 +136,12 @@ class Advice:
 
     def notes(self) -> list[str]:
         """Return the lines below the table: the recommendation, then each assumption."""
-        name = "none" if self.recommended is None else self.recommended.strategy
-        lines = [f"recommended: {name}", f"because {self.because}", "assumed:", *(f"- {a}" for a in self.assumptions)]
+        best = self.recommended
+        lines = [f"recommended: {'none' if best is None else best.strategy}", f"because {self.because}"]
+        if best is not None and best.speedup_range is not None:
+            least, most = best.speedup_range
+            lines.append(f"its speed-up over one node: {best.speedup:.3g}, likely from {least:.3g} to {most:.3g}")
+        lines += ["assumed:", *(f"- {a}" for a in self.assumptions)]
         if any(not row.can_train for row in self.rows):
             lines.append("- † not ranked: known by its formula alone, no strategy of that name can be trained here")
         return lines
@@ -143,6 +158,7 @@ class Advice:
         """Return all of it as JSON holds it: plain numbers, text, lists, and None for what is not known."""
         rows = [asdict(row) | {"algorithms": list(row.algorithms)} for row in self.rows]
         for row in rows:
+            row["speedup_range"] = row["speedup_range"] and list(row["speedup_range"])
             row["couples_every"] = row["couples_every"] if math.isfinite(row["couples_every"]) else None
         name = None if self.recommended is None else self.recommended.strategy
         return {
@@ -166,6 +182,7 @@ def advise(
     strategies: Sequence[str | Strategy | Plan] | None = None,
     target_utilisation: float = 0.9,
     algorithm: str = "cheapest",
+    failures: Failures | None = None,
 ) -> Advice:
     """Predict, for each strategy, how fast a fleet would train on a network.
 
@@ -183,6 +200,7 @@ def advise(
             0 and up to 1.
         algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
             name it in their events.
+        failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
 
     Raises:
         ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy whose
@@ -223,11 +241,18 @@ def advise(
         for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
     ]
     rows = [_row(plan, num_nodes, network, time, algorithm, target_utilisation) for plan in plans]
+    if failures is not None:
+        rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     lines += _of_probes(network, plans, num_nodes)
+    if failures is not None:
+        lines += [
+            str(failures),
+            "learners that meet wait for whichever stood still longest; a waiting one does not fail",
+        ]
     if any(plan.local_steps for plan in plans):
         lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
     if flops is not None:
@@ -285,8 +310,23 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
 
 
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
-    if plan.local_steps is not None:
-        return _row_of_rounds(plan, plan.local_steps, num_nodes, network, time, target)
+    """Return the row of a strategy, with the range that its speed-up has as collectives take more or less."""
+    one = _row_of_rounds if plan.local_steps is not None else _row_of_fleet
+    low, high = SPREAD["formula" if network.measurement is None else "measured"]
+    most, row, least = (one(plan, num_nodes, network, time, algorithm, target, scale) for scale in (low, 1.0, high))
+    return replace(row, speedup_range=(least.speedup, most.speedup))
+
+
+def _with_goodput(row: Row, plan: Plan, num_nodes: int, failures: Failures) -> Row:
+    waits = plan.local_steps is None
+    steps = min((t.every_steps for t in plan.traffic), default=1.0) if waits else 1.0
+    share = failures.goodput(row.utilisation, steps * row.seconds_per_step, num_nodes, waits and bool(plan.traffic))
+    return replace(row, goodput=share)
+
+
+def _row_of_fleet(
+    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
+) -> Row:
     stalls, sent, names = 0.0, 0.0, []
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
     step_s = _slowest_step_s(time, num_nodes, every)
@@ -297,9 +337,8 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
         if way is None and algorithm == "cheapest":
             way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
         fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
-        cost_s = network.duration_s(
-            network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
-        )
+        cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
+        cost_s = scale * network.duration_s(cost)
         stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
@@ -315,18 +354,18 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
 
 
 def _row_of_rounds(
-    plan: Plan, local_steps: Callable[[np.ndarray], np.ndarray], num_nodes: int, network: Network, time: StepTime,
-    target: float,
-) -> Row:  # fmt: skip
+    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
+) -> Row:
     """Return the row of a strategy whose nodes do not wait for each other."""
     T, S = time.mean_s(num_nodes), sum(t.payload_bytes for t in plan.traffic if t.kind == "push")
-    H = local_steps(T)
+    assert plan.local_steps is not None
+    H = plan.local_steps(T)
     own = network.num_nodes is not None  # links differ
     ways = [
         [network.duration_s(network.cost(t.kind, t.payload_bytes, [node], t.algorithm)) for t in plan.traffic]
         for node in (range(num_nodes) if own else [0])
     ]
-    c = np.array(ways).sum(1) if num_nodes > 1 else np.zeros(1)  # a server beside one node costs nothing
+    c = scale * np.array(ways).sum(1) if num_nodes > 1 else np.zeros(1)  # a server beside one node costs nothing
     round_s = H * T + c
     seconds = num_nodes / float((H / round_s).sum())
     computing = H * T / round_s

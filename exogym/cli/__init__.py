@@ -19,6 +19,8 @@ from exogym.cli.compare import compare as compare_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
 from exogym.cli.reproduce import reproduce as reproduce_command
+from exogym.cli.runs import app as runs_app
+from exogym.cli.sweep import sweep as sweep_command
 from exogym.cli.values import INTERRUPTED
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
@@ -35,9 +37,11 @@ app = typer.Typer(
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
 app.command("compare")(compare_command)
+app.command("sweep")(sweep_command)
 app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)
+app.add_typer(runs_app, name="runs")
 app.command("reproduce")(reproduce_command)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
-from typing import Annotated, TextIO
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
 from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
+from exogym.advise.failures import Failures
 from exogym.advise.plans import FORMULA_ONLY
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
@@ -24,6 +27,8 @@ from exogym.compare import measured_step_s, split_strategies
 from exogym.compare.forecast import MEASURED
 from exogym.errors import ArgumentError
 from exogym.network import Network
+from exogym.remote import HostsConfig
+from exogym.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.strategy.registry import STRATEGIES
 from exogym.tasks import load_task
 
@@ -46,6 +51,14 @@ def advise(
         typer.Option(
             metavar="NAME", help=f"A task instead: its model, and a step measured here. {', '.join(DATASETS)}."
         ),
+    ] = None,
+    own_task: Annotated[
+        str | None,
+        typer.Option("--task", metavar="MODULE:FUNCTION", help="Your own model: a function that returns a Task."),
+    ] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure these hosts first, into measured.json; see docs/real_machines.md."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="File or folder of the data, if not in the usual places.")
@@ -98,15 +111,36 @@ def advise(
         float | None, typer.Option(metavar="L", help="Of the simulation. [default: 95 % of DDP's quality]")
     ] = None,
     processes: Annotated[str | None, typer.Option(metavar="P", help="Of the simulation, or auto. [default: 1]")] = None,
+    accelerators: Annotated[
+        str | None,
+        typer.Option(metavar="A", help="Of the whole fleet, each node having its share, as 1M: gives the goodput."),
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(metavar="T", help="Mean time between failures of one accelerator, as 8760h.")
+    ] = None,
+    restart: Annotated[
+        str | None,
+        typer.Option(metavar="T", help="From a failure until its node computes something new, as 5min."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
     """Say which strategy suits a network.
 
+    --network takes a preset, a bandwidth and latency, or a file that exogym doctor --measure or the self-test wrote;
+    with --hosts the hosts are measured now. What was measured there of a step is used, too.
+
     Strategies are ranked by predicted time per step: for a model of any size by formula, from --parameters, --nodes and
     --step-seconds (or --flops); for a task, --dataset, the model is its own and a step is measured. With --simulate
     each is also trained for a short while, and ranked by the predicted time to a validation loss.
     """
+    if dataset is not None and own_task is not None:
+        raise ArgumentError("--dataset and --task both name a task: give one of them")
+    if own_task is not None and ":" not in own_task:
+        raise ArgumentError(f"--task={own_task!r} should be module:function; --dataset takes {', '.join(DATASETS)}")
+    if dataset is not None:
+        check_dataset(dataset)
+    dataset = own_task if dataset is None else dataset
     if parameters is not None and dataset is not None:
         raise ArgumentError(f"say either {WANTED['parameters']}: not both")
     if flops is not None and step_seconds is not None:
@@ -115,10 +149,19 @@ def advise(
     of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
     _needs("--simulate", simulated or None, of_simulations)
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
+    failing = {"--accelerators": accelerators, "--mtbf": mtbf, "--restart": restart}
+    lacking = [option for option, given in failing.items() if given is None]
+    if 0 < len(lacking) < len(failing):
+        raise ArgumentError(f"failures are said by {', '.join(failing)} together: give {' and '.join(lacking)}, too")
+    failures = None if accelerators is None else Failures(count_of("--accelerators", accelerators), mtbf, restart)
     speed = numbers_of("--speeds", speeds)
-    links = None if network is None else Network.of(network)
+    if own_task is not None:
+        sys.path.insert(0, os.getcwd())  # where a module of one's own is looked for
+    links = _links(network, hosts, dataset)
     work = None if flops is None else count_of("--flops", flops)
-    step_s = None if step_seconds == MEASURED else step_seconds
+    step_s: Any = None if step_seconds == MEASURED else step_seconds
+    if step_seconds is None and flops is None:
+        step_s = _measured_steps(links, dataset)
     known = [nodes, None if speed is None else len(speed), None if links is None else links.num_nodes]
     told = {
         "network": network, "parameters": dataset if parameters is None else parameters,
@@ -130,15 +173,15 @@ def advise(
         raise ArgumentError("say " + "; ".join(missing))
     task = None
     if dataset is not None:
-        check_dataset(dataset)
         task = load_task(dataset, data)
     count = next(number for number in [*known, None if task is None else task.nodes] if number is not None)
     share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
     if simulated and task is not None:
-        for option, given in {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element}.items():
+        by_formula = {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element, "--mtbf": mtbf}
+        for option, given in by_formula.items():
             if given is not None:
                 raise ArgumentError(f"{option} is for formulas; a simulation does as exogym does: leave it out")
-        step = step_seconds if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
+        step = (step_s or step_seconds) if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
         live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
         with live:
             advice = simulate(
@@ -157,11 +200,33 @@ def advise(
             device=device or DEFAULT_DEVICE, device_utilisation=share, strategies=list(split_strategies(strategies)),
             bytes_per_element=4 if bytes_per_element is None else bytes_per_element,
             target_utilisation=target_utilisation, algorithm=algorithm or "cheapest",
+            failures=failures,
         )  # fmt: skip
     if as_json:
         print(json.dumps(advice.to_dict(), indent=1))
     else:
         print_advice(advice, sys.stdout)
+
+
+def _links(network: str | None, hosts: Path | None, task: str | None) -> Network | None:
+    """Return the network that is named, or that is measured on the hosts now; one that is named must be theirs."""
+    if hosts is None:
+        return None if network is None else Network.of(network)
+    config = HostsConfig.load(hosts)
+    if network is None:
+        return measure_hosts(config, MEASURED_FILE, task=task)
+    links = Network.of(network)
+    if links.measurement is None:
+        raise ArgumentError(f"--hosts measures, and --network {network} is no measurement: leave one of them out")
+    links.measurement.check_hosts([host.address for host in config.hosts for _ in range(host.slots)])
+    return links
+
+
+def _measured_steps(links: Network | None, task: str | None) -> list[float] | None:
+    """Return the seconds of a step of each node, if they were measured of this task; no task: of any."""
+    if links is None or links.measurement is None or links.measurement.step_s is None:
+        return None
+    return links.measurement.step_s if task in (None, links.measurement.task) else None
 
 
 def _needs(option: str, given: object, others: Mapping[str, object]) -> None:

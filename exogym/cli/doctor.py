@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from exogym.cli.values import numbers_of
 from exogym.errors import ArgumentError
 from exogym.remote import Check, HostsConfig, check_hosts
+from exogym.remote.measuring import MEASURED_FILE, measure_hosts
 
 PLAIN_WIDTH = 160  # where there is no terminal
 
@@ -27,14 +29,32 @@ def doctor(
         str | None,
         typer.Option(metavar="DIR", help="See whether all hosts can write to this folder, and whether they share it."),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Then time every collective and pair of hosts there, for advise --network."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For what --measure finds. [default: measured.json]")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --measure: also a step of this task, a name or module:function."),
+    ] = None,
+    sizes: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Of --measure, bytes. [default: 4096,1048576,16777216]")
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
     """Look at all hosts: login, Python, versions, code, port, disk, clock, device, and the ways between them.
 
     The project's code is compared with that in the current folder. Nothing is started there; with --save-dir a small
-    file is written and removed. Exit status 1 if anything is wrong; the last lines say what to do.
+    file is written and removed. Exit status 1 if anything is wrong; the last lines say what to do. With --measure
+    the self-test runs on the hosts, if all is well, and what predictions start from is written here.
     """
+    for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
+        if given is not None and not measure:
+            raise ArgumentError(f"{option} needs --measure: give it too, or leave {option} out")
     if timeout <= 0:
         raise ArgumentError(f"--timeout={timeout:g} must be more than 0 seconds")
     config = HostsConfig.load(hosts)
@@ -42,6 +62,12 @@ def doctor(
     print_checks(checks, sys.stdout)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
+    if measure:
+        file = out or Path(MEASURED_FILE)
+        numbers = numbers_of("--sizes", sizes)
+        probed = None if numbers is None else [int(size) for size in numbers]
+        measure_hosts(config, file, sync=sync, task=task, sizes_bytes=probed)
+        print(f"measured: {file}; exogym advise --network {file} --step-seconds ... starts from it")
 
 
 def print_checks(checks: Sequence[Check], file: TextIO) -> None:

@@ -15,6 +15,7 @@ from exogym.compare import Standing
 from exogym.compare.comparison import Comparison
 from exogym.network import readable_seconds
 from exogym.progress import SELDOM_S, notice, readable_bytes
+from exogym.sweep import Swept
 
 PAUSE_S = 0.2  # between drawings
 
@@ -89,8 +90,8 @@ def _line(at: Standing) -> str:
     return f"{at.label}, {where}: validation loss {at.val_loss:.4f}, {sent} sent per node{_left(at.left_s)}"
 
 
-def print_table(result: Comparison, file: TextIO) -> None:
-    """Print the table of a comparison and its finding: drawn where `file` is a terminal, else as Markdown.
+def print_table(result: Comparison | Swept, file: TextIO) -> None:
+    """Print the table of a comparison or sweep and its finding: drawn where `file` is a terminal, else as Markdown.
 
     Columns that a line has no room for come in tables below, each with the strategies first.
     """

@@ -107,6 +107,7 @@ class Clock:
         self.tx_bytes, self.rx_bytes = np.zeros(num_nodes), np.zeros(num_nodes)
         self.events = 0
         self._flights: dict[int, _Flight] = {}
+        self._on_their_way: dict[int, list[int]] = {}  # number of an event's flight to handles
         self._cheapest: dict[Any, str] = {}
 
     # What moves it
@@ -143,8 +144,17 @@ class Clock:
         self.steps = self.steps + counts
 
     def event(self, event: Event) -> None:
-        """Carry out a collective: its members wait for the latest of them, and then for its cost."""
-        self.wait(self.begin(event))
+        """Carry out a collective: its members wait for the latest of them, and then for its cost.
+
+        One that has a flight is begun, and its members wait for it at the event "arrive" of that flight.
+        """
+        if event.flight is None:
+            self.wait(self.begin(event))
+        elif event.kind != "arrive":
+            self._on_their_way.setdefault(event.flight, []).append(self.begin(event))
+        else:
+            for handle in self._on_their_way.pop(event.flight, ()):
+                self.wait(handle)
 
     def begin(self, event: Event) -> int:
         """Start a collective while its members go on computing; return a handle for `wait`.
@@ -237,10 +247,11 @@ class Clock:
         members = np.zeros((len(self._flights), self.num_nodes), dtype=bool)
         for row, flight in zip(members, self._flights.values(), strict=True):
             row[flight.members] = True
-        table = [[handle, flight.cost, flight.end] for handle, flight in self._flights.items()]
+        numbers = {handle: number for number, handles in self._on_their_way.items() for handle in handles}
+        table = [[handle, f.cost, f.end, numbers.get(handle, -1)] for handle, f in self._flights.items()]
         return tensors | {
             "events": torch.tensor(self.events),
-            "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 3),
+            "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
             "under_way_members": torch.from_numpy(members),
         }
 
@@ -257,7 +268,11 @@ class Clock:
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
         self.events = int(state["events"])
         rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
-        self._flights = {handle: _Flight(np.flatnonzero(of), cost, end, "") for (handle, cost, end), of in rows}
+        self._flights, self._on_their_way = {}, {}
+        for (handle, cost, end, number), of in rows:
+            self._flights[handle] = _Flight(np.flatnonzero(of), cost, end, "")
+            if number >= 0:
+                self._on_their_way.setdefault(number, []).append(handle)
 
     # Inside
 

@@ -20,6 +20,7 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 from exogym.communicator.communicator import TRANSPORTS, Communicator
 from exogym.communicator.ledger import Event, Ledger
 from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
+from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
@@ -34,6 +35,7 @@ __all__ = [
     "Median",
     "Parcel",
     "Rule",
+    "SecureAggregation",
     "TrimmedMean",
     "Wire",
     "blank",

@@ -14,6 +14,7 @@ from torch import Tensor
 from exogym.base import pulse
 from exogym.communicator.ledger import FACTORS, Event, Ledger, children, tree_factors
 from exogym.communicator.robust import Rule
+from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
@@ -33,7 +34,9 @@ class Communicator:
     `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
     or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
     how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
-    where there is one, takes the place of every mean of parameters or gradients (`exogym.communicator.robust`).
+    where there is one, takes the place of every mean of parameters or gradients (`exogym.communicator.robust`);
+    `watchers` see each mean of parameters as it is taken: the rows here of its members, what these bring, and the mean.
+    `secure`, where there is one, takes means so that nobody sees a node's own values (`exogym.communicator.secure`).
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -51,8 +54,13 @@ class Communicator:
         self.weights: Tensor | None = None
         self.transport: str | None = None
         self.rule: Rule | None = None
+        self.secure: SecureAggregation | None = None
+        self._aggregations = 0
+        self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
+        self._numbers = 0  # of flights
+        self._flight: int | None = None  # which calls are on now
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
@@ -62,6 +70,27 @@ class Communicator:
             yield
         finally:
             self._tag = before
+
+    # What is on its way while its members go on computing
+
+    def new_flight(self) -> int:
+        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
+        self._numbers += 1
+        return self._numbers
+
+    @contextlib.contextmanager
+    def on_its_way(self, flight: int | None) -> Iterator[None]:
+        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
+        before, self._flight = self._flight, flight
+        try:
+            yield
+        finally:
+            self._flight = before
+
+    def arrive(self, flight: int) -> None:
+        """Let the members of what is on its way under `flight` wait for it now."""
+        nothing = np.zeros(0)
+        self.ledger.tell(Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight))
 
     # Reductions
 
@@ -74,6 +103,7 @@ class Communicator:
         weights: Tensor | None = None,
         out: Tensor | None = None,
         algorithm: str = "ring",
+        expected: Groups | None = None,
     ) -> Tensor:
         """Reduce `x` (rows, ...) over each group and give every member the result.
 
@@ -84,6 +114,7 @@ class Communicator:
             out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
                 keep what they hold.
             algorithm: "ring", "tree" or "server", for the bytes, where no `transport` was chosen.
+            expected: for each of `groups` those who were to take part, where some have dropped out.
 
         Returns:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
@@ -100,15 +131,25 @@ class Communicator:
         if weights is not None and op != "mean":
             raise ArgumentError(f"weights need op='mean', not {op!r}")
         result = None
-        for group in groups:
+        for k, group in enumerate(groups):
             share = self.share(group, op) if weights is None else _share(weights, group)
             kind, way = "all_reduce", self.transport or algorithm
-            if (rule := self.robust(op, share)) is not None:
+            if op == "mean" and self.secure is not None:
+                members = expected[k] if expected else group if apart else range(self.num_nodes)
+                result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
+                self._aggregations += 1  # for new keys; no result depends on them
+                for told, size in self.secure.sent(flat.shape[1], _row_bytes(x), len(members)):
+                    if size:
+                        self.record(told, "server", group, size)
+            elif (rule := self.robust(op, share)) is not None:
                 result = rule.of(self.wire, flat, group)
-                kind, way = rule.collective if way != "server" else (kind, way)
+                self.record(*(rule.collective if way != "server" else (kind, way)), group, _row_bytes(x))
             else:
                 result = self._reduced(flat, group, op, share, everywhere=not apart)
-            self.record(kind, way, group, _row_bytes(x))
+                self.record(kind, way, group, _row_bytes(x))
+            if op == "mean" and self._tag == "parameters":
+                for watch in self.watchers:
+                    watch(self._rows_here(group), flat, result)
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result
@@ -441,9 +482,14 @@ class Communicator:
             )
 
     def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        """Record a collective in which each of `members` hands over `size` bytes."""
+        """Record a collective in which each of `members` hands over `size` bytes, or is handed them ("pull")."""
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
+        if kind in ("push", "pull"):
+            moved, nothing = np.full(n, size if self.num_nodes > 1 else 0.0), np.zeros(n)
+            up, down = (moved, nothing) if kind == "push" else (nothing, moved)
+            self._add(kind, algorithm, members, size, up, down, givers=None if kind == "push" else [])
+            return
         if (kind, algorithm) == ("all_reduce", "tree"):
             moved = tree_factors(n) * size
         else:
@@ -471,7 +517,9 @@ class Communicator:
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links))
+        self.ledger.add(
+            Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        )
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; the server is there even for one client of several nodes."""

@@ -23,6 +23,8 @@ class Event:
         givers: the members that hand something over: all, or the root of a broadcast or scatter.
         tx_bytes, rx_bytes: (members,) what each member sent and received.
         tag: "parameters" or "buffers"; they are counted apart.
+        flight: the number under which it is on its way while its members go on computing; None: they wait for it. With
+            kind "arrive" they wait now for what is on its way under the number, and nothing is sent.
         links: of a mix, (giver, taker) of each message; a member waits for those that give to it, and for nobody else.
     """
 
@@ -35,6 +37,7 @@ class Event:
     tag: str
     givers: tuple[int, ...]
     links: tuple[tuple[int, int], ...] = ()
+    flight: int | None = None
 
     @property
     def handed_bytes(self) -> np.ndarray:
@@ -73,6 +76,10 @@ class Ledger:
         seen = (1.0, *(float(x.sum()) for x in (event.handed_bytes, event.tx_bytes, event.rx_bytes)))
         for key, value in zip(TRAFFIC, seen, strict=True):
             row[key] += value
+        self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Let the listeners know of an event."""
         for listen in self.listeners:
             listen(event)
 
@@ -101,6 +108,8 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("reduce_scatter", "ring"): lambda n: (n - 1) / n,
     ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
+    ("push", "server"): lambda n: 1.0,
+    ("pull", "server"): lambda n: 0.0,  # sent; it gets as much as it is given
 }
 
 

@@ -92,17 +92,27 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """Return heading, table and finding as Markdown."""
-        headers, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-        last = len(widths) - 1
-        rule = ["-" * width if i in (0, last) else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-        lines = []
-        for cells in (headers, rule, *rows):
-            pads = [
-                c.ljust(w) if i in (0, last) else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            ]
-            lines.append(f"| {' | '.join(pads)} |")
-        return "\n".join([self.heading, "", *lines, "", self.finding])
+        return "\n".join([self.heading, "", markdown(*self.table()), "", self.finding])
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown: the first and the last column from the left, the others from the right.
+
+    >>> print(markdown(["a", "bb", "c"], [["x", "1", "y"]]))
+    | a | bb | c |
+    | - | -: | - |
+    | x |  1 | y |
+    """
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    last = len(widths) - 1
+    rule = ["-" * width if i in (0, last) else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    lines = []
+    for cells in (headers, rule, *rows):
+        pads = [
+            c.ljust(w) if i in (0, last) else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append(f"| {' | '.join(pads)} |")
+    return "\n".join(lines)
 
 
 class ComparisonInterrupted(KeyboardInterrupt):

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from exogym.base.devices import resolve_device
+from exogym.base.processes import described
 from exogym.compare.comparison import (
     SINGLE,
     Comparison,
@@ -121,7 +122,7 @@ def compare(
     (['single', 'ddp'], 1.0, 0.0)
     """
     given = locals()
-    task = _as_task(problem, data)
+    task = task_of(problem, data)
     if out is not None:
         check_matplotlib()
     elif resume:
@@ -131,17 +132,17 @@ def compare(
         task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
         processes=processes, device=device, network=network, step_seconds=step_seconds, speeds=speeds,
         target_loss=target_loss, timeline=timeline, loss_fn=loss_fn, metrics=metrics, watch=watch,
-        known_s=(saved.get("timing") or {}).get("measured_step_s"),
+        known_step_s=(saved.get("timing") or {}).get("measured_step_s"),
     )  # fmt: skip
+    entries = session.entries
     asked = asked_of(session, target_loss)
     description = {
-        **asked, "data": task.origin, "versions": _versions(), "arguments": _arguments(given),
+        **asked, "data": task.origin, "versions": versions_here(), "arguments": _arguments(given),
+        "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
     if out is not None:
-        session.folder = (
-            Folder.of_asked(out, asked, session.entries) if resume else Folder.new(out, task.name, session.entries)
-        )
+        session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
         session.folder.describe(description | {"state": "running", "runs": []})
     return _carried_out(session, description, target_loss)
 
@@ -166,12 +167,12 @@ def session_of(
     loss_fn: Callable[..., Tensor] | None = None,
     metrics: dict[str, Metric] | None = None,
     watch: Callable[[Standing], object] | None = None,
-    known_s: float | None = None,
+    known_step_s: float | None = None,
 ) -> Session:
     """Return the runs that the arguments of `compare` ask for, checked, and none of them trained; with no folder.
 
     Args:
-        known_s: seconds of a step that were measured before, where step times are measured.
+        known_step_s: seconds of a step that were measured before, where step times are measured.
 
     Raises:
         ArgumentError, DataError: as `compare`.
@@ -194,7 +195,7 @@ def session_of(
         like_ours = replace(task, lr=setting.lr)
         forecast = forecast_of(
             network, step_seconds, speeds, setting.nodes,
-            lambda: known_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
+            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
         )  # fmt: skip
     return Session(
         task, setting, entries, split, train, val, setting.val_interval(len(val)), place, processes, forecast, timeline,
@@ -286,7 +287,8 @@ def _said(session: Session) -> dict[str, tuple[str, str]]:
     return said
 
 
-def _as_task(problem: Any, data: Any) -> Task:
+def task_of(problem: Any, data: Any) -> Task:
+    """Return the task of a problem, as `compare` takes it."""
     if isinstance(problem, str):
         task = load_task(problem, data)
     elif data is not None:
@@ -319,7 +321,7 @@ def _evenly(dataset: Any, most: int) -> Any:
     return Subset(dataset, np.linspace(0, len(dataset) - 1, most).round().astype(int).tolist())
 
 
-def _versions() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
     try:
         own = importlib.metadata.version("exogym")
     except importlib.metadata.PackageNotFoundError:

@@ -88,15 +88,23 @@ class Session:
 
     def train_all(self) -> None:
         """Take every run to its end; what the folder already has is not trained again."""
-        for label, entry in self.entries.items():
+        for label in self.entries:
             for number, seed in enumerate(self.setting.seeds, 1):
-                known = None if self.folder is None else self.folder.outcome(label, seed)
-                outcome = known or self._train(label, entry, number, seed)
-                if known is None and self.folder is not None:
-                    self.folder.keep(label, seed, outcome)
-                self.outcomes[label, seed] = outcome
+                known = self.known(label, seed)
+                self.outcomes[label, seed] = known or self.settle(label, seed)
                 if known is not None and known.history is not None:
                     self._tell(label, number, self.setting.steps, known.history)
+
+    def known(self, label: str, seed: int) -> Outcome | None:
+        """Return what the folder has of a run that has ended."""
+        return None if self.folder is None else self.folder.outcome(label, seed)
+
+    def settle(self, label: str, seed: int) -> Outcome:
+        """Take one run to its end, and keep what came out where there is a folder."""
+        outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
+        if self.folder is not None:
+            self.folder.keep(label, seed, outcome)
+        return outcome
 
     @property
     def histories(self) -> dict[tuple[str, int], History]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exogym.base.torch_private import norms
 from exogym.compute.worker import Worker
 from exogym.errors import TrainingError
 
@@ -104,7 +105,7 @@ class Watch:
         there = [g for g in grads if g is not None]
         if self._is_ignored or not there:
             return True
-        if math.isfinite(float(torch.stack([n.double() for n in torch._foreach_norm(there)]).sum())):
+        if math.isfinite(float(torch.stack([n.double() for n in norms(there)]).sum())):
             return True
         for name, grad in zip(self.worker.names, grads, strict=True):
             if grad is not None and not is_finite(grad):

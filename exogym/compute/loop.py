@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.base.torch_private import copy_
 from exogym.compute.buckets import Buckets
 from exogym.compute.finite import Watch
 from exogym.compute.inner import InnerOptimizer, Steps
@@ -122,7 +123,7 @@ class Loop:
                     targets.append(slot.of(block.grads[row]))
                     sources.append(grad)
             if targets:
-                torch._foreach_copy_(targets, sources)
+                copy_(targets, sources)
         self.worker.clear_grads()
 
     def _point_gradients(self, row: int) -> None:

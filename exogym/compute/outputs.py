@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.base.torch_private import uncompiled
 from exogym.errors import DataError, ModelError
 
 TARGET_KEYS = ("labels", "targets", "target", "label", "y")
@@ -43,7 +44,7 @@ class Loss:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
         self.model, self.loss_fn = model, loss_fn
-        forward: Any = getattr(model, "_orig_mod", model).forward  # of torch.compile's wrapper, the module inside
+        forward: Any = uncompiled(model).forward
         parameters = inspect.signature(forward).parameters
         self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._takes_any_name = not self._names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())

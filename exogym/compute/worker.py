@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
+from exogym.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.compute.attributes import Attributes, refuse_carried
 from exogym.compute.outputs import Loss, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
@@ -98,7 +99,7 @@ class Worker:
         seed_python(0)
         states = self._random_states()
         frozen = {name: (p, _mark(p)) for name, p in self.model.named_parameters() if not p.requires_grad}
-        before = {name: (b, b._version, b.detach().clone()) for name, b in self.model.named_buffers()}
+        before = {name: (b, version(b), b.detach().clone()) for name, b in self.model.named_buffers()}
         try:
             loss = self._trial_gradient(batch)
         finally:
@@ -142,11 +143,11 @@ class Worker:
         for name, buffer in self.model.named_buffers():
             if name not in before or before[name][2].shape != buffer.shape:
                 continue
-            was, version, value = before[name]
-            if not _same(value, buffer) or (buffer is was and buffer._version != version):
+            was, at, value = before[name]
+            if not _same(value, buffer) or (buffer is was and version(buffer) != at):
                 self.changing.append(name)
                 owner, attribute = self._owner(name)
-                owner._buffers[attribute] = was
+                own_buffers(owner)[attribute] = was
                 was.copy_(value)
 
     def _buffer_shapes(self) -> dict[str, torch.Size]:
@@ -208,7 +209,7 @@ class Worker:
             ModelError: the module replaced or moved a parameter.
         """
         for p, owner, attribute in self._places:
-            if owner._parameters.get(attribute) is not p:
+            if own_parameters(owner).get(attribute) is not p:
                 raise ModelError(
                     f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change "
                     "it in place (under torch.no_grad()) so that the row keeps it"
@@ -219,7 +220,7 @@ class Worker:
                     f"training moved parameter {name!r} to other memory (p.data = ...); change it in place"
                 )
         for name, (owner, attribute) in self._buffer_owners.items():
-            current, home = owner._buffers[attribute], self.fleet.buffers[name][row]
+            current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():
                 home.copy_(current.detach())
 
@@ -245,7 +246,7 @@ class Worker:
             p.data = view
             p.grad = None
         for name, (owner, attribute) in self._buffer_owners.items():
-            owner._buffers[attribute] = buffers[name]
+            own_buffers(owner)[attribute] = buffers[name]
         self._at = views
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
@@ -306,7 +307,7 @@ class Worker:
 
     def _unscale(self, row: int) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(grads, 1.0 / float(self.scales[row]))
+        scale_(grads, 1.0 / float(self.scales[row]))
         self.overflowed = not all(bool(torch.isfinite(g).all()) for g in grads)
 
     def update_scale(self, row: int) -> None:
@@ -362,7 +363,7 @@ def check_precision(precision: str) -> str:
 def _mark(x: Tensor) -> tuple[int, int, float]:
     """Return what tells whether a tensor was changed, without a copy of it: version, place and, of floats, the sum."""
     summable = x.layout == torch.strided and x.is_floating_point() and x.dtype.itemsize > 1
-    return x._version, x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
+    return version(x), x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
+from exogym.base.files import replacing
 from exogym.distributed.group import destroy_process_group, get_distributed_info, init_process_group
 from exogym.distributed.measure import DEFAULT_SIZES_BYTES, self_test, table
-from exogym.errors import ArgumentError
+from exogym.distributed.probing import as_line, measure, step_seconds
+from exogym.errors import ArgumentError, DataError
 
 
 def main() -> int:
@@ -19,18 +22,36 @@ def main() -> int:
     )
     parser.add_argument("--sizes_bytes", type=int, nargs="+", help="sizes to measure (default 4 KiB, 1 MiB and 16 MiB)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each size (default 5)")
+    parser.add_argument("--json", metavar="FILE", help="write what predictions start from, for --network; - prints it")
+    parser.add_argument(
+        "--task", metavar="NAME", help="with --json: also a step of this task, a name or module:function"
+    )
+    parser.add_argument("--batch-size", type=int, help="examples of that step (default the task's)")
     given = parser.parse_args()
+    fields: dict[str, Any] = {}
     try:
+        if given.json is None and given.task is not None:
+            raise ArgumentError("--task needs --json: it measures a step for the file")
+        step_s = None if given.task is None else step_seconds(given.task, given.batch_size)
         init_process_group()
         try:
-            rows = self_test(given.sizes_bytes or DEFAULT_SIZES_BYTES, given.repeats)
+            sizes = given.sizes_bytes or DEFAULT_SIZES_BYTES
+            if given.json is None:
+                rows = self_test(sizes, given.repeats)
+            else:
+                rows, fields = measure(sizes, given.repeats, step_s, given.task)
             info = get_distributed_info()
         finally:
             destroy_process_group()
-    except ArgumentError as error:
+    except (ArgumentError, DataError) as error:
         print(f"exogym.distributed: error: {error}", file=sys.stderr)
         return 2
-    if info["rank"] == 0:
+    if info["rank"] == 0 and given.json == "-":
+        print(as_line(fields))
+    elif info["rank"] == 0:
+        if given.json is not None:
+            with replacing(given.json) as file:
+                file.write(as_line(fields) + "\n")
         print(f"{info['world_size']} processes, {info['backend']}; every result is right\n{table(rows)}")
     return 0
 

@@ -123,7 +123,7 @@ def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[
         gc.enable()
     code = 1
     try:
-        _die_with(parent)
+        die_with(parent)
         for pipe in (up_read, down_write, error_read, *(p for pair in pipes for p in pair)):
             os.close(pipe)
         for child in children:
@@ -185,7 +185,7 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
         signal.signal(pulse.SIGNAL, before)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Have the system kill this process when its parent ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)

@@ -32,6 +32,10 @@ class Stateful:
     def load_shared(self, tensors: Tensors) -> None:
         """Put back what `shared` returned; called after the rows have been loaded."""
 
+    def figures(self) -> dict[str, float]:
+        """Return numbers that are to stand in the history at an evaluation, the same in every process."""
+        return {}
+
 
 class Shared(Stateful):
     """Something without rows, by its two functions."""
@@ -88,6 +92,10 @@ class State:
     def shared(self) -> Tensors:
         """Return what is equal for all nodes in all parts."""
         return {f"{name}.{key}": x for name, part in self.parts.items() for key, x in part.shared().items()}
+
+    def figures(self) -> dict[str, float]:
+        """Return what all parts want to stand in the history."""
+        return {name: x for part in self.parts.values() for name, x in part.figures().items()}
 
     def load_shared(self, tensors: Tensors) -> None:
         """Put back what `shared` returned."""

@@ -102,7 +102,7 @@ class Measurement:
         num_nodes: N.
         hosts: their addresses, (N,), or None.
         probes: of each kind that was measured.
-        step_s: (N,) seconds of a step of the user's model on each host, or None.
+        step_s: (N,) seconds of a step of the user's model on each host, or None; `task` is its name.
         links: for what was not probed.
     """
 
@@ -124,6 +124,7 @@ class Measurement:
         steps = _per_host("step_s", step_s, num_nodes)
         self.step_s = None if steps is None else [_positive(s, f"step_s of host {i}") for i, s in enumerate(steps)]
         self.about = {name: value for name, value in (("versions", versions), ("date", date)) if value}
+        self.task = None if versions is None else versions.get("task")
         tables = {kind: _table(kind, given) for kind, given in collectives.items()}
         if not tables and pairs is None:
             raise ArgumentError("a measured network needs a probe, as in all_reduce={4_000_000: 0.05}")

@@ -41,7 +41,7 @@ from exogym.record.observers import Fields, Observer
 BEAT_S = 1.0  # between two heartbeats at least
 LOST_S = 60.0  # without one, a run on another machine counts as lost
 ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
-STATUS_BYTES = 1 << 20  # of a status.json, at most
+OBJECT_BYTES = 1 << 24  # of a file that is read as a whole, at most
 FREE = ("limits", "placement", "chosen", "rounds", "shared")  # of a description, what a run that goes on may have else
 FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")
 
@@ -129,7 +129,7 @@ class RunFolder(Observer):
 
     def _check_same(self, now: Fields) -> None:
         """Refuse to write into the folder of another run."""
-        before: Any = _read(self.folder / "run.json").get("description")
+        before: Any = read_object(self.folder / "run.json").get("description")
         common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if before[name] != now[name]]:  # fmt: skip
@@ -220,7 +220,7 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
     A run that says it is running and whose process is gone is "lost", as is one on another machine that has not been
     heard of for a minute.
     """
-    status = _read(Path(folder) / "status.json")
+    status = read_object(Path(folder) / "status.json")
     process: Any = status.get("process")
     heard_s: Any = status.get("heartbeat_s")
     if not isinstance(process, dict) or type(process.get("pid")) is not int or type(heard_s) not in (int, float):
@@ -232,11 +232,11 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return status
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the object of a file of JSON; {} where there is none."""
     try:
         with opened_plain(path) as file:
-            found = json.loads(file.read(STATUS_BYTES))
+            found = json.loads(file.read(OBJECT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -81,8 +80,11 @@ def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
     """Copy what a launch's fit told of itself, from the master, where rank 0 wrote it, as far as it is there."""
     there = run_folder_of(folder, fit)
     for name in FILES:
-        with contextlib.suppress(ExoGymError):
+        try:
             launcher.fetch(f"{RUNS}/{there.relative_to(folder.parent)}/{name}", there / name)
+        except ExoGymError:
+            if name == FILES[0]:  # the run never began, or the master is gone
+                return
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:

@@ -7,13 +7,16 @@ import importlib
 import pkgutil
 
 from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+from exogym.strategy.averaging import NormCap
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
     GradientModule,
     PeriodicModule,
 )
+from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
 from exogym.strategy.demo import DeMoStrategy
+from exogym.strategy.desloc import DESLOCStrategy
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.federated_averaging import FedAvgStrategy
 from exogym.strategy.fednova import FedNovaStrategy
@@ -26,6 +29,7 @@ from exogym.strategy.noloco import NoLoCoStrategy
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
 from exogym.strategy.powersgd import PowerSGDStrategy
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.qsgd import QSGDStrategy
 from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
 from exogym.strategy.scaffold import ScaffoldStrategy
@@ -42,8 +46,11 @@ __all__ = [
     "AsyncDiLoCoStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
+    "DESLOCStrategy",
     "DeMoStrategy",
+    "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
+    "DifferentialPrivacy",
     "FedAvgStrategy",
     "FedNovaStrategy",
     "FedOptStrategy",
@@ -53,6 +60,7 @@ __all__ = [
     "GradientPushStrategy",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
+    "NormCap",
     "OptimSpec",
     "PeriodicModule",
     "PostLocalSGDStrategy",

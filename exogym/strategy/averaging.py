@@ -10,7 +10,8 @@
 What each takes on a network is in `exogym.network.costs`.
 
 `robust` puts something in the place of the mean that a few bad nodes cannot drag away: rules and bytes are in
-`exogym.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`.
+`exogym.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a server learns
+means and nobody's own values: `exogym.communicator.secure`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 
 import torch
 
-from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, rule_of
+from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.strategy.traffic import Traffic
+from exogym.strategy.tuning import begun, tuner_of
 
 NORM_BYTES = 8
 
@@ -58,13 +60,15 @@ class Averaging:
         transport: "ring", "tree" or "server"; None: what the strategy itself would take.
         robust: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with
             arguments of your own; None: the mean.
+        secure_aggregation: True, or a `SecureAggregation` with arguments of your own.
 
     Raises:
-        ArgumentError: an unknown name; a rule and a transport that adds up on the way.
+        ArgumentError: an unknown name; options that contradict each other.
     """
 
     transport: str | None = None
     robust: str | Rule | NormCap | None = None
+    secure_aggregation: bool | SecureAggregation = False
 
     def __post_init__(self) -> None:
         if self.transport is not None:
@@ -78,11 +82,26 @@ class Averaging:
                 f"robust={self.robust!r} needs the nodes' own values, and transport={self.transport!r} adds them up on "
                 "the way: leave transport out, or take 'server'"
             )
+        if not isinstance(self.secure_aggregation, bool | SecureAggregation):
+            raise ArgumentError(
+                f"secure_aggregation={self.secure_aggregation!r} must be True, False or a SecureAggregation"
+            )
+        if self.secure is not None and (self.robust is not None or self.transport in ("ring", "tree")):
+            raise ArgumentError(
+                "secure_aggregation goes through a server, which sees nobody's own values: leave "
+                + (f"robust={self.robust!r} out" if self.robust else f"transport={self.transport!r} out")
+            )
 
     @property
     def rule(self) -> Rule | None:
         """What takes the place of the mean."""
         return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
+
+    @property
+    def secure(self) -> SecureAggregation | None:
+        """How sums are kept from showing their parts."""
+        given = self.secure_aggregation
+        return SecureAggregation() if given is True else given or None
 
     @property
     def cap(self) -> NormCap | None:
@@ -96,12 +115,17 @@ class Averaging:
             traffic: what it sends, if that `is_known`.
             own_ways: its modules that average in a way of their own.
         """
+        kinds = {t.kind for t in traffic}
         if self.rule is not None and own_ways:
             raise ArgumentError(
                 f"robust={self.robust!r}: {name} averages in a way of its own ({', '.join(own_ways)}), and a rule "
                 "takes the place of means: leave robust out, or take 'norm_cap'"
             )
-        kinds = {t.kind for t in traffic}
+        if self.secure is not None and (own_ways or kinds - {"all_reduce"}):
+            raise ArgumentError(
+                f"secure_aggregation: {name} does not send sums alone, but {', '.join([*own_ways, *sorted(kinds)])}, "
+                "which others read: leave it out"
+            )
         if self.transport is not None and is_known and "all_reduce" not in kinds:
             raise ArgumentError(
                 f"transport={self.transport!r}: {name} has no all-reduce, which may go in several ways; it sends "
@@ -113,8 +137,14 @@ class Averaging:
                 "they may not have been among those who averaged: leave transport out, or client_fraction"
             )
 
-    def traffic(self, given: list[Traffic]) -> list[Traffic]:
-        """Return what the collectives of a strategy become."""
+    def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
+        """Return what the collectives of a strategy become, with b bytes per element on N nodes."""
+        if self.secure is not None:
+            return [
+                Traffic(kind, size, t.every_steps, t.members, "server")
+                for t in given
+                for kind, size in self.secure.sent(t.payload_bytes / b, t.payload_bytes, t.members or N)
+            ]
         sent = [self._way(t) if t.kind == "all_reduce" else t for t in given]
         if self.cap is not None and self.cap.norm is None and sent:
             sent.append(Traffic("all_gather", NORM_BYTES, min(t.every_steps for t in given)))
@@ -127,31 +157,42 @@ class Averaging:
             return replace(t, kind=kind, algorithm=algorithm)
         return replace(t, algorithm=algorithm)
 
-    def bind(self, comm: Communicator, weighs: bool) -> None:
-        """Let `comm` average so.
+    def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
+        """Let `comm` average so; `seed` is the run's.
 
         Raises:
             ArgumentError: the strategy weighs nodes, and the rule does not.
         """
         comm.transport, comm.rule = self.transport, self.rule
+        comm.secure = None if self.secure is None else replace(self.secure, seed=seed)
         if weighs:
             comm.robust("mean", torch.ones(1))
 
 
-OPTIONS = {name: p for name, p in inspect.signature(Averaging).parameters.items()}
+OPTIONS = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Averaging).parameters.values()]
+TUNER = inspect.Parameter(
+    "tuner", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | float | Tuner | None"
+)
 
 
 def with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of a strategy with the arguments of `Averaging` beside its own."""
+    """Return the constructor of a strategy with the arguments of `Averaging`, and `tuner`, beside its own."""
     own = inspect.signature(init)
-    further = [p.replace(kind=p.KEYWORD_ONLY) for name, p in OPTIONS.items() if name not in own.parameters]
+    further = [p for p in (*OPTIONS, TUNER) if p.name not in own.parameters]
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
+        tuner, tuning = given.pop("tuner", None), None
+        if tuner is not None:
+            bound = own.bind(self, *args, **kwargs)
+            tuning = begun(tuner_of(tuner), own, bound, type(self).__name__)
+            args, kwargs = bound.args[1:], bound.kwargs
         init(self, *args, **kwargs)
         if given:
             self.average_by(**given)
+        if tuning is not None:
+            self.tune_by(tuning)
 
     call.__signature__ = own.replace(parameters=[*own.parameters.values(), *further])  # type: ignore[attr-defined]
     return checked(call)

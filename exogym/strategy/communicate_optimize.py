@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Rule
+from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
 from exogym.fleet import Fleet
@@ -41,6 +41,7 @@ from exogym.strategy.modules import (
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 from exogym.strategy.traffic import Plan
+from exogym.strategy.tuning import Tuning
 from exogym.strategy.updates import Updates
 
 __all__ = [
@@ -62,8 +63,9 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport, robust: how the means over nodes are taken, as `exogym.strategy.averaging.Averaging`. Every subclass
-            takes them, though its constructor does not name them.
+        transport, robust, secure_aggregation: how the means over nodes are taken, as
+            `exogym.strategy.averaging.Averaging`. Every subclass takes them, and `tuner`, a name or a
+            `exogym.strategy.tuning.Tuner`, though its constructor does not name them.
 
     Bytes are the sum over the modules.
 
@@ -95,6 +97,7 @@ class CommunicateOptimizeStrategy(Strategy):
         gradient_modules: Sequence[GradientModule] = (),
         transport: str | None = None,
         robust: str | Rule | NormCap | None = None,
+        secure_aggregation: bool | SecureAggregation = False,
     ):
         self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
@@ -112,7 +115,8 @@ class CommunicateOptimizeStrategy(Strategy):
                         f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
                     )
         self.faults: Faults | None = None
-        self.average_by(transport=transport, robust=robust)
+        self.tuning: Tuning | None = None
+        self.average_by(transport=transport, robust=robust, secure_aggregation=secure_aggregation)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -146,8 +150,33 @@ class CommunicateOptimizeStrategy(Strategy):
         other._look_at_updates()
         return other
 
+    def tune_by(self, tuning: Tuning) -> None:
+        """Let `tuning` choose an argument of this strategy as it goes.
+
+        Raises:
+            ArgumentError: no module follows it, or more than one takes part in what it measures.
+        """
+        self.tuning = tuning
+        self.tuned = [
+            m for m, module in enumerate(self.communication_modules)
+            if (tuning.rounds is None or getattr(module, "rounds", None) is tuning.rounds)
+            and (tuning.name != "p_sparta" or module.tune(tuning.name, tuning.value))
+        ]  # fmt: skip
+        if not self.tuned:
+            raise ArgumentError(
+                f"tuner={tuning.tuner!r}: {type(self).__name__} does not follow {tuning.name} in rounds of its own: "
+                "leave it out"
+            )
+        if tuning.tuner.sees != "bytes" and len(self.communication_modules) + len(self.gradient_modules) > 1:
+            raise ArgumentError(
+                f"tuner={tuning.tuner!r}: {type(self).__name__} has several modules, of which it would have to see "
+                "one: take a ByteBudget, or leave it out"
+            )
+        self._look_at_updates()
+
     def _look_at_updates(self) -> None:
-        wanted = self.averaging.cap is not None or self.faults is not None
+        sees_drift = self.tuning is not None and self.tuning.tuner.sees == "drift"
+        wanted = self.averaging.cap is not None or self.faults is not None or sees_drift
         self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     # What the training loop asks
@@ -159,7 +188,11 @@ class CommunicateOptimizeStrategy(Strategy):
             module.start(fleet, run)
             fleet.state.register(name, module)
             module.shared()  # what cannot be saved is to be known now
-        self.averaging.bind(fleet.comm, any(getattr(module, "weights", None) is not None for module in self.modules))
+        weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
+        self.averaging.bind(fleet.comm, weighs, run.seed)
+        if self.tuning is not None:
+            self.tuning.start(fleet, run)
+            fleet.state.register("tuning", self.tuning)
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
@@ -190,7 +223,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def bucket_bytes(self) -> int | None:
         """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
         first = self.gradient_modules[:1]
-        seen_whole = any(module.clip_first for module in self.gradient_modules) or self.updates or self.averaging.rule
+        one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
+        seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)
         return None if seen_whole or not first else first[0].bucket_bytes
 
     @property
@@ -201,14 +235,20 @@ class CommunicateOptimizeStrategy(Strategy):
     def weighted_means(self) -> bool:  # type: ignore[override]
         return not self.unweighted()
 
+    @property
+    def has_figures(self) -> bool:  # type: ignore[override]
+        return self.tuning is not None or any(module.has_figures for module in self.modules)
+
     def unweighted(self) -> list[str]:
         own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
         return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
+        if self.tuning is not None:
+            raise ArgumentError(f"a tuner chooses {self.tuning.name} as it goes, and a formula needs one: leave it out")
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)]))
+        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)], N, b))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 
@@ -221,7 +261,8 @@ class CommunicateOptimizeStrategy(Strategy):
         uneven = {
             f"{m}.{type(module).__name__}": getattr(module, "rounds", None) for m, module in enumerate(self.modules)
         }
-        return {name: rounds.lengths(total_steps) for name, rounds in uneven.items() if rounds is not None}
+        known = {name: rounds for name, rounds in uneven.items() if rounds is not None and rounds.foreseen}
+        return {name: rounds.lengths(total_steps) for name, rounds in known.items()}
 
     def is_event(self, step: int) -> bool:
         """Return whether a communication module acts after `step`."""
@@ -252,6 +293,9 @@ class CommunicateOptimizeStrategy(Strategy):
         acting = [m for m, module in enumerate(self.communication_modules) if module.next_event(step - 1) == step]
         if self.updates is not None and acting:
             self.updates.before_parameters(fleet, step)
+        tuning = self.tuning if self.tuning is not None and set(acting) & set(self.tuned) else None
+        if tuning is not None:
+            tuning.before_meeting(fleet, [] if self.updates is None else list(self.updates.row_state.values()))
         for index in acting:
             module = self.communication_modules[index]
             module.communicate(fleet, step)
@@ -259,6 +303,10 @@ class CommunicateOptimizeStrategy(Strategy):
             fresh = fresh or module.fresh_inner_state
         if self.updates is not None and acting:
             self.updates.after_meeting(fleet)
+        if tuning is not None:
+            tuning.after_meeting(fleet, step)
+            for other in self.modules:
+                other.tune(tuning.name, tuning.value)
         return fresh
 
     def bring_back(self, fleet: Fleet, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:

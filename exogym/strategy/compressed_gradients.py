@@ -1,17 +1,17 @@
 """Data-parallel training with compressed gradients: the mean of what every node sends of its own.
 
-With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847)
-at the step's learning rate gamma:
+With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al.,
+arXiv:1901.09847) at the step's learning rate gamma:
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma g_i.
-The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
+and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma
+g_i. The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
 
 With absent nodes: only the n nodes that are there send, and step. The error e_i of a node that is away rests; when it
 comes back it starts from zero (what was left unsent belongs to parameters long gone), at the fleet's step, with
 parameters, buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronisation is a missed step.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class CompressedMean(GradientModule):
             mean = shared_row(fleet, mean).to(grads.dtype)
             block.grads = mean.expand_as(grads)
             mark_used(fleet, block)
-            if self.feeds_back:  # what was kept of an earlier step may be sent where this one has no gradient
-                block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean[0])])
+            if self.feeds_back:
+                mark_sent(block, mean[0])
         broadcast_buffers(fleet)
 
     def _with_feedback(
@@ -100,6 +100,12 @@ def mean_of(fleet: Fleet, compressor: Compressor, payload: Sequence[Tensor], dty
     """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
     wide = torch.promote_types(dtype, torch.float32)
     return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean")
+
+
+def mark_sent(block: Block, mean: Tensor) -> None:
+    """Say that a parameter has a gradient where `mean` (P,) moves it: what was kept may come when none is computed."""
+    if not block.has_grad.all():
+        block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
 
 
 def own_gradients(fleet: Fleet, block: Block) -> Tensor:

@@ -74,6 +74,7 @@ class EagerCommunicator(PeriodicModule):
         self.others = [block.zeros() for block in fleet.blocks]  # their part of the mean that is on its way
         self.row_state = {f"theta.{b}": x for b, x in enumerate(self.theta)}
         self.row_state |= {f"others.{b}": x for b, x in enumerate(self.others)}
+        self.flight = fleet.comm.new_flight()
         self.hidden, self.blocks = fleet.hidden, fleet.blocks
         self.optimizers = [self._optimizer(row) for row in range(len(fleet))]
 
@@ -86,11 +87,13 @@ class EagerCommunicator(PeriodicModule):
         return OuterOptimizer(self.rule, named, self.hidden, self.round_of(self.run.total_steps) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
+        fleet.comm.arrive(self.flight)  # the average of the round before
         rows, share = rows_of(fleet, fleet.comm.present), self._shares(fleet)
         eager = []
         for block, theta, others in zip(fleet.blocks, self.theta, self.others, strict=True):
             delta = theta - block.params
-            mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
+            with fleet.comm.on_its_way(self.flight):
+                mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
             own = delta.mul_(share.to(delta))
             eager.append(others + own)
             others[rows] = (mean - own)[rows]

@@ -17,6 +17,9 @@ should have received theta. A node that was down comes back with the parameters 
 them: P b bytes. Where clients are sampled only a client of the running round takes parameters, theta, at that price;
 any other keeps what it had, to receive theta when it next takes part (islands of sampled clients have no theta: there
 all keep what they had).
+
+With `privacy` each node is a client of a round with probability C, independently, and the server takes the mean of
+clipped updates over C N, and noise: `exogym.strategy.privacy`.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
@@ -53,6 +57,8 @@ class AveragingCommunicator(PeriodicModule):
         local_steps: H_i per node, each from 1 to H: clients with different amounts of work.
         local_epochs: E; H_i = E ceil(n_i / B), and H is the largest of them.
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
+        privacy: a `DifferentialPrivacy`; the history then has what was spent, as `epsilon`. Without islands, weights by
+            examples that differ, and buffers that training changes (they would be averaged as they are).
 
     The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
     theta, else the mean of the rows (of the nodes that are there).
@@ -71,6 +77,7 @@ class AveragingCommunicator(PeriodicModule):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        privacy: DifferentialPrivacy | None = None,
     ):
         super().__init__()
         self.take_rounds(H)
@@ -94,12 +101,19 @@ class AveragingCommunicator(PeriodicModule):
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
+        if not isinstance(privacy, DifferentialPrivacy | None):
+            raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
+        if privacy is not None and island_size is not None:
+            raise ArgumentError("privacy is of a server's mean, and islands have none: leave island_size out")
+        self.privacy, self.released = privacy, 0
+        if privacy is not None:
+            self.counters, self.has_figures = ("released",), True  # rounds whose mean was given to clients
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None:
             raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
         clients, island = self._sizes(N)
-        way = "server" if clients < N else None
+        way = "server" if clients < N or self.privacy is not None else None
         members = clients if way else (None if island == N else island)
         return [Traffic("all_reduce", P * b, self.interval_steps, members, way)]
 
@@ -124,16 +138,33 @@ class AveragingCommunicator(PeriodicModule):
             if len(self.local_steps_given) != run.num_nodes:
                 raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
             self.work = np.array(self.local_steps_given)
-        self.samples = self.client_fraction < 1
+        self.samples = self.client_fraction < 1 or self.privacy is not None
         self.has_server = self.samples and len(self.islands(0)) == 1
+        if self.privacy is not None:
+            self._check_private(fleet)
         if self.samples:
             self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
 
+    def _check_private(self, fleet: Fleet) -> None:
+        """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
+        if self.weights is not None:
+            raise ArgumentError(
+                "privacy bounds what one client can change, and weights by examples would not: weighting='uniform'"
+            )
+        if fleet.buffers:
+            raise ArgumentError(
+                f"privacy: training changes the buffers {', '.join(fleet.buffers)}, whose mean would be taken without "
+                "noise: take a model without them, for example with LayerNorm or GroupNorm instead of BatchNorm"
+            )
+
     def clients(self, round_: int) -> list[int]:
-        """Return the sorted ids that take part in round `round_` (from 0)."""
+        """Return the sorted ids that take part in round `round_` (from 0); with `privacy` there may be none."""
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
+        if self.privacy is not None:
+            chance = numpy_generator(self.run.seed, "private clients", round_).random(n)
+            return np.flatnonzero(chance < self.client_fraction).tolist()
         drawn = numpy_generator(self.run.seed, "clients", round_).choice(n, self._sizes(n)[0], replace=False)
         return sorted(drawn.tolist())
 
@@ -159,24 +190,36 @@ class AveragingCommunicator(PeriodicModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         round_ = self.round_of(step)
-        groups = [[i for i in island if i in fleet.comm.present] for island in self.islands(round_)]
-        groups = [island for island in groups if island]
-        algorithm = "server" if self.samples else "ring"
+        islands = {tuple(i for i in island if i in fleet.comm.present): island for island in self.islands(round_)}
+        groups = [list(island) for island in islands if island]
+        expected = [islands[tuple(island)] for island in groups]
+        way = "server" if self.samples else "ring"
+        if self.privacy is not None and groups:
+            theta = [self.shared_state[f"theta.{b}"] for b in range(len(fleet.blocks))]
+            self.privacy.clip_rows(fleet, rows_of(fleet, groups[0]), theta)
         for block in fleet.blocks if groups else ():
-            x = block.params
-            fleet.comm.all_reduce(x, "mean", groups=groups, weights=self.weights, out=x, algorithm=algorithm)
+            x, w = block.params, self.weights
+            fleet.comm.all_reduce(x, "mean", groups=groups, weights=w, out=x, algorithm=way, expected=expected)
         if groups:
             fleet.synchronise_buffers(groups)
         if self.has_server:
-            self._serve(fleet, round_, groups[0][:1] if groups else [])
+            self._serve(fleet, round_, groups[0] if groups else [])
+            self.released += self.privacy is not None
 
-    def _serve(self, fleet: Fleet, round_: int, holder: list[int]) -> None:
-        """Take theta from `holder`, if there is one, and give it to the clients of the next round that are there."""
-        clients, present = self.clients(round_ + 1), fleet.comm.present
+    def _serve(self, fleet: Fleet, round_: int, came: list[int]) -> None:
+        """Take theta from the clients that came, if any, and give it to the next round's that are there."""
+        clients, present, holder = self.clients(round_ + 1), fleet.comm.present, came[:1]
         for b, block in enumerate(fleet.blocks):
             theta = self.shared_state[f"theta.{b}"]
-            if holder:
-                theta.copy_(fleet.comm.wire.rows(block.params, holder))
+            mean = fleet.comm.wire.rows(block.params, holder) if holder else theta
+            if self.privacy is None:
+                theta.copy_(mean)
+            else:
+                wanted = self.client_fraction * fleet.num_nodes
+                theta.add_(mean - theta, alpha=len(came) / wanted)
+                theta.add_(self.privacy.noise(theta, wanted, self.run.seed, b, round_))
+                for row in rows_of(fleet, came):
+                    block.params[row] = theta[0]  # what the server sends down
             for row in rows_of(fleet, [i for i in clients if i in present]):
                 block.params[row] = theta[0]
         # theta's buffers; nodes that sit out have no use for their own until they get these
@@ -185,6 +228,10 @@ class AveragingCommunicator(PeriodicModule):
             theirs = rows[rows_of(fleet, lost)]
             rows.copy_(fleet.comm.wire.rows(rows, holder).clone())
             rows[rows_of(fleet, lost)] = theirs
+
+    def figures(self) -> dict[str, float]:
+        """Return the epsilon spent so far."""
+        return {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.client_fraction, self.released)}
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
         if not self.samples:
@@ -203,7 +250,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
-        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as
+        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy: as
             `AveragingCommunicator`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
@@ -231,10 +278,11 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        privacy: DifferentialPrivacy | None = None,
     ):
         average = AveragingCommunicator(
             H, island_size=island_size, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
         )  # fmt: skip
         super().__init__(
             inner_optim, [average], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,

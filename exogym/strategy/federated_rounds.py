@@ -1,8 +1,8 @@
 """What a federated method adds to rounds of averaging: a module that goes with an `AveragingCommunicator`.
 
-The averaging decides when rounds end, who takes part, how much each client works, and what weighs how much. Modules before
-it in a strategy see what the clients have come to, those after it the mean.
-"""  # noqa: E501
+The averaging decides when rounds end, who takes part, how much each client works, and what weighs how much. Modules
+before it in a strategy see what the clients have come to, those after it the mean.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
+from exogym.fleet.presence import shared_row
 from exogym.strategy.communicate_optimize import CommunicationModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.traffic import Traffic
@@ -42,9 +43,11 @@ class RoundModule(CommunicationModule):
 
     def all_reduce(self, fleet: Fleet, x: Tensor, op: str, members: list[int], weights: Tensor | None = None) -> Tensor:
         """Reduce `x` (rows, ...) among `members`, the way the averaging goes; return (1, ...) in every process."""
-        way = "server" if self.average.samples else "ring"
-        result = fleet.comm.all_reduce(x, op, groups=[members], weights=weights, algorithm=way)
-        return fleet.comm.wire.rows(result, members[:1])
+        comm, way = fleet.comm, "server" if self.average.samples else "ring"
+        if members == comm.present:  # then everyone has the result
+            return shared_row(fleet, comm.all_reduce(x, op, weights=weights, algorithm=way))
+        result = comm.all_reduce(x, op, groups=[members], weights=weights, algorithm=way)
+        return comm.wire.rows(result, members[:1])
 
 
 def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:

@@ -1,15 +1,16 @@
 """FedNova: FedAvg that does not favour clients which take more steps.
 
-Wang et al., arXiv:2007.07481, for plain local SGD, where the norm of a client's weights of its gradients is their number a_i:
+Wang et al., arXiv:2007.07481, for plain local SGD, where the norm of a client's weights of its gradients is their
+number a_i:
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
-with FedAvg's weights w_i over the round's clients. So each client is brought to theta - (tau / a_i) (theta - theta_i) before the
-mean. a_i counts the steps that a client has really taken, whatever was planned.
+with FedAvg's weights w_i over the round's clients. So each client is brought to theta - (tau / a_i) (theta - theta_i)
+before the mean. a_i counts the steps that a client has really taken, whatever was planned.
 
-Payload P b + 8 bytes per client every H steps: a_i goes along. With absent nodes: as FedAvg; one whose synchronisation was lost
-has taken the more steps next time.
-"""  # noqa: E501
+Payload P b + 8 bytes per client every H steps: a_i goes along. With absent nodes: as FedAvg; one whose synchronisation
+was lost has taken the more steps next time.
+"""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """FedOpt: FedAvg whose server takes an optimizer's step along the mean change (FedAvgM, FedAdagrad, FedAdam, FedYogi).
 
-Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, with x the (weighted) mean of
-the round's clients and D = x - theta:
+Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, with x the (weighted) mean
+of the round's clients and D = x - theta:
 
     momentum:  m <- beta1 m + D;                  theta <- theta + eta m
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
-        adagrad: v <- v + D^2      adam: v <- beta2 v + (1 - beta2) D^2      yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
+        adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-m = 0 and v = tau^2 at first. There is no correction of bias, as in the paper; with bias_correction=True m and v of adam and
-yogi are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
+m = 0 and v = tau^2 at first. There is no correction of bias, as in the paper; with bias_correction=True m and v of adam
+and yogi are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
 
-Payload P b bytes per client every H steps, as FedAvg: the server sends theta instead of the mean; without sampling every node
-takes the server's step for itself. With absent nodes: as FedAvg; where none of a round's clients is there, there is no step.
-"""  # noqa: E501
+Payload P b bytes per client every H steps, as FedAvg: the server sends theta instead of the mean; without sampling
+every node takes the server's step for itself. With absent nodes: as FedAvg; where none of a round's clients is there,
+there is no step.
+"""
 
 from __future__ import annotations
 

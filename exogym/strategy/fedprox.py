@@ -1,17 +1,18 @@
 """FedProx: FedAvg whose clients are held near the parameters they started the round with.
 
-Li et al., arXiv:1812.06127. Client i minimises F_i(w) + (mu/2) |w - theta|^2 in a round, theta being what it last received:
+Li et al., arXiv:1812.06127. Client i minimises F_i(w) + (mu/2) |w - theta|^2 in a round, theta being what it last
+received:
 
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
 
-Clients may take different numbers of steps, and all are used. The term is part of the gradient: with Adam inside it enters
-the moments; decoupled weight decay does not see it. A parameter to which a step gives no gradient is left alone. Clients
-are sampled as FedAvg samples them and weighed by `weighting` (the paper: sampled by n_i, weighed alike).
+Clients may take different numbers of steps, and all are used. The term is part of the gradient: with Adam inside it
+enters the moments; decoupled weight decay does not see it. A parameter to which a step gives no gradient is left alone.
+Clients are sampled as FedAvg samples them and weighed by `weighting` (the paper: sampled by n_i, weighed alike).
 
-Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg; a
-node whose synchronisation was lost is still held near the theta that it last received.
-"""  # noqa: E501
+Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg;
+a node whose synchronisation was lost is still held near the theta that it last received.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^
 waits for those that give to it only. The paper's overlap of several steps is not built.
 
 With absent nodes: nobody gives to them, and what they have stays theirs. A node that comes back takes z of one that
-stayed, and keeps its weight.
+stayed, and keeps its weight; one that is started anew (`forget`) takes the weight, too.
 """
 
 from __future__ import annotations

@@ -31,12 +31,14 @@ class Module(Stateful, ABC):
         counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
             they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
         name: what its state is kept under; None: the name of its class.
+        has_figures: whether it has numbers for the history, in `figures`.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
     """
 
     acts_on = "elements"
     weighted_means = False
+    has_figures = False
     counters: tuple[str, ...] = ()
     name: str | None = None
 
@@ -60,6 +62,13 @@ class Module(Stateful, ABC):
     def couples_every(self, N: int) -> float:
         """Return the steps after which all of the model has been exchanged once."""
         return 1
+
+    def tune(self, name: str, value: float) -> bool:
+        """Take another value of the strategy's argument `name` from now on; return whether it is one of this module's.
+
+        Rounds and outer rates need no word of it (`exogym.strategy.tuning`).
+        """
+        return False
 
     # What `fleet.state` asks
 
@@ -173,8 +182,8 @@ class PeriodicModule(CommunicationModule):
     rounds: Rounds | None = None
 
     def take_rounds(self, H: RoundLength) -> None:
-        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps."""
-        rounds = Rounds(H)
+        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps, or of given rounds."""
+        rounds = H if isinstance(H, Rounds) else Rounds(H)
         self.interval_steps = rounds.end_after(0)
         self.rounds = None if rounds.are_even else rounds
 

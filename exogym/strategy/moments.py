@@ -14,45 +14,45 @@ from exogym.fleet.presence import rows_of
 from exogym.strategy.optim import OptimSpec
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")
+Kind = tuple[str, ...]
 
 
 class Moments:
     """What the optimizers of `spec` keep of each parameter, in its shape.
 
     Attributes:
-        names: of all, as torch names them: "exp_avg", "exp_avg_sq", "momentum_buffer".
-        first, second: names of the first and the second moment, or None.
+        kinds: each as the names under which torch's optimizers keep it, of which a parameter has one: `FIRST` moments,
+            `SECOND` moments, then any other by its own name.
 
     Raises:
         ArgumentError: an optimizer that keeps nothing of that kind.
 
-    >>> Moments(OptimSpec("adamw")).names, Moments(OptimSpec("sgd", momentum=0.9)).first
-    (['exp_avg', 'exp_avg_sq'], 'momentum_buffer')
+    >>> Moments(OptimSpec("adamw")).kinds, Moments(OptimSpec("sgd", momentum=0.9)).kinds == [FIRST]
+    ([('exp_avg', 'momentum_buffer'), ('exp_avg_sq', 'square_avg')], True)
     """
 
     def __init__(self, spec: OptimSpec):
-        p = nn.Parameter(torch.ones(2, 2))
-        optimizer = (
-            spec.build({"weight": p}) if not spec.groups else OptimSpec(spec.cls, **spec.kwargs).build({"weight": p})
-        )
-        p.grad = torch.ones(2, 2)
+        named = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.ones(2))}
+        optimizer = OptimSpec(spec.cls, **spec.kwargs).build(named, hidden={"weight"})
+        for p in named.values():
+            p.grad = torch.ones_like(p)
         optimizer.step()
-        state = optimizer.state[p]
-        self.names = [name for name, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape]
-        if not self.names:
+        kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
+        names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
+        if not names:
             raise ArgumentError(f"{spec!r} keeps nothing of its parameters that could be averaged: take 'adamw'")
-        self.first = next((name for name in FIRST if name in self.names), None)
-        self.second = next((name for name in SECOND if name in self.names), None)
+        own: list[Kind] = [(name,) for name in dict.fromkeys(names) if name not in FIRST + SECOND]
+        self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
 
-    def average(self, fleet: Fleet, name: str) -> None:
-        """Average the moment `name` over the nodes that are there: payload P b bytes.
+    def average(self, fleet: Fleet, kind: Kind) -> None:
+        """Average the moments of a kind over the nodes that are there: payload P b bytes.
 
         A parameter that has none yet, as it never had a gradient, counts as zeros and stays without.
         """
         optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
         for block in fleet.blocks:
             x = block.zeros()
-            places = [(row, place) for row, o in optimizers.items() for place in _places(o, block, name)]
+            places = [(row, place) for row, o in optimizers.items() for place in _places(o, block, kind)]
             for row, (start, moment) in places:
                 x[row, start : start + moment.numel()] = moment.flatten()
             mean = fleet.comm.all_reduce(x, "mean")
@@ -62,13 +62,12 @@ class Moments:
                     moment.copy_(mean[row, start : start + moment.numel()].view_as(moment))
 
 
-def _places(optimizer: Optimizer, block: Block, name: str) -> Iterator[tuple[int, Tensor]]:
+def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[int, Tensor]]:
     """Yield (start, tensor) of the moment of each of the block's parameters, side by side in the optimizer's order."""
     start = 0
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.dtype != block.layout.dtype:
             continue
-        moment = optimizer.state[p].get(name) if p in optimizer.state else None
-        if moment is not None:
-            yield start, moment
+        state = optimizer.state.get(p, {})
+        yield from ((start, state[name]) for name in kind if state.get(name) is not None)
         start += p.numel()

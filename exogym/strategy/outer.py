@@ -185,6 +185,7 @@ class OuterParameters:
         self.received = torch.zeros(fleet.num_nodes, dtype=torch.int64)  # the number of each node's last theta
         self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
         self.flight: Flight | None = None
+        self.way = fleet.comm.new_flight() if delay else None
 
     def send(self, fleet: Fleet, step: int, round_: int) -> Flight:
         """Return the mean of the present nodes' Delta_i after `step`: payload b bytes per element, or packed."""
@@ -192,13 +193,15 @@ class OuterParameters:
         in_place = not self.delay and not self.keep and self.codecs is None  # theta_i is not needed any more
         for k, piece in enumerate(self.fragment):
             x = piece.take(piece.block.params)
-            out = x if in_place else torch.empty_like(x)
+            out = x if in_place else torch.empty_like(x) if len(rows) == len(x) else torch.zeros_like(x)
             if len(rows) == len(x) and not self.earlier:
                 torch.sub(self.theta[k], x, out=out)
             else:
                 for row in rows:
                     torch.sub(self._last_theta(fleet.ranks[row])[k][0], x[row], out=out[row])
-            mean.append(shared_row(fleet, self._mean(fleet, k, out)))
+            with fleet.comm.on_its_way(self.way):
+                average = self._mean(fleet, k, out)
+            mean.append(shared_row(fleet, average))
         return Flight(mean, list(fleet.comm.present), round_, step + self.delay)
 
     def _mean(self, fleet: Fleet, k: int, x: Tensor) -> Tensor:
@@ -224,6 +227,8 @@ class OuterParameters:
 
     def communicate(self, fleet: Fleet, step: int, round_: int | None) -> bool:
         """Send where a round ends (`round_`), and let arrive what is due; return whether something did."""
+        if self.flight is not None and step >= self.flight.due:
+            self._wait(fleet)
         sent = None if round_ is None else self.send(fleet, step, round_)
         due = sent if self.flight is None else self.flight
         if due is None or step < due.due:
@@ -236,10 +241,15 @@ class OuterParameters:
     def finish(self, fleet: Fleet, step: int, round_: int | None) -> None:
         """Let everything arrive, and what was trained since it was sent, too, where `round_` says there is some."""
         left = None if round_ is None else self.send(fleet, step, round_)
+        self._wait(fleet)
         for flight in (self.flight, left):
             if flight is not None:
                 self.arrive(fleet, flight, fleet.comm.present if left else self._there(fleet, flight))
         self.flight = None
+
+    def _wait(self, fleet: Fleet) -> None:
+        if self.way is not None:
+            fleet.comm.arrive(self.way)
 
     def _there(self, fleet: Fleet, flight: Flight) -> list[int]:
         return [i for i in flight.senders if i in fleet.comm.present]

@@ -21,6 +21,7 @@ from typing import Any
 from exogym.errors import check_count, checked
 from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
+from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import GradientAverage
 from exogym.strategy.strategy import Run
@@ -54,7 +55,7 @@ class LateAverage(PeriodicModule):
 
     weighted_means = True
 
-    def __init__(self, H: int, after: int):
+    def __init__(self, H: RoundLength, after: int):
         super().__init__()
         self.take_rounds(H)
         self.after = after
@@ -96,7 +97,7 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     def __init__(
         self,
         inner_optim: Any = "sgd",
-        H: int = 16,
+        H: RoundLength = 16,
         start_step: int = 100,
         *,
         lr: float | None = None,

@@ -7,16 +7,17 @@ rest. Per matrix, with rank r and node i's error E_i, as torch's `powerSGD_hook`
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
 
 Q, m x r, is the same on all nodes, drawn once from the seed and kept from step to step (warm start). The error is that
-against the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So with E_i of zero at
-first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m; vectors and the rest go
-uncompressed, in the first of the two all-reduces of a step.
+against the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So with E_i of zero
+at first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m; vectors and the
+rest go uncompressed, in the first of the two all-reduces of a step.
 
-Payload: sum over matrices of r (n + m) b + rest b bytes per step, in two all-reduces, and P b in the first `start_step` steps.
-`advise` reckons with matrices of 1024 x 1024 only: 2 r P b / 1024.
+Payload: sum over matrices of r (n + m) b + rest b bytes per step, in two all-reduces, and P b in the first `start_step`
+steps. `advise` reckons with matrices of 1024 x 1024 only: 2 r P b / 1024.
 
-With absent nodes: means are over those that are there. The error of a node that is away rests, and is zero when it comes
-back, at the fleet's step, with parameters, buffers and inner optimizer state of one that stayed, and Q, broadcast.
-"""  # noqa: E501
+With absent nodes: means are over those that are there. The error of a node that is away rests, and is zero when it
+comes back, at the fleet's step, with parameters, buffers and inner optimizer state of one that stayed, and Q,
+broadcast.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from exogym.fleet import Block, Fleet
 from exogym.fleet.layout import Slot
 from exogym.fleet.presence import give_shared, rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.compressed_gradients import own_gradients
+from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
@@ -98,8 +99,8 @@ class LowRankMean(GradientModule):
                 mean = self._approximate(fleet, block, G, self.row_state[f"error.{b}"])
             block.grads = mean.expand_as(G)
             mark_used(fleet, block)
-            if step > self.start_step:  # an error may be sent where this step has no gradient
-                block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean[0])])
+            if step > self.start_step:
+                mark_sent(block, mean[0])
         broadcast_buffers(fleet)
 
     def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:

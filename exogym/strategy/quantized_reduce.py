@@ -6,11 +6,12 @@ most scale / 2. Codes cannot be added up in a ring, so there are two stages (`me
     shard k of everyone -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
 
-Each entry is rounded twice, however many nodes there are (in a ring it would be N times). All nodes end with the same bits.
+Each entry is rounded twice, however many nodes there are (in a ring it would be N times). All nodes end with the same
+bits.
 
 Payload: S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes with w = ceil(P / N), all-to-all, then S / N, all-gather;
 tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, in shards of those that are there.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from exogym.errors import ArgumentError, check_count
 
-RoundLength = int | Callable[[int], int]
-
 
 class Rounds:
     """Where rounds end: after step H, 2 H, ..., or after H(0), H(0) + H(1), ... for a function H of the round.
@@ -22,10 +20,15 @@ class Rounds:
     Raises:
         ArgumentError: anything else, now or when the round comes; a function that answers differently the second time.
 
+    Attributes:
+        foreseen: whether the lengths of rounds to come are known.
+
     >>> rounds = Rounds(lambda r: 2 * (r + 1))  # 2, 4, 6, ...
     >>> [rounds.end_after(step) for step in (0, 1, 2, 6)], rounds.of_step(3), rounds.lengths(7)
     ([2, 2, 6, 12], 1, [2, 4, 6])
     """
+
+    foreseen = True
 
     def __init__(self, H: RoundLength):
         self.H, self._ends = H, [0]  # the step after which each round begins, as far as they are known
@@ -76,3 +79,6 @@ class Rounds:
         while len(self._ends) <= count:
             self._add()
         return [after - before for before, after in zip(self._ends[:count], self._ends[1 : count + 1], strict=True)]
+
+
+RoundLength = int | Callable[[int], int] | Rounds

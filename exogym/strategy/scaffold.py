@@ -3,17 +3,17 @@
 Karimireddy et al., arXiv:1910.06378. With control variates c at the server and c_i at each client, zero at first:
 
     y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                  # K local steps from theta
-    c_i+ = (1/K) sum of the round's g_i(y_i)                 # for SGD this is option II: c_i - c + (theta - y_i) / (K eta_l)
+    c_i+ = (1/K) sum of the round's g_i(y_i)                 # of SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
     theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
 
-N counts all clients, S those of the round. Option II is written as what it is equal to, the mean of the local gradients that the
-round saw, so that it holds for any inner optimizer and schedule. Gradients are as the loss gives them, before clipping; weight
-decay of the inner optimizer is not in them.
+N counts all clients, S those of the round. Option II is written as what it is equal to, the mean of the local gradients
+that the round saw, so that it holds for any inner optimizer and schedule. Gradients are as the loss gives them, before
+clipping; weight decay of the inner optimizer is not in them.
 
-Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: those of S that are
-there; one whose synchronisation was lost goes on, and its next c_i+ is the mean over all its steps since. A node that was down
-keeps its c_i, and gets c with the parameters: 2 P b bytes.
-"""  # noqa: E501
+Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: those of S that
+are there; one whose synchronisation was lost goes on, and its next c_i+ is the mean over all its steps since. A node
+that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from exogym.errors import ArgumentError, checked
-from exogym.fleet import Fleet
+from exogym.fleet import Block, Fleet
 from exogym.fleet.presence import give_shared, rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -39,7 +39,7 @@ from exogym.strategy.traffic import Traffic
 class ControlVariates(RoundModule):
     """Adds c - c_i to every local gradient; before the averaging.
 
-    State: c, one for all; c_i, the sum of a round's gradients and their number, (rows, P) and (rows, 1).
+    State: c, one for all; c_i and the sum of a round's gradients, (rows, P); how many these are, (rows, 1).
     """
 
     weighted_means = False  # c is a sum over clients
@@ -55,7 +55,7 @@ class ControlVariates(RoundModule):
         self.layouts, blocks = [block.layout for block in fleet.blocks], list(enumerate(fleet.blocks))
         self.c = [block.zeros(1) for block in fleet.blocks]
         self.own = [block.zeros() for block in fleet.blocks]
-        self.seen = [block.zeros() for block in fleet.blocks]
+        self.seen = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in map(Block.zeros, fleet.blocks)]
         self.taken = torch.zeros(len(fleet), 1, dtype=torch.int64)
         self.shared_state = {f"c.{b}": self.c[b] for b, _ in blocks}
         self.row_state = {f"own.{b}": self.own[b] for b, _ in blocks} | {f"seen.{b}": self.seen[b] for b, _ in blocks}
@@ -76,7 +76,7 @@ class ControlVariates(RoundModule):
             return
         rows = [row for row in rows_of(fleet, members) if self.taken[row]]
         for c, own, seen in zip(self.c, self.own, self.seen, strict=True):
-            new = seen[rows] / self.taken[rows].to(seen)
+            new = (seen[rows] / self.taken[rows].to(seen)).to(own)
             change = torch.zeros_like(own)
             change[rows] = new - own[rows]
             c += self.all_reduce(fleet, change, "sum", members) / fleet.num_nodes
@@ -95,14 +95,12 @@ class ControlVariates(RoundModule):
 class ScaffoldStrategy(CommunicateOptimizeStrategy):
     """Federated averaging with control variates.
 
-    Args:
-        server_lr: eta_g.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`; clients
-            count the same by default, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
+    Args: server_lr: eta_g. H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as
+    `AveragingCommunicator`; clients count the same by default, as in the paper. inner_optim, lr, inner_lr, max_norm,
+    lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
-    """  # noqa: E501
+    """
 
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"

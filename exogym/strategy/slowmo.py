@@ -89,7 +89,7 @@ class SlowMoCommunicator(OuterModule):
         self.moments = Moments(inner.spec) if buffers == "average" else None
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        averages = 1 + (len(self.moments.names) if self.moments else 0)
+        averages = 1 + (len(self.moments.kinds) if self.moments else 0)
         return [Traffic("all_reduce", P * b, self.interval_steps)] * averages
 
     def start(self, fleet: Fleet, run: Run) -> None:
@@ -105,8 +105,9 @@ class SlowMoCommunicator(OuterModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         super().communicate(fleet, step)
-        for name in self.moments.names if self.moments else ():
-            self.moments.average(fleet, name)  # type: ignore[union-attr]
+        if self.moments is not None:
+            for kind in self.moments.kinds:
+                self.moments.average(fleet, kind)
 
 
 class SlowMoStrategy(CommunicateOptimizeStrategy):

@@ -7,17 +7,19 @@ Sarfi et al., arXiv:2508.15706. Every H inner steps, with the outer parameters t
     e_i <- e_i - scatter(I_i, V_i)                        # what Q has changed stays, too
     theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
 
-Chunks are 64 x 64 blocks of a matrix, 4096 entries of a vector; of a smaller one as large a share is sent, at least one. Q
-puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`). The mean is over
-all N nodes; the published code divides by the number of those that sent an entry (aggregation="contributors"). That code
-multiplies by eta twice, here once. There is no outer momentum: beta < 1 forgets on purpose.
+Chunks are 64 x 64 blocks of a matrix, 4096 entries of a vector; of a smaller one as large a share is sent, at least
+one. Q puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`). The
+mean is over all N nodes; the published code divides by the number of those that sent an entry
+(aggregation="contributors"). That code multiplies by eta twice, here once. There is no outer momentum: beta < 1 forgets
+on purpose.
 
-Payload per round: for every k kept entries k (bits + ceil(log2 chunk)) / 8 bytes: P 64/4096 14/8 with the defaults, 1/146 of
-fp32; and for the tables of Q 4 2^bits bytes per tensor: 16. All-gather, tx = rx = (N-1) payload.
+Payload per round: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the defaults, 1/146 of
+fp32; and for the tables of Q 4 2^bits bytes per tensor, 16. All-gather, tx = rx = (N-1) payload.
 
-With absent nodes: means are over those that are there. A node whose synchronisation was lost keeps theta_i and e_i and goes on;
-its next difference is to the theta it last received. One that was down comes back with theta, P b bytes, and e_i = 0.
-"""  # noqa: E501
+With absent nodes: means are over those that are there. A node whose synchronisation was lost keeps theta_i and e_i and
+goes on; its next difference is to the theta it last received. One that was down comes back with theta, P b bytes, and
+e_i = 0.
+"""
 
 from __future__ import annotations
 

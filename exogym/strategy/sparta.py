@@ -122,6 +122,17 @@ class SparseCommunicator(PeriodicModule):
     def couples_every(self, N: int) -> float:
         return self.interval_steps / self.p if self.p and N > 1 else math.inf
 
+    def tune(self, name: str, value: float) -> bool:
+        if name != "p_sparta":
+            return False
+        if self.method != "random":
+            raise ArgumentError(
+                f"a tuner changes p_sparta, and compression_method={self.method!r} goes through the indices in an "
+                "order made for one: take 'random'"
+            )
+        self.p, self.counters = value, ("p",)
+        return True
+
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self._orders: dict[tuple[int, int], Tensor] = {}

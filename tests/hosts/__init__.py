@@ -33,7 +33,7 @@ PREFIX = "exogym"
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "rsync": "rsync"}
 SSHD = "/usr/sbin/sshd"
 BURST_S = 0.01  # of the rate, that may pass at once
-START_S = 10.0
+START_S = 60.0
 CLONE_NEWNET = 0x40000000
 
 
@@ -91,7 +91,7 @@ class Machine:
         """Return the words that run `words` in this namespace."""
         return ["ip", "netns", "exec", self.namespace, *map(os.fspath, words)]
 
-    def run(self, words: Sequence[str | os.PathLike[str]], timeout_s: float = 120, **options: Any) -> Any:
+    def run(self, words: Sequence[str | os.PathLike[str]], timeout_s: float = 600, **options: Any) -> Any:
         """Run a command here to its end; return subprocess's CompletedProcess, texts captured."""
         options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | options
         return subprocess.run(self.words(words), timeout=timeout_s, check=False, **options)
@@ -283,7 +283,7 @@ class Hosts:
         """Put the cable back."""
         shell("ip", "-n", self.switch, "link", "set", machine.port, "master", "bridge")
 
-    def left_over(self, within_s: float = 30.0) -> dict[str, dict[int, str]]:
+    def left_over(self, within_s: float = 60.0) -> dict[str, dict[int, str]]:
         """Return {host: {process id: command line}} of what still runs on hosts after up to `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while True:

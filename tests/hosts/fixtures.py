@@ -78,7 +78,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.stdout}\n{done.stderr}"
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None, within_s: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[Any] | None = None, within_s: float = 300) -> Any:
     """Return the first true value of `condition`; fail where the process ends before, or after `within_s`."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):

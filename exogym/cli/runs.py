@@ -1,0 +1,192 @@
+"""`exogym runs`: what lies in run folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from exogym import runs
+from exogym.cli.live import drawn
+from exogym.errors import ArgumentError, check_choice
+from exogym.network import readable_seconds
+from exogym.progress import notice, readable_bytes
+
+app = typer.Typer(help="List, show, compare, export and remove what runs have left in their folders.")
+Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")]
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
+Names = Annotated[
+    list[str], typer.Argument(metavar="NAME...", help="As exogym runs list shows them: NAME or PARENT/CHILD.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+STATES = ("running", "done", "stopped", "failed", "lost")
+RUNS = Path("runs")
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        list_runs()
+
+
+@app.command("list")
+def list_runs(
+    where: Where = RUNS,
+    state: Annotated[str | None, typer.Option(metavar="S", help=f"Only those: {', '.join(STATES)}.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List runs, comparisons and sweeps, the newest first; a comparison's runs are PARENT/CHILD.
+
+    The loss is the newest validation loss, of a comparison or sweep the lowest; bytes are those that a node has sent;
+    time is that of training here; age says when it was last heard of. A run that was killed is lost.
+    """
+    if state is not None:
+        check_choice("--state", state, STATES)
+    none_yet = where == RUNS and not where.exists()
+    found = [run for run in ([] if none_yet else runs.list(where)) if state in (None, run.state)]
+    if as_json:
+        print(json.dumps([run.to_json() for run in found], indent=1))
+        return
+    if not found:
+        notice(f"no runs in {where}")
+        return
+    headers = ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
+    _print(headers, [
+        [run.name, run.state, run.strategy or "", run.task or "", _steps(run), _number(run.loss), _bytes(run.tx_bytes),
+         _seconds(run.wall_s), _seconds(runs.age_s(run))]
+        for run in found
+    ])  # fmt: skip
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RUNS, as_json: Json = False,
+         debug: Debug = False) -> None:  # fmt: skip
+    """Show one run: what it was, how far it came, and what came out; --json has the whole description."""
+    run = _load(where, name)
+    if as_json:
+        about = {"name": name, "state": run.state, "status": run.status, "summary": run.summary}
+        print(json.dumps(about | {"description": run.description, "about": run.about}, indent=1, default=str))
+        return
+    headers, rows = runs.to_table([(name, run)])
+    facts = dict(zip(headers, _texts(rows[0]), strict=True))
+    facts |= {"records": str(len(run.records)), "command": " ".join(map(str, run.about.get("command") or []))}
+    for key, value in run.description.items():
+        if key != "model" and value is not None:
+            facts[key] = json.dumps(value) if isinstance(value, dict) else str(value)
+    wide = max(map(len, facts))
+    for key, value in facts.items():
+        if value:
+            print(f"{key:<{wide}}  {value}")
+
+
+@app.command()
+def compare(
+    names: Names,
+    where: Where = RUNS,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("compared"),
+    debug: Debug = False,
+) -> None:
+    """Draw the validation loss of any runs over steps, bytes and predicted time, and print how each ended.
+
+    The name of a comparison or sweep stands for all its runs.
+    """
+    wanted = _with_children(where, names)
+    loaded = [(name, _load(where, name)) for name in wanted]
+    paths = runs.draw([run for _, run in loaded], out, wanted)
+    headers, rows = runs.to_table(loaded)
+    _print(headers, [_texts(row) for row in rows])
+    print(f"\nwritten to {out}/: {', '.join(path.name for path in paths)}")
+
+
+@app.command()
+def export(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A .csv or .parquet file.")],
+    where: Where = RUNS,
+    debug: Debug = False,
+) -> None:
+    """Write the records of a run into one CSV or Parquet file."""
+    check_choice("--to: the end of the name", to.suffix, (".csv", ".parquet"))
+    run = _load(where, name)
+    (run.to_csv if to.suffix == ".csv" else run.to_parquet)(to)
+    print(f"{len(run.records)} records written to {to}")
+
+
+@app.command()
+def remove(
+    names: Names,
+    where: Where = RUNS,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Remove the folders of runs, comparisons or sweeps, with all that is in them; one that is running is refused."""
+    known = {run.name: run for run in runs.list(where)}
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"there is no run {name!r} in {where}: see exogym runs list")
+        if known[name].state == "running":
+            raise ArgumentError(f"{name} is running: stop it first")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ArgumentError(f"removing {', '.join(names)} cannot be undone: say --yes")
+        typer.confirm(f"Remove {', '.join(names)}?", abort=True)
+    for name in names:
+        shutil.rmtree(known[name].path, ignore_errors=name.partition("/")[0] in names)
+        print(f"removed {known[name].path}")
+
+
+def _load(where: Path, name: str) -> runs.Run:
+    return runs.load(where / name)
+
+
+def _with_children(where: Path, names: Sequence[str]) -> list[str]:
+    """Return the names with those of comparisons and sweeps replaced by their runs'."""
+    known = runs.list(where)
+    parents = {run.name for run in known if run.kind != "run"}
+    wanted: list[str] = []
+    for name in names:
+        if name in parents:
+            wanted += [run.name for run in known if run.name.startswith(f"{name}/")]
+        else:
+            wanted.append(name)
+    return list(dict.fromkeys(wanted))
+
+
+def _texts(row: Sequence[Any]) -> list[str]:
+    name, strategy, state, step, loss, accuracy, sent, predicted, spent = row
+    share = "" if accuracy is None else f"{accuracy:.1%}"
+    step = "" if step is None else str(step)
+    return [name, strategy or "", state, step, _number(loss), share, _bytes(sent), _seconds(predicted), _seconds(spent)]
+
+
+def _steps(run: runs.Listed) -> str:
+    return "" if run.step is None else f"{run.step}/{run.total_steps}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _bytes(value: float | None) -> str:
+    return "" if value is None else readable_bytes(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else readable_seconds(value)
+
+
+def _print(headers: list[str], rows: list[list[str]]) -> None:
+    console = Console()
+    if console.is_terminal:
+        console.print(*drawn(headers, rows, console.width), sep="\n", markup=False, highlight=False)
+        return
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for cells in (headers, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

@@ -1,0 +1,63 @@
+"""Measures the hosts of a hosts file: the self-test runs there, and what predictions start from is written here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from exogym.base.files import replacing
+from exogym.errors import ExoGymError, checked
+from exogym.network import Network
+from exogym.remote.hosts import HostsConfig
+from exogym.remote.launcher import SSHLauncher
+
+MEASURED_FILE = "measured.json"
+START = '{"num_nodes": '  # of the line that the master's first process prints
+ERROR = "exogym.distributed: error: "
+
+
+@checked
+def measure_hosts(
+    hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+    file: str | os.PathLike[str],
+    *,
+    sync: bool = False,
+    task: str | None = None,
+    sizes_bytes: Sequence[int] | None = None,
+    project: str | os.PathLike[str] | None = None,
+) -> Network:
+    """Time every collective, every pair and, with a task, a step on the hosts; write `file`, and return its network.
+
+    The hosts go by their addresses in the hosts file, once for each slot, so the file tells whose it is.
+
+    Args:
+        hosts_config, sync, project: as `SSHLauncher`.
+        task: a name, or module:function of the project.
+        sizes_bytes: to probe; None: those of the self-test.
+
+    Raises:
+        ExoGymError: the hosts are not ready, or the self-test failed there; the message says why.
+    """
+    words = ["--json", "-"]
+    words += [] if task is None else ["--task", task]
+    words += [] if sizes_bytes is None else ["--sizes_bytes", *map(str, sizes_bytes)]
+    with TemporaryDirectory() as folder:
+        launcher = SSHLauncher(hosts_config, sync=sync, project=project, out=folder, echo=False)
+        code = launcher.launch("exogym.distributed", *words, module=True)
+        assert launcher.folder is not None
+        logs = {log.name: log.read_text("utf-8") for log in sorted(launcher.folder.glob("*.log"))}
+    said = [line for line in logs.get("training_rank_0.log", "").splitlines() if line.startswith(START)]
+    if code or not said:
+        lines = [line for text in logs.values() for line in text.splitlines() if line.strip()]
+        named = [line.partition(ERROR)[2] for line in lines if ERROR in line]
+        why = named[0] if named else launcher.first_failure or "; ".join(lines[-3:])
+        raise ExoGymError(f"the self-test failed on the hosts (exit code {code}): {why}")
+    fields = json.loads(said[-1])
+    fields["hosts"] = [host.address for host in launcher.config.hosts for _ in range(host.slots)]
+    network = Network.of(fields)
+    with replacing(file) as out:
+        json.dump(fields, out, indent=1)
+    return network

@@ -1,0 +1,363 @@
+"""Runs that were written into folders: find them, see where each stands, load its curve, export it, draw several.
+
+    runs.list("runs")          each run, comparison and sweep in a folder; the runs of a comparison are PARENT/CHILD
+    runs.load("runs/digits")   one run: description, records, events, summary
+    runs.draw([...], "out")    the curves of any runs over each other
+
+Everything is read from the files of `exogym.record.run_folder`, at any moment: while they are written, after a kill in
+the middle of a line, and while a folder is being removed. What cannot be read is left out, never waited for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exogym.base.files import opened_plain, replacing
+from exogym.base.processes import is_alive
+from exogym.compare.plots import Curve, check_matplotlib, plot_against_bytes, plot_against_steps, plot_against_time
+from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.logger import NOT_IN_JSON
+from exogym.record.run_folder import read_object, read_status
+
+if TYPE_CHECKING:
+    import pandas
+
+TAIL_BYTES = 1 << 16  # of the records of a run that goes on, in which its newest are looked for
+FROM_JSON = {text: float(name) for name, text in NOT_IN_JSON.items()}
+PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that says so
+ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or a sweep, in the words of a run
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Where a run stands, or a comparison or sweep; None where it does not say.
+
+    Attributes:
+        name: its folder below the one that was listed, "digits" or "comparison/ddp-seed-0".
+        kind: "run", "comparison" or "sweep".
+        state: running, done, stopped, failed or lost: it says that it is running, and its process is gone.
+        strategy, task: as written, or the name of the class; the task of a comparison or sweep, or of what it is in.
+        step, total_steps: of the run.
+        loss, accuracy: of the averaged model at its newest evaluation.
+        tx_bytes: sent by a node since the start, mean over nodes.
+        wall_s, time_s: seconds of training here, and predicted on a network.
+        started_s, heard_s: when it began, and when it was last heard of; seconds since 1970.
+    """
+
+    name: str
+    path: Path
+    kind: str
+    state: str
+    strategy: str | None = None
+    task: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    tx_bytes: float | None = None
+    wall_s: float | None = None
+    time_s: float | None = None
+    started_s: float | None = None
+    heard_s: float | None = None
+
+    def to_json(self) -> Row:
+        """Return it as JSON has it."""
+        return asdict(self) | {"path": os.fspath(self.path)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells of it; the names of the columns are those of `trainer.history`.
+
+    Attributes:
+        description: what decides it. `about`: all of run.json. `status`: where it stands, {} where that is not said.
+        records: of the averaged model (`node` is None) and of the nodes, in the order of steps.
+        events: what happened. `summary`: how it ended, {} until then.
+    """
+
+    path: Path
+    about: Row
+    status: Row
+    records: builtins.list[Row]
+    events: builtins.list[Row]
+    summary: Row
+
+    @property
+    def description(self) -> Row:
+        return dict(self.about.get("description") or {})
+
+    @property
+    def state(self) -> str:
+        return _state(self.about, self.status)
+
+    @property
+    def columns(self) -> builtins.list[str]:
+        """The names of all columns, in the order in which they first came."""
+        return builtins.list(dict.fromkeys(name for row in self.records for name in row))
+
+    def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps (K,) at which a column has a number, and the numbers (K,): of the averaged model, or a node.
+
+        Raises:
+            ArgumentError: no such column; the message names the nearest.
+        """
+        if name not in self.columns:
+            raise ArgumentError(f"{self.path} has no column {name!r}: {nearest(name, self.columns)}")
+        rows = [row for row in self.records if row.get("node") == node and isinstance(row.get(name), int | float)]
+        return np.array([row["step"] for row in rows], int), np.array([row[name] for row in rows], float)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the records as a table; `node` is empty in the rows of the averaged model."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self.records, columns=self.columns)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the records as CSV; what is missing is empty."""
+        with replacing(path) as file:
+            writer = csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.records)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the records as Parquet, which needs pyarrow."""
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise ExoGymError("Parquet needs pyarrow, which is not installed: pip install 'exogym[parquet]'") from error
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.to_pandas().to_parquet(beside, index=False)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
+    """Return all runs, comparisons and sweeps below `folder`, the newest first, each parent before its runs.
+
+    Raises:
+        ArgumentError: there is no such folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     list(folder)
+    []
+    """
+    top = Path(folder)
+    try:
+        names = sorted(os.listdir(top))
+    except OSError as error:
+        raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): name a folder") from error
+    found = [family for name in names if not name.startswith(".") and (family := _family(top / name, name))]
+    found.sort(key=lambda family: -(family[0].started_s or 0.0))
+    return [listed for family in found for listed in family]
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """Return the run of a folder.
+
+    Raises:
+        ArgumentError: there is no run in it; of a comparison or sweep the message names its runs.
+
+    >>> load("runs/none")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: 'runs/none' holds no run: name the folder of one, as exogym runs list shows them
+    """
+    path = Path(path)
+    about, status = read_object(path / "run.json"), read_status(path)
+    if not about and not status:
+        raise ArgumentError(f"{str(path)!r} holds no run: name the folder of one, as exogym runs list shows them")
+    if kind := _parent(path, about):
+        inside = [child.name for child in _children(path)]
+        raise ArgumentError(
+            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'of none yet'}"
+        )
+    lines = {name: builtins.list(read_lines(path / f"{name}.jsonl")) for name in ("records", "events")}
+    return Run(path, about, status, lines["records"], lines["events"], _numbers(read_object(path / "summary.json")))
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Yield the objects of a file of JSON lines, without what is no whole one; nothing where there is no such file."""
+    try:
+        with opened_plain(path) as file:
+            for line in file:
+                if line.endswith(b"\n") and (row := _row(line)) is not None:
+                    yield row
+    except OSError:
+        return
+
+
+def draw(
+    runs: Sequence[Run], folder: str | os.PathLike[str], titles: Sequence[str] | None = None, heading: str = ""
+) -> builtins.list[Path]:
+    """Draw the validation loss of runs over each other, into PNG files in `folder`; return these.
+
+    loss_vs_steps.png and loss_vs_bytes.png; loss_vs_time.png where all of them have predicted seconds.
+
+    Raises:
+        ArgumentError: no run, or one that has not been evaluated.
+    """
+    check_matplotlib()
+    if not runs:
+        raise ArgumentError("runs: there is none to draw: name at least one")
+    curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = {"loss_vs_steps.png": plot_against_steps, "loss_vs_bytes.png": plot_against_bytes}
+    if all(curve.time_s is not None for curve in curves):
+        plots["loss_vs_time.png"] = plot_against_time
+    for name, plot in plots.items():
+        plot(curves, folder / name, heading)
+    return [folder / name for name in plots]
+
+
+def _curve(run: Run, title: str) -> Curve:
+    rows = [row for row in run.records if row.get("node") is None and isinstance(row.get("val_loss"), int | float)]
+    if not rows:
+        raise ArgumentError(f"{run.path} has no validation loss to draw: give its run a val_set or a val_interval")
+    columns = {name: np.array([row.get(name, np.nan) for row in rows], float)
+               for name in ("step", "val_loss", "tx_bytes", "time_s")}  # fmt: skip
+    timed = np.isfinite(columns["time_s"]).all()
+    return Curve(
+        title, columns["step"], columns["val_loss"][None], columns["tx_bytes"], columns["time_s"] if timed else None
+    )
+
+
+def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
+    """Return where the run of a folder stands; None where there is none. `parent`: of its comparison or sweep."""
+    path = Path(path)
+    status, about = read_status(path), read_object(path / "run.json")
+    if not status and not isinstance(about.get("description"), dict):
+        return None
+    last = _numbers(read_object(path / "summary.json")) or _newest(path / "records.jsonl")
+    description, task = about.get("description") or {}, (parent or {}).get("task")
+    strategy = description.get("strategy")
+    return Listed(
+        name, path, "run", _state(about, status), str(strategy["name"]) if isinstance(strategy, dict) else None, task,
+        status.get("step"), status.get("total_steps"), last.get("val_loss"), last.get("val_accuracy"),
+        last.get("tx_bytes"), last.get("wall_s"), last.get("time_s"), status.get("started_s") or about.get("started_s"),
+        status.get("heartbeat_s"),
+    )  # fmt: skip
+
+
+def _family(path: Path, name: str) -> builtins.list[Listed]:
+    """Return what a folder holds: one run, or a comparison or sweep with its runs; [] for neither."""
+    about = read_object(path / "run.json")
+    kind = _parent(path, about)
+    if kind is None:
+        run = listed(path, name)
+        return [] if run is None else [run]
+    about = read_object(path / PARENTS[kind])
+    children = [run for child in _children(path) if (run := listed(child, f"{name}/{child.name}", about)) is not None]
+    state = str(about.get("state"))
+    if state == "running":
+        state = _of_process(about)
+    begun = [run.started_s for run in children if run.started_s is not None]
+    heard = [run.heard_s for run in children if run.heard_s is not None]
+    spent = [run.wall_s for run in children if run.wall_s is not None]
+    strategies = about.get("strategies")
+    return [
+        Listed(
+            name, path, kind, ENDED.get(state, state), ",".join(strategies) if isinstance(strategies, dict) else None,
+            about.get("task"), sum(run.state == "done" for run in children), about.get("runs_wanted") or len(children),
+            min((run.loss for run in children if run.loss is not None), default=None),
+            wall_s=sum(spent) if spent else None, started_s=min(begun, default=None), heard_s=max(heard, default=None),
+        ),
+        *children,
+    ]  # fmt: skip
+
+
+def _parent(path: Path, about: Row) -> str | None:
+    """Return "comparison" or "sweep" where a folder is one; a run's description is an object, a comparison's a text."""
+    if (path / PARENTS["sweep"]).is_file():
+        return "sweep"
+    return "comparison" if isinstance(about.get("strategies"), dict) else None
+
+
+def _children(path: Path) -> builtins.list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
+    except OSError:
+        return []
+
+
+def _state(about: Row, status: Row) -> str:
+    """Return the state of a run, also of one that has not said any: it has just begun, or was killed then."""
+    if status:
+        return str(status.get("state"))
+    return _of_process(about)
+
+
+def _of_process(about: Row) -> str:
+    """Return "running" or "lost", of what says it is running, and in which process."""
+    process = about.get("process")
+    if not isinstance(process, dict) or type(process.get("pid")) is not int:
+        return "lost"
+    return "lost" if is_alive(process) is False else "running"
+
+
+def _newest(path: Path) -> Row:
+    """Return the newest record of the averaged model, with the values of its newest evaluation, from a file's end."""
+    try:
+        with opened_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    found: Row = {}
+    for row in map(_row, reversed(lines)):
+        if row is not None and "step" in row and row.get("node") is None:
+            found |= {name: value for name, value in row.items() if found.get(name) is None}
+            if found.get("val_loss") is not None:
+                break
+    return found
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return _numbers(row) if isinstance(row, dict) else None
+
+
+def _numbers(row: Row) -> Row:
+    """Return a record with the numbers that JSON lacks."""
+    return {name: FROM_JSON.get(x, x) if isinstance(x, str) else x for name, x in row.items()}
+
+
+def age_s(run: Listed) -> float | None:
+    """Return how many seconds ago a run was heard of last, or began."""
+    at_s = run.heard_s or run.started_s
+    return None if at_s is None else max(time.time() - at_s, 0.0)
+
+
+def to_table(runs: Iterable[tuple[str, Run]]) -> tuple[builtins.list[str], builtins.list[builtins.list[Any]]]:
+    """Return the headers and rows of a table with how each run ended: loss, accuracy, steps, bytes, seconds."""
+    headers = ["run", "strategy", "state", "steps", "validation loss", "accuracy", "sent/node", "predicted", "trained"]
+    rows = []
+    for name, run in runs:
+        last = run.summary or _newest(run.path / "records.jsonl")
+        strategy = run.description.get("strategy")
+        label = strategy.get("name") if isinstance(strategy, dict) else None
+        values = [last.get(key) for key in ("val_loss", "val_accuracy", "tx_bytes", "time_s", "wall_s")]
+        rows.append([name, label, run.state, run.status.get("step"), *values])
+    return headers, rows

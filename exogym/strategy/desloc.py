@@ -1,0 +1,100 @@
+"""DES-LOC: parameters and the moments of the inner optimizer are averaged, each at a period of its own.
+
+Iacob et al., DES-LOC: desynced low communication adaptive optimizers, arXiv:2505.22549. Nodes take local steps of Adam,
+with first moments u_i and second moments v_i, and
+
+    theta_i <- (1/N) sum_j theta_j      after steps that H divides
+    u_i     <- (1/N) sum_j u_j          after steps that H_u divides
+    v_i     <- (1/N) sum_j v_j          after steps that H_v divides
+
+Local Adam averages all three every H steps. Second moments change slowest, so they need the fewest averages; by default
+H_u = 3 H and H_v = 6 H. With H_u and H_v over all steps it is local SGD (FedAvg) with Adam; with H = H_u = 1 and SGD
+with momentum, DDP. Averaging gradients is something else: the mean of squares is not the square of the mean.
+
+Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N of it. Moments go in
+the precision of their parameters. Left over at the end, parameters are averaged once more, moments are not.
+
+With absent nodes: means are over those that are there. A node that comes back takes parameters, and keeps its moments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.fleet import Fleet
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
+from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.moments import FIRST, SECOND, Kind, Moments
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Inner
+from exogym.strategy.traffic import Traffic
+
+
+class MomentAverage(PeriodicModule):
+    """Average one kind of the inner optimizers' moments after every step that `every` divides."""
+
+    weighted_means = True
+
+    def __init__(self, moments: Moments, kind: Kind, every: int):
+        super().__init__()
+        self.take_rounds(every)
+        self.moments, self.kind = moments, kind
+        self.name = f"average of {kind[0]}"
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b, self.interval_steps)]
+
+    def communicate(self, fleet: Fleet, step: int) -> None:
+        self.moments.average(fleet, self.kind)
+
+    def finish(self, fleet: Fleet, step: int, since: int) -> None:
+        """Nobody trains on, so the moments may stay apart."""
+
+
+class DESLOCStrategy(CommunicateOptimizeStrategy):
+    """Local Adam whose parameters, first and second moments are averaged at periods of their own.
+
+    Args:
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; it must keep moments, as "adamw"
+            and "adam" do, or SGD with momentum.
+        H: steps from one average of the parameters to the next.
+        H_u: of the first moments ("exp_avg", SGD's "momentum_buffer"); None: 3 H.
+        H_v: of the second moments ("exp_avg_sq"); None: 6 H where the optimizer has some.
+
+    >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
+    """
+
+    name, title, paper = "desloc", "DES-LOC", "arXiv:2505.22549"
+    payload = "P b / H + P b / (3 H) + P b / (6 H)"
+    equation = "theta_i, u_i, v_i <- their means, every H, H_u and H_v steps; u, v the moments of Adam"
+    needs = "all nodes every H steps, and less often for the moments"
+    identities = ("H_u, H_v over all steps = fedavg", "H=H_u=1, SGD with momentum = ddp", "equal data = one node")
+
+    @checked
+    def __init__(
+        self,
+        inner_optim: Any = "adamw",
+        H: int = 32,
+        *,
+        H_u: int | None = None,
+        H_v: int | None = None,
+        lr: float | None = None,
+        inner_lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        check_count("H", H)
+        moments = Moments(Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps).spec)
+        if H_v is not None and SECOND not in moments.kinds:
+            raise ArgumentError(f"H_v={H_v}, but inner_optim={inner_optim!r} keeps no second moments: take 'adamw'")
+        averages = []
+        for kind, option, given, usual in ((FIRST, "H_u", H_u, 3 * H), (SECOND, "H_v", H_v, 6 * H)):
+            every = usual if given is None else given
+            check_count(option, every)
+            averages += [MomentAverage(moments, kind, every)] if kind in moments.kinds else []
+        super().__init__(
+            inner_optim, [AveragingCommunicator(H, weighting="uniform"), *averages], lr=lr, inner_lr=inner_lr,
+            max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+        )  # fmt: skip

@@ -1,0 +1,387 @@
+"""Self-tuning: how often nodes meet, how much they send, or how far an outer step goes, by what a run shows of itself.
+
+ByteBudget chooses H (or SPARTA's p) such that B bytes per node last to the end. After each round, with s bytes sent so
+far, c of them in the last round, and t steps left:
+
+    H <- ceil(t / floor((B - s) / c));   p <- (B - s - w) / (w t),  w being the bytes of all parameters
+
+Drift chooses H by how much nodes disagree on where to go. With u_i what node i has moved since it last met the others:
+
+    rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1
+    H <- floor(H / 2) where rho > target, else H + max(1, floor(H / 4))
+
+Autocorrelation chooses the outer rate eta by whether averages Delta agree from round to round, as the multiplicative
+rule of hypergradient descent (Baydin et al., arXiv:1703.04782):
+
+    eta <- eta (1 + gain (cos(Delta_r, Delta_(r-1)) - target))
+
+The first two rules are our own; each stays within the bounds it is given. What is chosen is equal in all processes and
+follows from the run so far, so it is kept in checkpoints, and neither placement nor a stop changes it.
+
+Bytes: Drift sums up two numbers per node in each round, a ring all-reduce of 16 bytes; the others send nothing.
+State: where rounds ended, and what was chosen; Drift keeps what each node held after it last met, (rows, P);
+Autocorrelation the last Delta, (P,).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from exogym.errors import ArgumentError, StrategyError, check_choice, check_count
+from exogym.fleet import Fleet, Stateful
+from exogym.fleet.presence import rows_of
+from exogym.fleet.state import Tensors
+from exogym.strategy.rounds import Rounds
+from exogym.strategy.strategy import Run
+
+DRIFT_BYTES = 16
+
+
+@dataclass
+class Seen:
+    """What a tuner may go by after a round.
+
+    Attributes:
+        value: what it tunes, as it is.
+        steps_left: of the run.
+        sent, last: bytes that a node has sent in the mean: so far, and in the round that ends.
+        drift: rho; nan where it was not asked for.
+        correlation: of the last two outer gradients; nan before there are two.
+    """
+
+    value: float
+    steps_left: int
+    sent: float
+    last: float
+    drift: float = math.nan
+    correlation: float = math.nan
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """What is tuned, and how; a subclass is a rule. Times and randomness have no place in it.
+
+    Attributes:
+        of: the arguments of strategies that it can tune; the first that a strategy has is taken.
+        sees: "bytes", "drift" or "correlation".
+    """
+
+    of: ClassVar[tuple[str, ...]] = ("H",)
+    sees: ClassVar[str] = "bytes"
+
+    def choose(self, name: str, seen: Seen) -> float:
+        """Return the next value of the argument `name`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ByteBudget(Tuner):
+    """Meet as often as a budget of bytes allows.
+
+    Args:
+        total_bytes: B, what a node may send in the whole run, in the mean over nodes.
+
+    A round that costs more than is left is not begun, but for the last synchronisation of a run (`final_sync`).
+
+    >>> ByteBudget(1000.0).choose("H", Seen(value=5, steps_left=80, sent=200, last=100))
+    10
+    """
+
+    total_bytes: float
+    of: ClassVar[tuple[str, ...]] = ("H", "p_sparta")
+
+    def __post_init__(self) -> None:
+        _check_number("total_bytes", self.total_bytes)
+
+    def choose(self, name: str, seen: Seen) -> float:
+        left, steps = max(0.0, self.total_bytes - seen.sent), max(1, seen.steps_left)
+        if not seen.last:
+            return seen.value
+        if name == "H":
+            rounds = math.floor(left / seen.last + 1e-9)
+            return math.ceil(steps / rounds) if rounds else steps + 1
+        whole = seen.last / seen.value  # of all parameters, which are averaged once more at the end
+        return min(1.0, max(0.0, left - whole) / (whole * steps))
+
+
+@dataclass(frozen=True)
+class Drift(Tuner):
+    """Meet more often where nodes drift apart, and more rarely where they go the same way.
+
+    Args:
+        target: rho, over 0 and under 1. Of N nodes that go anywhere at random it is (N-1)/N.
+        least, most: bounds of H; `most` None: none.
+
+    >>> [Drift(0.5).choose("H", Seen(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
+    [12, 5]
+    """
+
+    target: float = 0.5
+    least: int = 1
+    most: int | None = None
+    sees: ClassVar[str] = "drift"
+
+    def __post_init__(self) -> None:
+        _check_number("target", self.target, below=1)
+        check_count("least", self.least)
+        if self.most is not None:
+            check_count("most", self.most, least=self.least)
+
+    def choose(self, name: str, seen: Seen) -> float:
+        H = int(seen.value)
+        if math.isnan(seen.drift):
+            return H
+        H = H // 2 if seen.drift > self.target else H + max(1, H // 4)
+        return max(self.least, H if self.most is None else min(H, self.most))
+
+
+@dataclass(frozen=True)
+class Autocorrelation(Tuner):
+    """Step further while outer gradients agree from round to round, and less far where they turn.
+
+    Args:
+        target: the correlation at which nothing changes, from -1 to 1.
+        gain: over 0 and under 0.5.
+        least, most: bounds of the factor on the outer rate.
+
+    >>> seen = Seen(value=1.0, steps_left=80, sent=0, last=0, correlation=0.5)
+    >>> Autocorrelation(gain=0.2).choose("outer_lr", seen)
+    1.1
+    """
+
+    target: float = 0.0
+    gain: float = 0.2
+    least: float = 0.1
+    most: float = 2.0
+    of: ClassVar[tuple[str, ...]] = ("outer_lr",)
+    sees: ClassVar[str] = "correlation"
+
+    def __post_init__(self) -> None:
+        _check_number("gain", self.gain, below=0.5)
+        _check_number("least", self.least)
+        _check_number("most", self.most)
+        if not -1 <= self.target <= 1 or self.least > self.most:
+            raise ArgumentError(
+                f"Autocorrelation: target={self.target!r} must be from -1 to 1, and least={self.least!r} at most "
+                f"most={self.most!r}"
+            )
+
+    def choose(self, name: str, seen: Seen) -> float:
+        if math.isnan(seen.correlation):
+            return seen.value
+        return min(self.most, max(self.least, seen.value * (1 + self.gain * (seen.correlation - self.target))))
+
+
+TUNERS: dict[str, type[Tuner]] = {"drift": Drift, "autocorrelation": Autocorrelation}
+
+
+def tuner_of(given: Any) -> Tuner:
+    """Return a tuner by its name, or as it is; a number is a `ByteBudget` of so many bytes.
+
+    Raises:
+        ArgumentError: an unknown name, or no tuner.
+    """
+    if isinstance(given, Tuner):
+        return given
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return ByteBudget(given)
+    if not isinstance(given, str):
+        raise ArgumentError(f"tuner={given!r} must be a name, such as 'drift', or a tuner, such as ByteBudget(1e9)")
+    check_choice("tuner", given, TUNERS)
+    return TUNERS[given]()
+
+
+class TunedRounds(Rounds):
+    """Rounds whose length is chosen as they go: those that have ended are kept, the others have the last choice's."""
+
+    foreseen = False
+
+    def __init__(self, H: int):
+        check_count("H", H)
+        super().__init__(H)
+        self.H: int = H
+
+    @property
+    def are_even(self) -> bool:
+        return False
+
+    def end_after(self, step: int) -> int:
+        ended = self._ends
+        if step < ended[-1]:
+            return ended[bisect_left(ended, step + 1)]
+        return ended[-1] + ((step - ended[-1]) // self.H + 1) * self.H
+
+    def of_step(self, step: int) -> int:
+        ended = self._ends
+        if step <= ended[-1]:
+            return bisect_left(ended, step) - 1
+        return len(ended) - 1 + (step - ended[-1] - 1) // self.H
+
+    def end(self, step: int, H: int) -> None:
+        """Rounds have ended up to `step`; the next ones take H steps."""
+        while self._ends[-1] + self.H <= step:
+            self._ends.append(self._ends[-1] + self.H)
+        if self._ends[-1] < step:  # one that was cut short
+            self._ends.append(step)
+        self.H = H
+
+
+class Tuning(Stateful):
+    """A tuner in a run: the value it tunes, and what it watches.
+
+    Args:
+        tuner: the rule.
+        name: of the argument that it tunes.
+        value: as it was given; for "outer_lr" a factor, 1.
+    """
+
+    def __init__(self, tuner: Tuner, name: str, value: float):
+        self.tuner, self.name, self.value = tuner, name, value
+        self.rounds = TunedRounds(int(value)) if name == "H" else None
+        self.drift = self.correlation = math.nan
+        self._sent = 0.0
+
+    def factor(self, round_: int) -> float:
+        """The outer rate's factor, as `outer_lr_scheduler`."""
+        return self.value
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        self.run = run
+        self._apart = torch.zeros(len(fleet), dtype=torch.float64)
+        sees_correlation = self.tuner.sees == "correlation"
+        self._last = [block.zeros(1)[0] if sees_correlation else torch.empty(0) for block in fleet.blocks]
+        self._now: list[Tensor] = []
+        self._means = 0  # seen since the last meeting
+        self._counted = 0  # outer gradients so far
+        if self.tuner.sees != "bytes":
+            fleet.comm.watchers.append(self._watch)
+
+    def _watch(self, fleet_rows: Sequence[int], x: Tensor, mean: Tensor) -> None:
+        """See a mean being taken: the rows here of those who take part, what they bring, (rows, F), and it, (F,)."""
+        self._means += 1
+        if self.tuner.sees == "drift":
+            for row in fleet_rows:
+                self._apart[row] += (x[row] - mean).double().square().sum().cpu()
+        else:
+            self._now.append(mean.clone())
+
+    def before_meeting(self, fleet: Fleet, met: Sequence[Tensor]) -> None:
+        """Measure what each has moved since `met`, (rows, P) per block, before they meet."""
+        self._apart.zero_()
+        self._now, self._means = [], 0
+        self._moved = torch.zeros(len(fleet), dtype=torch.float64)
+        if self.tuner.sees == "drift":
+            for row in rows_of(fleet, fleet.comm.present):
+                for block, old in zip(fleet.blocks, met, strict=True):
+                    self._moved[row] += (block.params[row] - old[row]).double().square().sum().cpu()
+
+    def after_meeting(self, fleet: Fleet, step: int) -> None:
+        """Choose the next value after a meeting at `step`."""
+        if self.tuner.sees == "drift":
+            self._measure_drift(fleet)
+        elif self.tuner.sees == "correlation":
+            self._correlate()
+        sent = float(fleet.comm.ledger.tx_bytes.mean())
+        seen = Seen(self.value, self.run.total_steps - step, sent, sent - self._sent, self.drift, self.correlation)
+        self._sent = sent
+        self.value = self.tuner.choose(self.name, seen)
+        if self.rounds is not None:
+            self.rounds.end(step, int(self.value))
+
+    def _measure_drift(self, fleet: Fleet) -> None:
+        """Set rho: those who have moved sum up how far, and how far from their mean."""
+        comm = fleet.comm
+        both = torch.stack([self._apart, self._moved], 1)
+        told = comm.wire.rows(self._moved[:, None], comm.present).flatten().tolist()  # who takes part is known
+        movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
+        if movers and not self._means:
+            raise StrategyError(
+                f"{self.tuner!r} goes by the mean that nodes take when they meet, and they take none that all members "
+                "add up: take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
+            )
+        if movers:
+            sums = comm.all_reduce(both, "sum", groups=[movers])
+            apart, moved = comm.wire.rows(sums, movers[:1])[0].tolist()
+            self.drift = apart / moved
+
+    def _correlate(self) -> None:
+        """Set the cosine of this outer gradient and the last, over all blocks."""
+        last, now = self._last, self._now
+        if [len(x) for x in now] != [len(x) for x in last]:
+            raise StrategyError(
+                f"{self.tuner!r} goes by the mean of all outer gradients at once, and here were taken {len(now)} means "
+                f"of {[len(x) for x in now]} numbers, wanted {[len(x) for x in last]}: take "
+                "DiLoCo, or leave the tuner out"
+            )
+        if self._counted:
+            dot, a, b = (
+                sum(float((x.double() * y.double()).sum()) for x, y in zip(left, right, strict=True))
+                for left, right in ((last, now), (last, last), (now, now))
+            )
+            self.correlation = dot / math.sqrt(a * b) if a * b else math.nan
+        for x, y in zip(last, now, strict=True):
+            x.copy_(y)
+        self._counted += 1
+
+    def figures(self) -> dict[str, float]:
+        measured = {"drift": self.drift, "correlation": self.correlation}
+        chosen = {f"tuned_{self.name}": float(self.value)}
+        return chosen | {name: x for name, x in measured.items() if name == self.tuner.sees and not math.isnan(x)}
+
+    def shared(self) -> Tensors:
+        numbers = [self.value, self._sent, self.drift, self.correlation, self._counted]
+        tensors = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
+        if self.rounds is not None:
+            tensors["ends"] = torch.tensor(self.rounds._ends)
+        return tensors | {f"last.{b}": x for b, x in enumerate(self._last) if len(x)}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        self.value, self._sent, self.drift, self.correlation, counted = tensors["numbers"].tolist()
+        self._counted = int(counted)
+        if self.rounds is not None:
+            self.rounds._ends, self.rounds.H = tensors["ends"].tolist(), int(self.value)
+        for b, x in enumerate(self._last):
+            if len(x):
+                x.copy_(tensors[f"last.{b}"])
+
+
+def begun(tuner: Tuner, own: inspect.Signature, call: inspect.BoundArguments, name: str) -> Tuning:
+    """Return the tuning of a strategy whose constructor, with signature `own`, is about to get `call`, and change that.
+
+    Raises:
+        ArgumentError: strategy `name` has nothing that `tuner` could tune, or something else decides about it.
+    """
+    of = next((argument for argument in tuner.of if argument in own.parameters), None)
+    if of is None or (of == "outer_lr" and "outer_lr_scheduler" not in own.parameters):
+        raise ArgumentError(f"tuner={tuner!r} tunes {' or '.join(tuner.of)}, which {name} does not take: leave it out")
+    call.apply_defaults()
+    if of == "outer_lr":
+        if call.arguments["outer_lr_scheduler"] is not None:
+            raise ArgumentError(f"tuner={tuner!r} and outer_lr_scheduler both set the outer rate: give one of them")
+        tuning = Tuning(tuner, of, 1.0)
+        call.arguments["outer_lr_scheduler"] = tuning.factor
+        return tuning
+    value = call.arguments[of]
+    if callable(value):
+        raise ArgumentError(f"tuner={tuner!r} chooses {of} as it goes: give the first as a number")
+    if of != "H":
+        return Tuning(tuner, of, value)
+    check_count("H", value)
+    tuning = Tuning(tuner, of, value)
+    call.arguments["H"] = tuning.rounds
+    return tuning
+
+
+def _check_number(name: str, value: float, below: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+        raise ArgumentError(
+            f"{name}={value!r} must be a number over 0" + (f" and under {below:g}" if below < 9 else "")
+        )

@@ -1,0 +1,160 @@
+"""What is swept: options and their values, and the cells that follow from them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.errors import ArgumentError
+
+WHOLE, REAL = ("nodes", "steps", "batch_size"), ("lr",)
+OF_THE_RUN = (*WHOLE, *REAL, "partition", "network", "step_seconds")  # any other is an option of the strategy
+STRATEGY = "strategy"
+LOGARITHMIC = 10  # a range over 0 whose ends are so far apart is searched by factors
+_RANGE = re.compile(r"\s*(-?[\d.]+(?:e[-+]?\d+)?)\.\.(-?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
+Axes = dict[str, "list[str] | Range"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers from `low` to `high`, whole ones if both are; for a search only."""
+
+    low: float
+    high: float
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def is_logarithmic(self) -> bool:
+        return self.low > 0 and self.high / self.low >= LOGARITHMIC
+
+    def __str__(self) -> str:
+        return f"{self.low}..{self.high}"
+
+
+def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
+    """Return option to values, from a mapping or from texts "option=value,value".
+
+    Values with commas in them are separated by semicolons. "1e-4..1e-1" is a `Range`.
+
+    Raises:
+        ArgumentError: no such text; an option or a value that is given twice, or none.
+
+    >>> axes_of(["H=5,10", "network=wifi;100Mbps,20ms"])
+    {'H': ['5', '10'], 'network': ['wifi', '100Mbps,20ms']}
+    >>> axes_of({"lr": "1e-4..1e-1", "nodes": [2, 4]})
+    {'lr': Range(low=0.0001, high=0.1), 'nodes': ['2', '4']}
+    """
+    if isinstance(given, str):
+        given = [given]
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    else:
+        for text in given:
+            name, equals, values = str(text).partition("=")
+            if not equals or not name.strip() or not values.strip():
+                raise ArgumentError(f"sweep={text!r} should look like option=value,value, as in H=5,10")
+            pairs.append((name, values))
+    axes: Axes = {}
+    for name, values in pairs:
+        name = name.strip()
+        if name in axes:
+            raise ArgumentError(f"sweep: {name} is given twice: give its values once, {name}=A,B")
+        axes[name] = _values(name, values)
+    return axes
+
+
+def _values(name: str, given: Any) -> list[str] | Range:
+    if isinstance(given, Range):
+        return given
+    if isinstance(given, str):
+        if found := _RANGE.fullmatch(given):
+            low, high = (float(end) if re.search("[.e]", end, re.I) else int(end) for end in found.groups())
+            if not low < high:
+                raise ArgumentError(f"sweep: {name}={given!r} should go from a number to a larger one, as 1e-4..1e-1")
+            return Range(low, high)
+        given = given.split(";" if ";" in given else ",")
+    elif not isinstance(given, Sequence | range):
+        raise ArgumentError(f"sweep: {name}={given!r} should be a list of values, as [5, 10]")
+    values = [as_text(value) for value in given]
+    if not values or "" in values or len(set(values)) < len(values):
+        raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, as {name}=5,10")
+    return values
+
+
+def as_text(value: Any) -> str:
+    """Return a value as it is written in the options of a strategy.
+
+    >>> as_text(None), as_text(True), as_text(0.001), as_text(" 5 ")
+    ('none', 'true', '0.001', '5')
+    """
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value).strip()
+
+
+def grid(axes: Axes) -> list[dict[str, str]]:
+    """Return all combinations, the last option changing fastest.
+
+    Raises:
+        ArgumentError: a range, of which there is no end of values.
+
+    >>> grid({"strategy": ["diloco", "fedavg"], "H": ["5", "10"]})[:2]
+    [{'strategy': 'diloco', 'H': '5'}, {'strategy': 'diloco', 'H': '10'}]
+    """
+    lists = {}
+    for name, values in axes.items():
+        if isinstance(values, Range):
+            raise ArgumentError(f"sweep: {name}={values} is a range: list its values, {name}=A,B, or search in it")
+        lists[name] = values
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def label_of(cell: Mapping[str, str]) -> str:
+    """Return what a cell is called.
+
+    >>> label_of({"strategy": "diloco", "H": "5"})
+    'strategy=diloco, H=5'
+    """
+    return ", ".join(f"{name}={value}" for name, value in cell.items())
+
+
+def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str, Any]]:
+    """Return the text of the cell's strategy, and what `compare` is to be given else.
+
+    >>> arguments_of({"nodes": "4", "H": "5"}, "diloco:outer_lr=0.5")
+    ('diloco:outer_lr=0.5:H=5', {'nodes': 4})
+    """
+    text, run = cell.get(STRATEGY, strategy), dict[str, Any]()
+    for name, value in cell.items():
+        if name in OF_THE_RUN:
+            run[name] = _number(name, value)
+        elif name != STRATEGY:
+            text += f":{name}={value}"
+    return text, run
+
+
+def _number(name: str, value: str) -> Any:
+    try:
+        return int(value) if name in WHOLE else float(value) if name in REAL else value
+    except ValueError:
+        kind = "a whole number" if name in WHOLE else "a number"
+        raise ArgumentError(f"sweep: {name}={value!r} should be {kind}") from None
+
+
+def as_number(value: str) -> float | None:
+    """Return the number that a value is, or None.
+
+    >>> as_number("5"), as_number("diloco")
+    (5.0, None)
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

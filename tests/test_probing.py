@@ -1,0 +1,61 @@
+"""The file that predictions start from, measured by real processes: what is in it, and that predictions take it."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from exogym.cli import app
+from exogym.distributed.__main__ import main as self_test_command
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.network import Network
+from exogym.remote.measuring import measure_hosts
+
+HOSTS = {"master": {"address": "localhost", "device": "cpu", "slots": 2}}
+KINDS = {"broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter"}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measured")
+    network = measure_hosts(HOSTS, folder / "m.json", task="digits", sizes_bytes=[4096, 400_000], project=folder)
+    return folder, network, json.loads((folder / "m.json").read_text())
+
+
+def test_the_file_has_every_collective_pair_and_step(measured):
+    _, network, fields = measured
+    assert set(fields) == {
+        "num_nodes", "hosts", "pairs", "collectives", "first", "step_s", "versions", "date"
+    }  # fmt: skip
+    assert fields["hosts"] == ["localhost"] * 2 and fields["num_nodes"] == network.num_nodes == 2
+    assert fields["versions"]["task"] == "digits" and re.match(r"\d{4}-\d\d-\d\dT", fields["date"])
+    assert set(fields["collectives"]) == KINDS and set(fields["first"]) == {"all_reduce", "broadcast", "all_gather"}
+    for kind, table in fields["collectives"].items():
+        assert len(table) == 3 and max(map(int, table)) == (200_000 if "gather" in kind else 400_000)
+        assert list(table.values()) == sorted(table.values()) and min(table.values()) > 0
+        assert fields["first"].get(kind, 1) >= table[max(table, key=int)]
+    for i, j in ((0, 1), (1, 0)):
+        assert network.link(i, j) == tuple(fields["pairs"][i][j])
+    assert len(fields["step_s"]) == 2 and min(fields["step_s"]) > 0
+
+
+def test_a_prediction_takes_what_was_measured(measured):
+    _, network, fields = measured
+    table = fields["collectives"]["all_reduce"]
+    assert network.cost("all_reduce", 400_000, 2).seconds == pytest.approx(table["400000"])
+    assert network.set_up_s("all_reduce") == pytest.approx(fields["first"]["all_reduce"] - table["400000"])
+    assert Network.of(fields).describe() == network.describe()
+
+
+def test_a_failure_on_the_hosts_is_said(tmp_path):
+    with pytest.raises(ExoGymError, match=r"self-test failed on the hosts.*there is no module 'absent'"):
+        measure_hosts(HOSTS, tmp_path / "m.json", task="absent:make", project=tmp_path)
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_what_only_measuring_needs_is_refused_without(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["self-test", "--task", "digits"])
+    assert self_test_command() == 2 and "--task needs --json" in capsys.readouterr().err
+    result = CliRunner().invoke(app, ["doctor", "--hosts", "none.json", "--out", "m.json"])
+    assert isinstance(result.exception, ArgumentError) and "--out needs --measure" in str(result.exception)

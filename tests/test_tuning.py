@@ -1,0 +1,247 @@
+"""Self-tuning: what is chosen keeps its promise, is the same everywhere, and survives a stop."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from battery import outcome, train
+from problems import Regressor, dyadic, fleet_of, run_of
+
+from exogym.errors import ArgumentError, StrategyError
+from exogym.faults import Faults
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SPARTADiLoCoStrategy, SPARTAStrategy
+from exogym.strategy.registry import parse_strategy
+from exogym.strategy.tuning import Autocorrelation, ByteBudget, Drift, TunedRounds, Tuner
+
+WIDTH = sum(p.numel() for p in Regressor().parameters())
+PLAIN = OptimSpec(torch.optim.SGD, lr=1.0)
+ROW = 178 * 4  # bytes of a row of the small problem
+
+
+# Rounds
+
+
+def test_rounds_that_are_chosen_as_they_go() -> None:
+    rounds, ends, of_step = TunedRounds(4), [], []
+    lengths = [4, 6, 1, 1, 3]  # the first given, each other chosen when the one before has ended
+    for step in range(1, sum(lengths) + 1):
+        of_step.append(rounds.of_step(step))
+        if rounds.end_after(step - 1) == step:
+            ends.append(step)
+            rounds.end(step, [*lengths, 2][len(ends)])
+    assert ends == [4, 10, 11, 12, 15]
+    assert of_step == [rounds.of_step(step) for step in range(1, 16)] == [0] * 4 + [1] * 6 + [2, 3] + [4] * 3
+    assert [rounds.end_after(step) for step in (0, 3, 4, 11, 14, 15, 16, 17)] == [4, 4, 10, 12, 15, 17, 17, 19]
+    assert rounds.of_step(10**6) == 5 + (10**6 - 16) // 2  # asked, and nothing is settled by it
+    assert rounds.of_step(16) == 5
+
+
+def test_a_round_to_which_nobody_came_has_ended_too() -> None:
+    rounds = TunedRounds(3)
+    rounds.end(9, 2)
+    assert [rounds.of_step(step) for step in (3, 4, 9, 10, 12)] == [0, 1, 2, 3, 4]
+    rounds.end(10, 5)  # cut short
+    assert rounds.of_step(11) == 4 and rounds.end_after(10) == 15
+
+
+# A budget
+
+
+@pytest.mark.parametrize("rounds", [1.0, 2.5, 7.0, 40.0])
+@pytest.mark.parametrize("make", [DiLoCoStrategy, FedAvgStrategy])
+def test_a_budget_lasts_to_the_end_and_is_used(make: Any, rounds: float) -> None:
+    each = 2 * 3 / 4 * ROW  # a ring of four
+    strategy = make("adamw", H=5, lr=0.02, tuner=ByteBudget(rounds * each))
+    trainer = train(strategy, max_steps=40, val_interval=None, final_sync=False)
+    met = trainer.history.last["tx_bytes"] / each
+    assert min(rounds, 40) * 0.6 < met <= rounds
+    assert trainer.history.last["tuned_H"] >= 1
+
+
+@pytest.mark.parametrize("wholes", [1.5, 4.0])
+def test_a_budget_of_sparta(wholes: float) -> None:
+    whole = 2 * 3 / 4 * ROW
+    trainer = train(
+        SPARTAStrategy(lr=0.02, p_sparta=0.3, tuner=ByteBudget(wholes * whole)), max_steps=40, val_interval=None
+    )
+    assert trainer.history.last["tx_bytes"] == pytest.approx(wholes * whole, rel=0.25)
+    free = train(SPARTAStrategy(lr=0.02, p_sparta=0.3), max_steps=40, val_interval=None)
+    assert free.history.last["tx_bytes"] > 2.5 * wholes * whole
+
+
+# Drift
+
+
+def met(strategy: Any, *steps: torch.Tensor) -> Any:
+    """Move the rows of a fleet by `steps`, (N, P) each, and let them meet after each; return the fleet."""
+    n, width = steps[0].shape
+    fleet = fleet_of(dyadic(1, width).expand(n, -1), model=Regressor())
+    strategy.start(fleet, run_of(n))
+    at = 0
+    for moved in steps:
+        at = strategy.next_event(at)
+        fleet.blocks[0].params += moved
+        strategy.communicate(fleet, at)
+    return fleet
+
+
+@pytest.mark.parametrize("make", [FedAvgStrategy, DiLoCoStrategy])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_drift_is_the_share_that_is_not_common(make: Any, n: int) -> None:
+    strategy = make("sgd", H=8, tuner=Drift())
+    steps = [torch.randn(n, WIDTH, dtype=torch.float64) + shift for shift in (0.0, 0.7)]
+    plain = met(make("sgd", H=8), *steps)
+    fleet = met(strategy, *steps)
+    u = steps[1]
+    rho = (u - u.mean(0)).square().sum() / u.square().sum()
+    assert strategy.tuning.drift == pytest.approx(float(rho), abs=1e-12)
+    assert torch.equal(fleet.blocks[0].params, plain.blocks[0].params)  # measuring changes nothing
+    extra = 2 * (2 * (n - 1) / n * 16)
+    assert (fleet.comm.ledger.tx_bytes - plain.comm.ledger.tx_bytes).tolist() == pytest.approx([extra] * n)
+
+
+def test_h_follows_drift() -> None:
+    together, apart = dyadic(1, WIDTH).expand(4, -1), torch.randn(4, WIDTH, dtype=torch.float64)
+    strategy = FedAvgStrategy(H=8, tuner=Drift(0.5, most=12))
+    met(strategy, together, together, together)
+    assert strategy.tuning.value == strategy.next_event(30) - 30 == 12 and strategy.tuning.rounds._ends == [
+        0,
+        8,
+        18,
+        30,
+    ]
+    strategy = FedAvgStrategy(H=8, tuner=Drift(0.5, least=2))
+    met(strategy, apart, apart, apart, apart)
+    assert strategy.tuning.rounds._ends == [0, 8, 12, 14, 16]
+
+
+# Autocorrelation
+
+
+def test_the_outer_rate_follows_the_correlation_of_outer_gradients() -> None:
+    step = dyadic(1, WIDTH).expand(3, -1)
+    for turn, factors in ((1.0, [1, 1, 1.2, 1.44]), (-1.0, [1, 1, 0.8, 0.64])):
+        strategy = DiLoCoStrategy(H=2, outer_optim=PLAIN, tuner=Autocorrelation(gain=0.2))
+        moves = [step * turn**k for k in range(4)]
+        fleet = met(strategy, *moves)
+        wanted = dyadic(1, WIDTH)[0] + sum(f * move[0] for f, move in zip(factors, moves, strict=True))
+        torch.testing.assert_close(strategy.consensus(fleet)[0], wanted, rtol=0, atol=1e-12)  # type: ignore[index]
+        assert strategy.tuning.correlation == pytest.approx(turn)
+    bounded = DiLoCoStrategy(H=2, tuner=Autocorrelation(gain=0.4, most=1.5))
+    met(bounded, *[step] * 5)
+    assert bounded.tuning.value == 1.5 == bounded.tuning.figures()["tuned_outer_lr"]
+
+
+# Whole runs
+
+CASES = {
+    "diloco drift": lambda: DiLoCoStrategy(H=4, lr=0.02, tuner="drift"),
+    "fedavg drift sampled": lambda: FedAvgStrategy("adamw", H=4, lr=0.02, client_fraction=0.5, tuner=Drift(0.3)),
+    "diloco correlation": lambda: DiLoCoStrategy(H=2, lr=0.02, tuner="autocorrelation"),
+    "fedavg budget": lambda: FedAvgStrategy("adamw", H=2, lr=0.02, tuner=7 * ROW),
+    "sparta diloco budget": lambda: SPARTADiLoCoStrategy(H=2, lr=0.02, p_sparta=0.2, tuner=9 * ROW),
+    "sparta budget": lambda: SPARTAStrategy(lr=0.02, p_sparta=0.3, tuner=4 * ROW),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("faults", [None, Faults({3: [(5, 9)]}, lost={1: [4, 6]})], ids=["whole", "faults"])
+def test_no_layout_and_no_stop_changes_anything(name: str, faults: Faults | None, tmp_path: Any) -> None:
+    def run(**options: Any) -> Any:
+        bits, rows, traffic = outcome(
+            train(CASES[name](), **{"max_steps": 17, "val_interval": 5, "faults": faults} | options)
+        )
+        chosen = [[row.get(key) for key in row if key.startswith("tuned_")] for row in rows if row["node"] is None]
+        return bits, [x for x in chosen if x != [None]], traffic
+
+    wanted = run()
+    assert run(processes=2) == wanted
+    chosen = wanted[1]
+    run(max_steps=11, save_dir=tmp_path, final_sync=False)
+    if "budget" not in name:  # what is left depends on the steps to come
+        assert run(save_dir=tmp_path, resume=True, max_stretch=1) == wanted
+    assert len({str(x) for x in chosen}) > 1 and len(chosen) == 5  # at each evaluation
+
+
+def test_a_budget_goes_on_where_it_was_stopped(tmp_path: Any) -> None:
+    from exogym.callbacks import Every
+
+    def run(*callbacks: Any, **options: Any) -> Any:
+        return outcome(train(CASES["fedavg budget"](), max_steps=17, val_interval=5, callbacks=callbacks, **options))
+
+    run(Every(8, lambda loop: True), save_dir=tmp_path)
+    again = run(Every(8, lambda loop: False), save_dir=tmp_path, resume=True)
+    wanted = run(Every(8, lambda loop: False))
+    assert (again[0], again[2]) == (wanted[0], wanted[2])
+
+
+def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
+    """Those who train in a round are those who got theta for it."""
+    strategy = FedAvgStrategy("sgd", H=3, lr=0.1, client_fraction=0.5, tuner=Drift(0.3))
+    trainer = train(strategy, max_steps=30, val_interval=None)
+    module = strategy.communication_modules[0]
+    assert trainer.history.last["tuned_H"] != 3
+    acted = {}
+    for row in trainer.history:
+        if row["node"] is not None and row["train_loss"] is not None:
+            acted.setdefault(row["step"], []).append(row["node"])
+    module.start(fleet_of(torch.zeros(4, WIDTH).double(), model=Regressor()), run_of(4))
+    clients = [module.clients(k) for k in range(40)]  # type: ignore[attr-defined]
+    groups = [nodes for step, nodes in sorted(acted.items()) if step > 0]
+    seen = [g for k, g in enumerate(groups) if k == 0 or g != groups[k - 1]]
+    distinct = [c for k, c in enumerate(clients) if k == 0 or c != clients[k - 1]]
+    assert seen == distinct[: len(seen)] and len(seen) > 3
+
+
+class Odd(Tuner):
+    of = ("hight",)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: parse_strategy("diloco:tuner=dirft"), "did you mean 'drift'"),
+        (lambda: DiLoCoStrategy(tuner=[1]), "must be a name, such as 'drift', or a tuner"),
+        (lambda: DiLoCoStrategy(tuner=-3), "total_bytes=-3 must be a number over 0"),
+        (lambda: parse_strategy("ddp:tuner=drift"), "tunes H, which SimpleReduceStrategy does not take"),
+        (lambda: FedAvgStrategy(tuner=Autocorrelation()), "tunes outer_lr, which FedAvgStrategy does not take"),
+        (lambda: DiLoCoStrategy(tuner=Odd()), "tunes hight"),
+        (lambda: DiLoCoStrategy(H=lambda r: 3, tuner="drift"), "give the first as a number"),
+        (lambda: DiLoCoStrategy(outer_lr_scheduler="cosine", tuner="autocorrelation"), "both set the outer rate"),
+        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner="drift"), "of rounds of one length"),
+        (lambda: SPARTADiLoCoStrategy(tuner="drift"), "has several modules"),
+        (lambda: SPARTAStrategy(compression_method="sequential", tuner=9.0), "take 'random'"),
+        (lambda: Drift(1.0), "target=1.0 must be a number over 0 and under 1"),
+        (lambda: Drift(most=2, least=3), "most"),
+        (lambda: Autocorrelation(gain=0.7), "gain=0.7"),
+        (lambda: Autocorrelation(least=3.0), "at most most=2.0"),
+        (lambda: DiLoCoStrategy(tuner="drift").plan(1e6, 4, 4), "a tuner chooses H as it goes"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("name", ["gossip", "noloco", "sparseloco"])
+def test_drift_from_no_mean_says_so(name: str) -> None:
+    with pytest.raises(StrategyError, match="they take none that all members add up"):
+        train(parse_strategy(f"{name}:H=3:tuner=drift"), max_steps=6)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedopt", "fednova", "scaffold", "slowmo", "gossip"])
+def test_a_budget_for_others(name: str) -> None:
+    budget = 6 * ROW
+    strategy = parse_strategy(f"{name}:tuner={budget}", H=2, lr=0.02)
+    trainer = train(strategy, max_steps=24, val_interval=None, final_sync=False)
+    free = train(parse_strategy(name, H=2, lr=0.02), max_steps=24, val_interval=None, final_sync=False)
+    assert budget * 0.4 < trainer.history.last["tx_bytes"] <= budget < free.history.last["tx_bytes"]
+
+
+def test_a_tuner_that_cannot_see_says_so() -> None:
+    strategy = DiLoCoStrategy(H=2, tuner="autocorrelation")
+    strategy.tuning._watch = lambda rows, x, mean: None  # type: ignore[union-attr, method-assign]
+    with pytest.raises(StrategyError, match=r"0 means of .* take DiLoCo"):
+        met(strategy, dyadic(2, WIDTH))
+    assert math.isnan(strategy.tuning.correlation)  # type: ignore[union-attr]
