@@ -103,13 +103,6 @@ class EvaluateNodes(Callback):
             loop.history.add_evaluation(loop.step, loop.epoch, loop.evaluate(node), node=node)
 
 
-class Figures(Callback):
-    """At each evaluation put the numbers that parts of the run have for it into the history (`State.figures`)."""
-
-    def __call__(self, loop: Running) -> None:
-        loop.history.add_evaluation(loop.step, loop.epoch, loop.fleet.state.figures())
-
-
 class WeightAverage(Callback):
     """The average over time of the averaged (or outer) model: exponential (EMA), or of all (SWA).
 

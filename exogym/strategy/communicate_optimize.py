@@ -235,10 +235,6 @@ class CommunicateOptimizeStrategy(Strategy):
     def weighted_means(self) -> bool:  # type: ignore[override]
         return not self.unweighted()
 
-    @property
-    def has_figures(self) -> bool:  # type: ignore[override]
-        return self.tuning is not None or any(module.has_figures for module in self.modules)
-
     def unweighted(self) -> list[str]:
         own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
         return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])

@@ -107,7 +107,7 @@ class AveragingCommunicator(PeriodicModule):
             raise ArgumentError("privacy is of a server's mean, and islands have none: leave island_size out")
         self.privacy, self.released = privacy, 0
         if privacy is not None:
-            self.counters, self.has_figures = ("released",), True  # rounds whose mean was given to clients
+            self.counters = ("released",)  # rounds whose mean was given to clients
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None:

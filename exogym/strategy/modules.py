@@ -31,7 +31,6 @@ class Module(Stateful, ABC):
         counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
             they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
         name: what its state is kept under; None: the name of its class.
-        has_figures: whether it has numbers for the history, in `figures`.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
         only_means: whether what it averages is nothing but a part of a mean (a shard, a factor), so that no robust rule
@@ -39,7 +38,7 @@ class Module(Stateful, ABC):
     """
 
     acts_on = "elements"
-    weighted_means = only_means = has_figures = False
+    weighted_means = only_means = False
     counters: tuple[str, ...] = ()
     name: str | None = None
 

@@ -110,7 +110,6 @@ class Strategy:
             `CommunicateOptimizeStrategy`, between whose events nodes are independent; so hosts may be lost for good
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
         needs_gradients: whether nodes take every step together, since gradients meet there.
-        has_figures: whether parts of it have numbers for the history (`exogym.fleet.state.Stateful.figures`).
         own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
 
     >>> class MyStrategy(Strategy):
@@ -129,7 +128,6 @@ class Strategy:
     stacked = False
     overflowed = False
     weighted_means = False
-    has_figures = False
     registered: ClassVar[bool] = False
     inner: Inner
     model: nn.Module

@@ -306,6 +306,7 @@ class TrainingLoop:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
         if self.timing is not None:
             values |= self.timing.values()
+        values |= self.fleet.state.figures()
         self.history.add_evaluation(self.step, self.epoch, values)
         self.observers.beat(self.step, {k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
-from exogym.callbacks import Figures
 from exogym.compute.finite import POLICIES
 from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
@@ -143,8 +142,6 @@ class FitOptions:
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.strategy.has_figures and not any(isinstance(callback, Figures) for callback in self.callbacks):
-            object.__setattr__(self, "callbacks", (*self.callbacks, Figures()))
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
