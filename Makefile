@@ -9,13 +9,17 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint types format table reproductions bench clean
+.PHONY: help demo ui-demo test slow lint types format table reproductions bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  \1\t/'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
 
 demo: $(VENV)/.stamp-demo ## compare six ways to train four nodes on the digits data set
 	$(BIN)/exogym compare --dataset digits --strategies single,ddp,diloco,sparta,fedavg,demo --nodes 4
+
+ui-demo: $(VENV)/.stamp-ui,demo ## train three ways, and show it in the browser: prints the address
+	$(BIN)/exogym compare --dataset digits --strategies ddp,diloco,fedavg --nodes 4 --seeds 1 & \
+	$(BIN)/exogym ui; wait
 
 test: lint types ## everything a change must pass: format, lint, types, tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

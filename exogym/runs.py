@@ -160,10 +160,10 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
     """
     top = Path(folder)
     try:
-        names = sorted(os.listdir(top))
+        folders = _folders(top)
     except OSError as error:
         raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): name a folder") from error
-    found = [family for name in names if not name.startswith(".") and (family := _family(top / name, name))]
+    found = [family for path in folders if (family := _family(path, path.name))]
     found.sort(key=lambda family: -(family[0].started_s or 0.0))
     return [listed for family in found for listed in family]
 
@@ -292,10 +292,15 @@ def _parent(path: Path, about: Row) -> str | None:
 
 def _children(path: Path) -> builtins.list[Path]:
     try:
-        with os.scandir(path) as entries:
-            return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
+        return _folders(path)
     except OSError:
         return []
+
+
+def _folders(path: Path) -> builtins.list[Path]:
+    """Return the folders in a folder, without hidden ones and links."""
+    with os.scandir(path) as entries:
+        return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
 
 
 def _state(about: Row, status: Row) -> str:

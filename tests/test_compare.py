@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -333,7 +334,8 @@ def test_pictures_of_odd_comparisons(plot, tmp_path: Path) -> None:  # type: ign
     steps = np.arange(5)
     silent = Curve("one node alone", steps, np.full((1, 5), 1.5), np.zeros(5))
     many = [Curve(f"strategy {i}", steps, np.full((2, 5), 1.0 + i / 100), steps * 10.0**i) for i in range(9)]
-    for name, curves in {"silent": [silent], "many": [silent, *many]}.items():
+    long = [replace(curve, title=f"{curve.title} {'with every option ' * 5}") for curve in many]
+    for name, curves in {"silent": [silent], "many": [silent, *many], "long": long, "one long": long[:1]}.items():
         plot(curves, tmp_path / f"{name}.png", "heading")
     blank, full = (tmp_path / f"{name}.png" for name in ("silent", "many"))
     assert full.stat().st_size > 1.5 * blank.stat().st_size > 5000

@@ -90,9 +90,9 @@ def test_after_an_average_moments_are_equal() -> None:
 def test_bytes(num_nodes: int) -> None:
     n, strategy = num_nodes, DESLOCStrategy(ADAMW, H=1)
     seen = train(strategy, shards(n), n, steps=6, final_sync=True)
-    assert seen.payload.tolist() == [(6 + 2 + 1) * S * (n > 1)] * n
-    assert seen.tx.tolist() == seen.rx.tolist() == pytest.approx([9 * S * 2 * (n - 1) / n] * n)
-    assert sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic) == pytest.approx(1.5 * S)
+    assert seen.payload.tolist() == [(6 + 2 + 2) * S * (n > 1)] * n
+    assert seen.tx.tolist() == seen.rx.tolist() == pytest.approx([10 * S * 2 * (n - 1) / n] * n)
+    assert sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic) == pytest.approx(5 / 3 * S)
 
 
 def test_parameters_of_two_precisions_and_groups_of_an_optimizer() -> None:
@@ -117,6 +117,19 @@ def test_a_parameter_without_moments_is_left_alone() -> None:
     idle = [name for name, _ in HalfUsed().named_parameters()].index("idle")
     assert idle == 0 and torch.equal(used.rows[:, :3], torch.ones(4, 3, dtype=torch.float64))
     same(used.rows[:, 3:], train(DESLOCStrategy(ADAMW, H=2, H_u=3, H_v=3)).rows)
+
+
+def test_first_moments_want_second_moments_along() -> None:
+    """One node has no gradient of the first input: it would divide the others' first moments by nearly nothing."""
+    data = shards(4)
+    data[0].tensors[0][:, 0] = 0.0
+    start = vector(Regressor())
+
+    def furthest(**periods: int) -> float:
+        return float((train(DESLOCStrategy(ADAMW, H=4, **periods), data).rows - start).abs().max())
+
+    assert furthest(H_u=6, H_v=99) > 1e4
+    assert furthest(H_u=6, H_v=3) < 1 and furthest(H_u=6) < 1 and furthest() < 1
 
 
 def test_what_has_no_moments_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Every snippet and every command of the documentation runs."""
 
 import functools
+import json
 import pkgutil
 import re
 import shlex
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -58,8 +60,19 @@ def test_commands_run(command, tmp_path):
         known = set(re.findall(r"--[a-z][a-z-]*", told.stdout))
         assert told.returncode == 0 and {word for word in words[2:] if word.startswith("--")} <= known, told.stderr
         return
-    if words[:2] == ["exogym", "runs"]:  # works on what is there
+    if words[:2] in (["exogym", "runs"], ["exogym", "ui"]):  # works on what is there
         make_runs(tmp_path)
+    if words[:2] == ["exogym", "ui"]:  # answers until it is ended
+        with subprocess.Popen(
+            [sys.executable, *runnable(words)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        ) as page:
+            try:
+                assert page.stdout is not None
+                address = page.stdout.readline().strip().replace("/?", "/api/runs?")
+                assert {run["name"] for run in json.load(urllib.request.urlopen(address))} == {"digits", "other"}
+            finally:
+                page.terminate()
+        return
     done = python(*runnable(words), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -81,8 +94,9 @@ def make_runs(folder: Path) -> None:
 def runnable(words: list[str]) -> list[str]:
     """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
     files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
+    more = {"compare": SHORT, "ui": ["--port", "0"]}
     if words[0] == "exogym":
-        return ["-m", "exogym", *words[1:], *(SHORT if words[1] == "compare" else [])]
+        return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
     return [*files, *([] if words[1] == "-m" else SHORT[:2])]
 
 

@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
         "reproduce",
         "runs",
         "sweep",
+        "ui",
     },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself

@@ -270,14 +270,16 @@ def test_a_strategy_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Ca
 def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toys = {"toy": claim_of("single", "ddp"), "gone": claim_of("ddp", "nosuch")}
+    broken = claim_of("streaming_diloco:num_fragments=9", "ddp")  # found out where training starts
+    toys = {"gone": claim_of("ddp", "nosuch"), "broken": broken, "toy": claim_of("single", "ddp")}
     monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toys[name] for name in names or toys])
     monkeypatch.setattr("exogym.cli.reproduce.Page", lambda path: Page(path, toys))
     command = ["reproduce", "--short", "--out", str(tmp_path), "--device", "cpu"]
-    assert main([*command, "gone"]) == 2
+    assert main([*command, "gone"]) == main([*command, "broken"]) == 2
     assert main(command) == 0
     said = capsys.readouterr()
-    assert "left out: claim toy, nosuch" in said.err and "2 of 2 runs are to be trained, about" in said.err
+    assert "left out: claim toy, nosuch" in said.err and "3 of 3 runs are to be trained, about" in said.err
+    assert "left out: claim toy: num_fragments=9" in said.err
     assert re.search(r"toy (comes out|does not come out): a toy", said.out)
     assert main([*command, "toy"]) == 0 and "to be trained" not in capsys.readouterr().err
     assert (tmp_path / "short.md").exists() and main([*command, "--page", "x.md"]) == 2
@@ -365,6 +367,21 @@ def test_bandwidth_in_short(tmp_path: Path) -> None:
     sent = {label: each[0].last["payload_bytes"] for label, each in found.items()}
     assert sent["H=5"] / sent["H=50"] == pytest.approx(75 / 5 / math.ceil(75 / 50))
     assert claim.verdict(found) is Verdict.YES
+
+
+def test_scaffold_in_short(tmp_path: Path) -> None:
+    """Which is ahead after three rounds says nothing; that both train, and that control variates are paid for, does."""
+    claim, found = short("scaffold", tmp_path)
+    first, last = ({x: run.curves["val_loss"][k] for x, (run,) in found.items()} for k in (0, -1))
+    assert all(last[label] < first[label] for label in first) and len(claim.seen(found)) == 1
+    sent = {label: run.last["payload_bytes"] for label, (run,) in found.items()}
+    assert sent["SCAFFOLD"] > 1.5 * sent["FedAvg"]
+
+
+@pytest.mark.slow
+def test_pictures_in_short(tmp_path: Path) -> None:
+    claim, found = short("momentum-pays-pictures", tmp_path)
+    assert not [run.error for each in found.values() for run in each if run.error] and claim.verdict(found)
 
 
 @pytest.mark.slow

@@ -112,6 +112,22 @@ def test_a_list_is_copied() -> None:
         assert torch.equal(got, x.double())
 
 
+@tries("add_", "torch._foreach_add_")
+def test_a_list_is_added() -> None:
+    tensors = two()
+    torch_private.add_(tensors, two(), alpha=0.5)
+    torch_private.add_(tensors, two())
+    for got, x in zip(tensors, two(), strict=True):
+        assert torch.equal(got, x + 0.5 * x + x)
+
+
+@tries("differences", "torch._foreach_sub")
+def test_differences_are_of_each() -> None:
+    others = [torch.ones_like(x) for x in two()]
+    for got, x in zip(torch_private.differences(two(), others), two(), strict=True):
+        assert torch.equal(got, x - 1)
+
+
 @tries("norms", "torch._foreach_norm")
 def test_norms_are_of_each() -> None:
     found = torch_private.norms([*two(), torch.tensor([torch.nan])])

@@ -49,6 +49,16 @@ def copy_(targets: Tensors, sources: Tensors) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def add_(targets: Tensors, others: Tensors, alpha: float = 1.0) -> None:
+    """Add `alpha` times each of `others` to its target, in place and by one call."""
+    torch._foreach_add_(targets, others, alpha=alpha)
+
+
+def differences(tensors: Tensors, others: Tensors) -> Tensors:
+    """Return each of `tensors` less its one of `others`, by one call."""
+    return torch._foreach_sub(tensors, others)
+
+
 def norms(tensors: Tensors) -> Tensors:
     """Return the Euclidean norm of each of `tensors`, by one call."""
     return torch._foreach_norm(tensors)

@@ -21,6 +21,7 @@ from exogym.cli.doctor import doctor as doctor_command
 from exogym.cli.reproduce import reproduce as reproduce_command
 from exogym.cli.runs import app as runs_app
 from exogym.cli.sweep import sweep as sweep_command
+from exogym.cli.ui import ui as ui_command
 from exogym.cli.values import INTERRUPTED
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
+app.command("ui")(ui_command)
 app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)

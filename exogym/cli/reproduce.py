@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from exogym.cli.values import INTERRUPTED, processes_of
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.network import readable_seconds
 from exogym.progress import SELDOM_S, notice
 from exogym.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
@@ -83,6 +83,11 @@ def reproduce(
             again = " ".join(["exogym reproduce", *(claims or []), *(["--short"] if short else []), "--out", str(out)])
             notice(f"to go on: {again}")
             raise typer.Exit(INTERRUPTED) from None
+        except ExoGymError as error:
+            if claims:
+                raise
+            notice(f"left out: claim {claim.name}: {error}")
+            continue
         for cell in claim.cells.values():
             written.add(cell, work.results(cell), work.asked(cell))
         written.write(draw=[claim.name])
@@ -97,7 +102,7 @@ def _possible(work: Reproduction, claims: list[Claim], named: bool) -> list[Clai
         try:
             work.check([claim])
             possible.append(claim)
-        except ArgumentError as error:
+        except (ArgumentError, DataError) as error:
             if named:
                 raise
             notice(f"left out: {error}")

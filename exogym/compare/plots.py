@@ -37,6 +37,7 @@ DOING = {
 ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a strip: rounds shown, spans of a node at most, nodes at most
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 End = tuple["Line2D", float | None, float]  # of a curve: where it ends on the axes; None for a level line
+WIDEST_LABEL = 0.6  # of the picture
 LEGEND_POINTS = 30  # of the strokes beside the titles
 
 
@@ -172,6 +173,7 @@ def _figure(
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
     room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
+    room = min(room, WIDEST_LABEL)  # the end of a longer one is cut off
     figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
     lines = _lines(axes, curves, places, logarithmic)
     if target_loss is not None:

@@ -26,7 +26,7 @@ from exogym.compare.folder import OUTCOME, Folder, Outcome
 from exogym.compare.forecast import measured_step_s
 from exogym.compare.run import asked_of, session_of
 from exogym.compare.session import Session, Standing
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, DataError
 from exogym.reproduce.claim import SEEDS, Cell, Claim, Run
 from exogym.reproduce.problems import problem
 from exogym.tasks import Data
@@ -100,8 +100,8 @@ class Reproduction:
             for label, cell in claim.cells.items():
                 try:
                     self.session(cell)
-                except ArgumentError as error:
-                    raise ArgumentError(f"claim {claim.name}, {label}: {error}") from error
+                except (ArgumentError, DataError) as error:
+                    raise type(error)(f"claim {claim.name}, {label}: {error}") from error
 
     def seconds_left(self, cells: Iterable[Cell]) -> float:
         """Return about how long the runs of `cells` that have not ended will take in one process."""

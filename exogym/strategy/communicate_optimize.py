@@ -141,7 +141,7 @@ class CommunicateOptimizeStrategy(Strategy):
             traffic, is_known = [t for module in self.modules for t in module.traffic(1e6, 1000, 4)], True
         except ArgumentError:
             traffic, is_known = [], False
-        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
+        own_ways = [type(m).__name__ for m in self.modules if m.only_means or not m.weighted_means]
         self.averaging.check(type(self).__name__, traffic, is_known, own_ways)
 
     def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:

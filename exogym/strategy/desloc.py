@@ -7,8 +7,11 @@ with first moments u_i and second moments v_i, and
     u_i     <- (1/N) sum_j u_j          after steps that H_u divides
     v_i     <- (1/N) sum_j v_j          after steps that H_v divides
 
-Local Adam averages all three every H steps. Second moments change slowest, so they need the fewest averages; by default
-H_u = 3 H and H_v = 6 H. With H_u and H_v over all steps it is local SGD (FedAvg) with Adam; with H = H_u = 1 and SGD
+Local Adam averages all three every H steps. Moments change more slowly than parameters, so they need fewer averages: by
+default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often again, H_v = 6 H. That
+is for dense gradients: a node that has seen next to no gradient of a parameter takes the others' u_i and divides it by
+its own sqrt(v_i), near 0. Where second moments are averaged whenever first ones are (H_v divides H_u), |u| stays within
+Adam's multiple of sqrt(v). With H_u and H_v over all steps it is local SGD (FedAvg) with Adam; with H = H_u = 1 and SGD
 with momentum, DDP. Averaging gradients is something else: the mean of squares is not the square of the mean.
 
 Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N of it. Moments go in
@@ -60,13 +63,13 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
             and "adam" do, or SGD with momentum.
         H: steps from one average of the parameters to the next.
         H_u: of the first moments ("exp_avg", SGD's "momentum_buffer"); None: 3 H.
-        H_v: of the second moments ("exp_avg_sq"); None: 6 H where the optimizer has some.
+        H_v: of the second moments ("exp_avg_sq"), where the optimizer has some; None: H_u. The paper's is 6 H.
 
     >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
     """
 
     name, title, paper = "desloc", "DES-LOC", "arXiv:2505.22549"
-    payload = "P b / H + P b / (3 H) + P b / (6 H)"
+    payload = "P b / H + 2 P b / (3 H)"
     equation = "theta_i, u_i, v_i <- their means, every H, H_u and H_v steps; u, v the moments of Adam"
     needs = "all nodes every H steps, and less often for the moments"
     identities = ("H_u, H_v over all steps = fedavg", "H=H_u=1, SGD with momentum = ddp", "equal data = one node")
@@ -90,8 +93,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         if H_v is not None and SECOND not in moments.kinds:
             raise ArgumentError(f"H_v={H_v}, but inner_optim={inner_optim!r} keeps no second moments: take 'adamw'")
         averages = []
-        for kind, option, given, usual in ((FIRST, "H_u", H_u, 3 * H), (SECOND, "H_v", H_v, 6 * H)):
-            every = usual if given is None else given
+        H_u = 3 * H if H_u is None else H_u
+        for kind, option, every in ((FIRST, "H_u", H_u), (SECOND, "H_v", H_u if H_v is None else H_v)):
             check_count(option, every)
             averages += [MomentAverage(moments, kind, every)] if kind in moments.kinds else []
         super().__init__(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.base.torch_private import copy_
 from exogym.errors import checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
@@ -52,7 +53,7 @@ class EqualisedWork(RoundModule):
     @torch.no_grad()
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         if not self.taken[row]:
-            torch._foreach_copy_(views(self.began, self.layouts, row), list(parameters))
+            copy_(views(self.began, self.layouts, row), list(parameters))
         self.taken[row] += 1
 
     def communicate(self, fleet: Fleet, step: int) -> None:

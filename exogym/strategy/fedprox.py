@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.base.torch_private import add_, differences
 from exogym.errors import ArgumentError, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
@@ -64,7 +65,7 @@ class ProximalTerm(RoundModule):
             received = views(list(self.row_state.values()), self.layouts, row)
             there, w, theta = with_gradient(grads, parameters, received)
             if there:
-                torch._foreach_add_(there, torch._foreach_sub(w, theta), alpha=self.mu)
+                add_(there, differences(w, theta), alpha=self.mu)
 
 
 class FedProxStrategy(CommunicateOptimizeStrategy):

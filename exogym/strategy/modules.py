@@ -34,11 +34,12 @@ class Module(Stateful, ABC):
         has_figures: whether it has numbers for the history, in `figures`.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
+        only_means: whether what it averages is nothing but a part of a mean (a shard, a factor), so that no robust rule
+            can take its place.
     """
 
     acts_on = "elements"
-    weighted_means = False
-    has_figures = False
+    weighted_means = only_means = has_figures = False
     counters: tuple[str, ...] = ()
     name: str | None = None
 

@@ -54,7 +54,7 @@ class LowRankMean(GradientModule):
     """
 
     acts_on = "tensors"
-    weighted_means = True
+    weighted_means = only_means = True
 
     def __init__(self, rank: int, start_step: int, min_rate: float):
         super().__init__()

@@ -31,7 +31,7 @@ from exogym.strategy.traffic import Traffic
 class QuantizedAverage(GradientModule):
     """Replace the gradients by their quantised mean."""
 
-    weighted_means = True
+    weighted_means = only_means = True
 
     def __init__(self, bits: int, bucket: int):
         super().__init__()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.base.torch_private import add_, differences
 from exogym.errors import ArgumentError, checked
 from exogym.fleet import Block, Fleet
 from exogym.fleet.presence import give_shared, rows_of
@@ -66,8 +67,8 @@ class ControlVariates(RoundModule):
         mine = (views(x, self.layouts, at) for x, at in ((self.c, 0), (self.own, row), (self.seen, row)))
         there, c, own, seen = with_gradient(grads, *mine)
         if there:
-            torch._foreach_add_(seen, there)
-            torch._foreach_add_(there, torch._foreach_sub(c, own))
+            add_(seen, there)
+            add_(there, differences(c, own))
         self.taken[row] += 1
 
     def communicate(self, fleet: Fleet, step: int) -> None:

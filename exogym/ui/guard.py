@@ -1,0 +1,113 @@
+"""Who may talk to the page: the holder of the token, under a name of this machine, from no other site.
+
+A page of another site can make a browser send requests here, and can point a name of its own at 127.0.0.1. So each
+request must name a host that is this one (a foreign name is 403), may have come from no other origin (403), and must
+bring the token (else 401): in the address once, from then on in a cookie that scripts cannot read and other sites do
+not make the browser send.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+COOKIE = "exogym_token"
+READS = ("GET", "HEAD")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}  # fmt: skip
+Message = MutableMapping[str, Any]
+App = Callable[[Any, Any, Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class Guard:
+    """Stands before an ASGI application.
+
+    Args:
+        host: the address that is listened on; a loopback one answers to loopback names only.
+        token: what a request must bring.
+    """
+
+    def __init__(self, app: App, host: str, token: str):
+        self.app, self.host, self.token = app, host, token
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message.get("headers", []), *extra]
+            await send(message)
+
+        answer = self.refusal(request)
+        await (answer or self.app)(scope, receive, send_with_headers)
+
+    def refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that may not pass; None where it may."""
+        if len(request.headers.getlist("host")) != 1 or not self.is_here(request.headers["host"]):
+            return _error(403, "this page does not answer to that host name: use the address that was printed")
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+            return _error(403, "requests from other sites are refused")
+        if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
+            return _error(403, "requests from other sites are refused")
+        if request.method not in READS and origin is None and request.headers.get("x-exogym-token") is None:
+            return _error(403, "a change needs the header Origin or X-Exogym-Token")
+        asked = request.query_params.get("token")
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = [asked, request.cookies.get(COOKIE), bearer, request.headers.get("x-exogym-token")]
+        if not any(text and hmac.compare_digest(text.encode(), self.token.encode()) for text in given):
+            return _error(401, "the token is missing or wrong: open the address that was printed")
+        if asked is not None and request.method in READS and not request.url.path.startswith("/api/"):
+            others = [(name, x) for name, x in parse_qsl(request.url.query) if name != "token"]
+            path = "/" + request.url.path.lstrip("/\\")  # "//other.site" would lead there
+            answer = RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
+            return answer
+        return None
+
+    def is_here(self, host: str) -> bool:
+        """Say whether a Host header names this machine, as far as it listens.
+
+        >>> Guard(None, "127.0.0.1", "x").is_here("localhost:80"), Guard(None, "127.0.0.1", "x").is_here("site.org")
+        (True, False)
+        """
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            names = {"localhost"} if is_loopback(self.host) else {"localhost", self.host, socket.gethostname()}
+            return name in {known.lower() for known in names}
+        return address.is_loopback or not is_loopback(self.host)  # nobody can point a number elsewhere
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine reaches an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _error(status: int, text: str) -> JSONResponse:
+    return JSONResponse({"error": text}, status)

@@ -1,0 +1,161 @@
+"""The page's server: its addresses, and how it is started.
+
+GET /                            the page; its files lie in static/
+GET /api/runs                    all runs, comparisons and sweeps, as `exogym.runs.list` has them
+GET /api/runs/NAME               one: description, status, summary, events
+GET /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
+                                 ?most=N: about N of them
+GET /api/events                  server-sent: the list, when it has changed
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from exogym import runs
+from exogym.errors import ArgumentError
+from exogym.logger import in_json
+from exogym.ui.guard import Guard, is_loopback
+from exogym.ui.shelf import Shelf, thinned
+
+STATIC = Path(__file__).parent / "static"
+PAUSE_S = 1.0  # between looks for what is to be sent
+MOST_EVENTS = 500  # of a run, the newest
+LEAST_TOKEN = 16
+
+
+def serve(
+    folder: Path, port: int = 0, host: str = "127.0.0.1", token: str | None = None,
+    ready: Callable[[str], object] = print,
+) -> None:  # fmt: skip
+    """Answer until interrupted; `ready` is called with the address to open.
+
+    Args:
+        folder: of the runs; it need not be there yet.
+        port: 0: any that is free.
+        host: an address that others reach needs a `token`.
+        token: at least 16 characters; None: one drawn at random.
+
+    Raises:
+        ArgumentError: no token for an address that others reach, or an address that cannot be had.
+    """
+    if token is None and not is_loopback(host):
+        raise ArgumentError(f"host={host!r} can be reached by others: give a token of your own, or leave host out")
+    if token is not None and len(token) < LEAST_TOKEN:
+        raise ArgumentError(f"token: {len(token)} characters can be guessed: give at least {LEAST_TOKEN}")
+    token = token or secrets.token_urlsafe(24)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ArgumentError(f"{host}, port {port}: {error.strerror or error}: give another --port") from error
+    with sock:
+        name = f"[{host}]" if ":" in host else host
+        config = uvicorn.Config(
+            application(Shelf(folder), host, token), log_level="warning", server_header=False, lifespan="off",
+            ws="none", timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
+        uvicorn.Server(config).run(sockets=[sock])
+
+
+def application(shelf: Shelf, host: str, token: str) -> Any:
+    """Return the page as an ASGI application, behind its guard."""
+
+    def index(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    def all_runs(request: Request) -> Response:
+        return JSONResponse(shelf.all())
+
+    def one_run(request: Request) -> Response:
+        path = _folder(shelf, request)
+        try:
+            run = runs.load(path)
+        except ArgumentError:
+            return _parent(shelf, request)
+        name = request.path_params["name"]
+        found = {
+            "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
+            "summary": run.summary, "command": run.about.get("command"), "versions": run.about.get("versions"),
+            "events": run.events[-MOST_EVENTS:],
+        }  # fmt: skip
+        return JSONResponse(in_json(found))
+
+    def records(request: Request) -> Response:
+        path = _folder(shelf, request)
+        after, most = _whole(request, "after", -1), _whole(request, "most", None)
+        rows = shelf.records(path)
+        last = rows[-1]["step"] if rows else after
+        rows = [row for row in rows if row["step"] > after]
+        if request.query_params.get("node") == "none":
+            rows = [row for row in rows if row.get("node") is None]
+        if most is not None:
+            rows = thinned(rows, max(most, 2))
+        return JSONResponse({"records": rows, "last": last})
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(_changes(shelf), media_type="text/event-stream")
+
+    def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return JSONResponse({"error": error.detail}, error.status_code)
+
+    routes = [
+        Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
+        Route("/api/runs/{name:path}/records", records), Route("/api/runs/{name:path}", one_run),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]  # fmt: skip
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: failed}), host, token)
+
+
+def _folder(shelf: Shelf, request: Request) -> Path:
+    path = shelf.folder(request.path_params["name"])
+    if path is None:
+        raise HTTPException(404, "there is no such run")
+    return path
+
+
+def _parent(shelf: Shelf, request: Request) -> Response:
+    """Return a comparison or sweep: its line, and the names of its runs."""
+    name = request.path_params["name"]
+    found = next((row for row in shelf.all() if row["name"] == name), None)
+    if found is None:
+        raise HTTPException(404, "there is no such run")
+    inside = [row["name"] for row in shelf.all() if row["name"].startswith(f"{name}/")]
+    return JSONResponse(found | {"runs": inside})
+
+
+def _whole(request: Request, name: str, default: Any) -> Any:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise HTTPException(400, f"{name} should be a whole number") from None
+
+
+async def _changes(shelf: Shelf) -> AsyncIterator[str]:
+    """Yield the list of runs, as server-sent events, when it changes; else a comment, which shows a gone reader."""
+    before = None
+    while True:
+        now = json.dumps(await run_in_threadpool(shelf.all))
+        yield f"event: runs\ndata: {now}\n\n" if now != before else ": \n\n"
+        before = now
+        await anyio.sleep(PAUSE_S)

@@ -1,0 +1,97 @@
+"""Every strategy goes by its name: in comparisons, in advice, and where an option is wrong."""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from problems import dyadic, fleet_of, run_of
+from strategies import OURS, PAGE
+
+from exogym import compare
+from exogym.advise import advise
+from exogym.cli import main
+from exogym.errors import ArgumentError
+from exogym.strategy import PeriodicModule
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.testing import check_strategy
+
+
+def test_a_comparison_takes_every_one() -> None:
+    names = ["ddp", *(name for name in OURS if name != "ddp")]
+    told = [f"{name}:H=2" if "H" in inspect.signature(OURS[name]).parameters else name for name in names]
+    result = compare.compare("digits", ",".join(told), nodes=2, steps=2, seeds=1, batch_size=4, device="cpu")
+    assert [row["title"].split(" (")[0] for row in result.rows] == [OURS[name].title for name in names]
+    assert all(math.isfinite(row["val_loss"]) for row in result.rows)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_advice_takes_every_one(name: str) -> None:
+    (row,) = advise(parameters=1e6, num_nodes=8, network="lan-1g", step_seconds=0.2, strategies=[name]).rows
+    assert row.strategy == name and row.seconds_per_step > 0.2 and row.tx_bytes_per_step > 0
+
+
+def misspelt(option: str) -> str:
+    """Return `option` with two letters the other way round."""
+    at = next(k for k in range(len(option) // 2, len(option) - 1) if option[k] != option[k + 1])
+    return option[:at] + option[at + 1] + option[at] + option[at + 2 :]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_wrong_option_names_the_right_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [option for option in inspect.signature(STRATEGIES[name]).parameters if len(option) > 3]
+    for option in options:
+        with pytest.raises(ArgumentError, match=f"{name} has no option '{misspelt(option)}': did you mean '{option}'"):
+            parse_strategy(f"{name}:{misspelt(option)}=1")
+        with pytest.raises(ArgumentError, match=f"has no argument '{misspelt(option)}': did you mean '{option}'"):
+            STRATEGIES[name](**{misspelt(option): 1})
+    wrong = f"{name}:{misspelt(options[-1])}=1"
+    for command in (
+        ["compare", "--dataset", "digits"],
+        ["advise", "--parameters", "1e6", "--step-seconds", "0.1", "--network", "wifi"],
+    ):
+        assert main([*command, "--strategies", wrong, "--nodes", "2"]) != 0
+        assert f"did you mean '{options[-1]}'" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_wrong_name_names_the_right_one(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"unknown strategy '{misspelt(name)}': did you mean '{name}'"):
+        parse_strategy(misspelt(name))
+
+
+# The example of the page
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Return the names that the page's example of an algorithm defines, and its lines."""
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "ElasticAverage(" in b)
+    known = {"PeriodicModule": PeriodicModule, "__name__": "documentation"}
+    exec("from exogym.strategy import CommunicateOptimizeStrategy", known)
+    exec(compile(block, str(PAGE), "exec"), known)
+    return known, [line for line in block.splitlines() if line.strip()]
+
+
+def test_an_algorithm_takes_ten_to_thirty_lines(example) -> None:
+    known, lines = example
+    assert 10 <= len(lines) <= 30
+    make = known["ElasticAverageStrategy"]
+    check_strategy(lambda: make(lr=0.02), payload_bytes=lambda row, steps: row * steps / 4)
+    assert parse_strategy("easgd:beta=0.5:robust=median").plan(1e6, 4, 4).traffic[0].algorithm == "exact"
+
+
+def test_the_example_is_its_paper(example) -> None:
+    """theta_i <- theta_i - alpha (theta_i - c), c <- c + sum_i alpha (theta_i - c), alpha = beta / N."""
+    strategy = example[0]["ElasticAverageStrategy"](H=1, beta=0.9)
+    start, moved = dyadic(1, 6), dyadic(3, 6, seed=1)
+    model = torch.nn.Linear(5, 1).double()
+    fleet = fleet_of(start.expand(3, -1), model=model)
+    strategy.start(fleet, run_of(3))
+    fleet.blocks[0].params += moved
+    strategy.communicate(fleet, 1)
+    alpha = 0.3
+    torch.testing.assert_close(fleet.blocks[0].params, start + (1 - alpha) * moved, rtol=0, atol=1e-12)
+    center = strategy.communication_modules[0].shared_state["center.0"]
+    torch.testing.assert_close(center, start + alpha * moved.sum(0, keepdim=True), rtol=0, atol=1e-12)

@@ -1,0 +1,284 @@
+"""The page over run folders: what it answers, and to whom it does not. A real server, on the loopback."""
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from exogym import runs
+from exogym.base.processes import described
+from exogym.cli import main
+from exogym.ui.guard import Guard
+from exogym.ui.shelf import Shelf, thinned
+
+
+@dataclass
+class Page:
+    """A running server over the runs in `folder`."""
+
+    address: str
+    folder: Path
+
+    @property
+    def port(self) -> int:
+        port = urlsplit(self.address).port
+        assert port is not None
+        return port
+
+    @property
+    def token(self) -> str:
+        return parse_qs(urlsplit(self.address).query)["token"][0]
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """Return status, headers and body; `path` goes out as it is."""
+        given = {"Host": f"127.0.0.1:{self.port}", "Cookie": f"exogym_token={self.token}"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        for name, value in given.items():
+            if value:
+                connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        try:
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    def json(self, path: str) -> Any:
+        status, _, body = self.ask(path)
+        assert status == 200, body
+        return json.loads(body)
+
+
+def rows_of(steps: range) -> str:
+    rows = []
+    for step in steps:
+        loss = 2.0 / (1 + step) if step % 5 == 0 else None
+        rows.append({"step": step, "node": None, "val_loss": loss, "train_loss": 1.0, "tx_bytes": 8.0 * step})
+        rows += [{"step": step, "node": node, "train_loss": 1.0} for node in (0, 1)]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def written(folder: Path, steps: int = 20, state: str = "done", **about: Any) -> Path:
+    """Write the folder of a run by hand."""
+    folder.mkdir(parents=True)
+    process = described() if state == "running" else described() | {"started": "1"}
+    status = {"state": state, "step": steps, "total_steps": steps, "process": process, "heartbeat_s": time.time()}
+    (folder / "status.json").write_text(json.dumps(status | {"started_s": 1e9}))
+    description = {"strategy": {"name": "DiLoCoStrategy"}, "num_nodes": 2} | about
+    (folder / "run.json").write_text(
+        json.dumps({"description": description, "command": ["train.py"], "started_s": 1e9})
+    )
+    (folder / "records.jsonl").write_text(rows_of(range(steps + 1)))
+    (folder / "events.jsonl").write_text('{"at_s": 1, "kind": "start", "step": 0}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    top = tmp_path_factory.mktemp("served")
+    folder = top / "runs"
+    written(folder / "one", losses="<script>bad()</script>")
+    written(folder / "lost", state="running").joinpath("status.json").write_text(
+        json.dumps({"state": "running", "step": 3, "process": described() | {"started": "1"}, "heartbeat_s": 2e9})
+    )
+    for seed in (0, 1):
+        written(folder / "both" / f"ddp-seed-{seed}")
+    (folder / "both" / "run.json").write_text(
+        json.dumps({"task": "digits", "strategies": {"ddp": {}}, "state": "finished"})
+    )
+    written(top / "outside")
+    (folder / "link").symlink_to(top / "outside")
+    words = [sys.executable, "-m", "exogym", "ui", "--runs", str(folder), "--port", "0", "--no-open"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            assert address.startswith("http://127.0.0.1:"), process.communicate()[1]
+            yield Page(address, folder)
+        finally:
+            process.terminate()
+            _, errors = process.communicate(timeout=20)
+        assert "Traceback" not in errors
+
+
+def test_the_list_is_that_of_the_folders(served: Page) -> None:
+    found = {run["name"]: run for run in served.json("/api/runs")}
+    assert set(found) == {"one", "lost", "both", "both/ddp-seed-0", "both/ddp-seed-1"}
+    assert (found["one"]["state"], found["lost"]["state"], found["both"]["kind"]) == ("done", "lost", "comparison")
+    assert found["one"]["summary"]["loss"] == pytest.approx(2 / 21) and found["one"]["summary"]["tx_bytes"] == 160.0
+    listed = {run.name: run.to_json() for run in runs.list(served.folder)}
+    assert {k: v for k, v in found["one"].items() if k != "summary"} == {
+        k: v for k, v in listed["one"].items() if k != "path"
+    }
+
+
+def test_one_run_and_its_records(served: Page) -> None:
+    run = served.json("/api/runs/both/ddp-seed-1")
+    assert run["description"]["num_nodes"] == 2 and run["status"]["step"] == 20 and run["state"] == "done"
+    assert run["command"] == ["train.py"] and run["events"][0]["kind"] == "start"
+    assert served.json("/api/runs/both")["runs"] == ["both/ddp-seed-0", "both/ddp-seed-1"]
+    answer = served.json("/api/runs/one/records")
+    assert len(answer["records"]) == 63 and answer["last"] == 20
+    assert answer["records"] == [json.loads(line) for line in rows_of(range(21)).splitlines()]
+    late = served.json("/api/runs/one/records?after=18&node=none")["records"]
+    assert [(row["step"], row["node"]) for row in late] == [(19, None), (20, None)]
+    few = served.json("/api/runs/one/records?node=none&most=8")["records"]
+    assert len(few) == 8 and {0, 5, 15, 20} <= {row["step"] for row in few}
+    assert served.ask("/api/runs/one/records?after=soon")[0] == 400
+
+
+def test_what_is_added_comes_and_what_is_dropped_goes(served: Page) -> None:
+    path = written(served.folder / "grows", 4, state="running") / "records.jsonl"
+    assert served.json("/api/runs/grows/records")["last"] == 4
+    with open(path, "a") as file:
+        file.write(rows_of(range(5, 6)) + '{"step": 6, "no')
+    assert [row["step"] for row in served.json("/api/runs/grows/records?after=4")["records"]] == [5, 5, 5]
+    with open(path, "a") as file:
+        file.write('de": null}\n')
+    assert served.json("/api/runs/grows/records?after=5")["records"] == [{"step": 6, "node": None}]
+    beside = path.with_name("beside")
+    beside.write_text(rows_of(range(3)))
+    beside.replace(path)  # as a run does that goes on from an earlier step
+    assert served.json("/api/runs/grows/records")["last"] == 2
+
+
+def test_changes_are_sent(served: Page) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    connection.request("GET", "/api/events", headers={"Cookie": f"exogym_token={served.token}"})
+    answer = connection.getresponse()
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+
+    def next_names() -> set[str]:
+        while not (line := answer.readline()).startswith(b"data: "):
+            assert line
+        return {run["name"] for run in json.loads(line[6:])}
+
+    assert "appears" not in next_names()
+    written(served.folder / "appears", state="running")
+    while "appears" not in next_names():
+        pass
+    connection.close()
+
+
+def test_the_token_is_asked_for_everywhere(served: Page) -> None:
+    for path in ("/", "/api/runs", "/api/runs/one", "/api/runs/one/records", "/api/events", "/static/app.js", "/none"):
+        for cookie in ("", "exogym_token=", "exogym_token=wrong", f"exogym_token={served.token}x"):
+            assert served.ask(path, Cookie=cookie)[0] == 401, (path, cookie)
+        assert served.ask(f"{path}?token=wrong", Cookie="")[0] == 401
+    assert served.ask("/api/runs", Cookie="", Authorization=f"Bearer {served.token}")[0] == 200
+    assert served.ask(f"/api/runs?token={served.token}", Cookie="")[0] == 200
+
+
+def test_the_printed_address_leads_to_the_page_and_leaves_no_token_in_it(served: Page) -> None:
+    status, headers, _ = served.ask(f"/?token={served.token}", Cookie="")
+    assert (status, headers["Location"]) == (303, "/")
+    cookie = headers["Set-Cookie"]
+    assert cookie.startswith(f"exogym_token={served.token};") and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    status, headers, body = served.ask("/", Cookie=cookie.partition(";")[0])
+    assert status == 200 and b"<script src=" in body and served.token.encode() not in body
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
+    assert served.ask(f"//evil.example/x?token={served.token}", Cookie="")[1]["Location"] == "/evil.example/x"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "localhost.evil.example", "[", ""]
+)
+def test_a_foreign_host_is_refused(host: str, served: Page) -> None:
+    assert served.ask("/api/runs", Host=host)[0] in (400, 403)
+
+
+def test_names_of_this_machine_are_answered(served: Page) -> None:
+    for host in (f"127.0.0.1:{served.port}", f"localhost:{served.port}", f"[::1]:{served.port}"):
+        assert served.ask("/api/runs", Host=host)[0] == 200
+
+
+def test_another_site_is_refused(served: Page) -> None:
+    for origin in ("https://evil.example", "null", f"http://127.0.0.1:{served.port + 1}", "http://127.0.0.1"):
+        assert served.ask("/api/runs", Origin=origin)[0] == 403
+    assert served.ask("/api/runs", Sec_Fetch_Site="cross-site")[0] == 403
+    assert served.ask("/api/runs", Origin=f"http://127.0.0.1:{served.port}", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("..", "../outside", "%2e%2e/outside", "..%2foutside", "one/../../outside", "one%2f..%2f..%2foutside"),
+        *(
+            "/etc",
+            "%2fetc",
+            "link",
+            "one/records.jsonl",
+            ".",
+            "",
+            "one/",
+            "%00",
+            "one%00",
+            "..%5coutside",
+            "both/../one",
+        ),
+        *("a/b/c", ".hidden", "%252e%252e/outside", "none", "%ff"),
+    ],
+)
+def test_no_name_leads_out_of_the_folder(name: str, served: Page) -> None:
+    for path in (f"/api/runs/{name}", f"/api/runs/{name}/records"):
+        status, _, body = served.ask(path)
+        if path == "/api/runs/":
+            assert status in (307, 404)
+        else:
+            assert status == 404 and b"DiLoCo" not in body, path
+    assert served.ask(f"/static/{name}")[0] in (404, 405)
+
+
+def test_it_only_reads(served: Page) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert served.ask("/api/runs/one", method)[0] == 403  # no Origin: nothing tells that the page sends it
+        assert served.ask("/api/runs/one", method, Origin=f"http://127.0.0.1:{served.port}")[0] == 405
+
+
+def test_its_files_name_no_other_place(served: Page) -> None:
+    static = Path(runs.__file__).parent / "ui" / "static"
+    for path in static.iterdir():
+        if path.suffix in (".html", ".css", ".js"):
+            text = path.read_text().partition("*/")[2] if path.name.startswith("uPlot") else path.read_text()
+            assert "://" not in text and "innerHTML" not in text.replace(".innerHTML=", "") and "eval(" not in text, (
+                path
+            )
+            assert served.ask(f"/static/{path.name}")[2] == path.read_bytes()
+    assert "Leon Sorokin" in (static / "uPlot.LICENSE").read_text()
+
+
+def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ui", "--runs", str(tmp_path), "--port", "0", "--no-open"]
+    assert main([*words, "--host", "0.0.0.0"]) == 2 and "give a token" in capsys.readouterr().err
+    assert main([*words, "--host", "0.0.0.0", "--token", "short"]) == 2
+    assert main([*words, "--host", "203.0.113.7", "--token", "x" * 20]) == 2
+    there = Guard(lambda *_: None, "0.0.0.0", "x" * 20)  # type: ignore[arg-type, return-value]
+    assert there.is_here("192.0.2.4:80") and not there.is_here("evil.example")
+
+
+def test_ten_times_more_records_than_a_screen_has_points() -> None:
+    rows = [{"step": k, "val_loss": 1.0 if k % 100 == 0 else None} for k in range(100_000)]
+    few = thinned(rows, 2000)
+    assert (
+        len(few) == 2000
+        and few[-1]["step"] == 99_999
+        and [row["step"] for row in few] == sorted({row["step"] for row in few})
+    )
+    assert {row["step"] for row in rows if row["val_loss"]} <= {row["step"] for row in few}
+
+
+def test_a_folder_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
+    assert Shelf(tmp_path / "later").all() == []
