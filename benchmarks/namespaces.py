@@ -113,7 +113,7 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
     """Be a host: say when there is a namespace, then do as told until killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
-    the world), ("part", None), ("latency", None) and ("train", job); each is answered.
+    the world), ("part", None), ("latency", None), ("probe", sizes in bytes) and ("train", job); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     linux("unshare", CLONE_NEWNET)
@@ -137,6 +137,8 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
             pipe.send(None)
         elif order == "latency":
             pipe.send(message_s())
+        elif order == "probe":
+            pipe.send({size: all_reduce_s(size) for size in given})
         else:
             watch.spans, marks = [], []
 
@@ -160,6 +162,19 @@ def message_s(times: int = 100) -> float:
         seconds.append((time.perf_counter() - start) / 2)
     dist.barrier()
     return min(seconds, default=0.0)
+
+
+def all_reduce_s(size: int, times: int = 3) -> float:
+    """Return the least seconds that gloo's all-reduce of `size` bytes took, each as long as its slowest process."""
+    x, seconds = torch.zeros(size // 4), []
+    for _ in range(times + 1):  # the first one warms up
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(x)
+        took = torch.tensor([time.perf_counter() - start])
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        seconds.append(float(took))
+    return min(seconds[1:])
 
 
 # Hosts
@@ -243,6 +258,10 @@ class Hosts:
         """Return the seconds of a small message between the first two, which have met."""
         return self._order("latency", [None for _ in self._ranks])[0]
 
+    def probes(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Return the seconds of all-reduces of so many bytes among all, which have met."""
+        return self._order("probe", [list(sizes) for _ in self._ranks])[0]
+
     def train(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Let all processes train; return what each saw: its "spans" on the wire, "marks", and "fingerprint"."""
         return self._order("train", [job for _ in self._ranks])
@@ -314,12 +333,14 @@ def memory_bytes_per_s(size: int = 4_000_000, times: int = 20) -> float:
 
 
 def predict(
-    train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, memory_bytes_per_s: float = 0.0
-) -> dict[str, Any]:
+    train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float,
+    memory_bytes_per_s: float = 0.0, probes: dict[int, float] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the seconds of a segment, "comm_s" and "run_s", as the clock has it, and the weights' "fingerprint".
 
     The job is trained here, in one process; `rate_bps` and `latency_s` are of every link, `step_s` of a node's step.
-    With `memory_bytes_per_s` the copies and sums of the exact reduction take time.
+    With `memory_bytes_per_s` the copies and sums of the exact reduction take time; with `probes` all-reduces take what
+    they took on these links, and rate and latency are not used.
     """
     seen: list[tuple[float, float]] = []
 
@@ -327,6 +348,8 @@ def predict(
         seen.append((loop.timing.time_s, float(loop.timing.clock.seconds("sending")[0])))
 
     network = Network(rate_bps * PAYLOAD_SHARE, latency_s, memory=8 * memory_bytes_per_s or None)
+    if probes is not None:
+        network = Network.measured(probes, num_nodes=job["hosts"])
     trainer = train(job, mark, network=network, step_seconds=step_s)
     run_s, comm_s = ((seen[-1][part] - seen[0][part]) / (len(seen) - 1) for part in (0, 1))
     return {"run_s": run_s, "comm_s": comm_s, "fingerprint": fingerprint(trainer.model)}

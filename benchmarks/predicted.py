@@ -1,4 +1,4 @@
-"""Times that the clock predicts against times of the same training among real processes on links of limited rate.
+r"""Times that the clock predicts against times of the same training among real processes on links of limited rate.
 
     python benchmarks/predicted.py --hosts 2,4 --rates 50mbit,100mbit,200mbit --strategies ddp,diloco:H=10
     python benchmarks/predicted.py --hosts 2 --rates 100mbit --strategies ddp --reduction native
@@ -19,6 +19,12 @@ at which a process copies memory, for the copies and sums of the exact reduction
 The share: 1,448 bytes of a packet of 1,514 (Ethernet 14, IP 20, TCP with timestamps 32), and 66 bytes back to
 acknowledge every second packet (RFC 5681, section 4.2), which share the line with the data that goes that way. A ring,
 which the clock reckons with, and the exact reduction cost the same on the wire.
+
+With `--probe` the clock knows instead how long gloo's all-reduces of four sizes took on the limited links, just before;
+the latency and the rate are then not told. All strategies and rates that a prediction should hold for:
+
+    python benchmarks/predicted.py --probe --hosts 2,4 --rates 50mbit,100mbit,200mbit,500mbit,1gbit --strategies \
+        ddp,diloco:H=10,streaming_diloco:H=10:num_fragments=1,sparta:p_sparta=0.1 --json predicted.json
 
 The script fails where they differ by more than `--limit`.
 """
@@ -42,6 +48,7 @@ from exogym.callbacks import Every
 from exogym.network import parse_seconds
 from exogym.strategy.registry import parse_strategy
 
+PROBES = (4_000, 400_000, 1_000_000, 4_004_000)  # bytes; the last is the model
 STEPS = 4  # of a segment, or H where that is more
 
 
@@ -71,11 +78,9 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     return trainer
 
 
-def predict(
-    job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, memory_bytes_per_s: float = 0.0
-) -> dict[str, Any]:
+def predict(job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, **known: Any) -> dict[str, Any]:
     """Return what the clock says of a job, whose forward pass does not sleep here."""
-    return namespaces.predict(train, job | {"step_s": 0.0}, rate_bps, latency_s, step_s, memory_bytes_per_s)
+    return namespaces.predict(train, job | {"step_s": 0.0}, rate_bps, latency_s, step_s, **known)
 
 
 def compare(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -93,8 +98,10 @@ def compare(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 known = {"rate_bps": bits_per_s(rate), "latency_s": latency_s, "step_s": own_step_s}
                 if reduction == "tree":
                     known["memory_bytes_per_s"] = memory_bytes_per_s()
-                clock = predict(job, **known)
                 group.limit(rate)
+                if given.probe:
+                    known["probes"] = group.probes(PROBES)
+                clock = predict(job, **known)
                 answers = group.train(job)
                 if reduction == "tree" and clock["fingerprint"] != answers[0]["fingerprint"]:
                     raise SystemExit(f"predicted: {text} ended in other weights than predicted")
@@ -123,6 +130,7 @@ def main() -> None:
     parser.add_argument("--strategies", default="ddp,diloco:H=10", help="as exogym compare reads them")
     parser.add_argument("--reduction", default="tree,native", help="tree, native or both")
     parser.add_argument("--repeat", type=int, default=5, help="segments measured, after one that is not")
+    parser.add_argument("--probe", action="store_true", help="predict from probes of the limited links, not the rate")
     parser.add_argument("--step", default="30ms", help="how long the forward pass sleeps")
     parser.add_argument("--limit", type=float, default=0.10, help="share by which a prediction may be off")
     parser.add_argument("--json", help="file for the rows with all that was measured")

@@ -168,10 +168,7 @@ class Clock:
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
-        start_s = float(np.max(start)) / TICKS_PER_S
-        used_s = float(self._line_free[members].max()) / TICKS_PER_S
-        idle_s = start_s - used_s if used_s else math.inf
-        cost = round(self.network.seconds(event, self.events, algorithm, start_s, idle_s) * TICKS_PER_S)
+        cost = round(self._seconds(event, algorithm, start, members) * TICKS_PER_S)
         if cost:
             self._line_free[members] = start + cost
         self.tx_bytes[members] += event.tx_bytes
@@ -302,6 +299,16 @@ class Clock:
         if key not in self._cheapest:
             self._cheapest[key] = self.network.cheapest(event.kind, event.payload_bytes, event.members)[0]
         return self._cheapest[key]
+
+    def _seconds(self, event: Event, algorithm: str | None, start: Any, members: Any) -> float:
+        """Return the seconds of a collective; its `start`, in ticks, matters where links or windows change."""
+        network = self.network
+        if network.trace is None and not network.tcp:
+            return network.seconds(event, self.events, algorithm)
+        used = int(self._line_free[members].max())
+        start_s = float(np.max(start)) / TICKS_PER_S
+        idle_s = start_s - used / TICKS_PER_S if used else math.inf
+        return network.seconds(event, self.events, algorithm, start_s, idle_s)
 
     def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
         """Return (members,) when each member of a mix has all that is given to it on its way: it waits for no other."""
