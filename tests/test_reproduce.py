@@ -380,7 +380,7 @@ def test_scaffold_in_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pictures_in_short(tmp_path: Path) -> None:
-    claim, found = short("momentum-pays-pictures", tmp_path)
+    claim, found = short("momentum-pays-pictures", tmp_path, 0.1)  # no run shorter than its H
     assert not [run.error for each in found.values() for run in each if run.error] and claim.verdict(found)
 
 
