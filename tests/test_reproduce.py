@@ -349,7 +349,7 @@ def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_the_page_of_the_documentation_is_what_its_results_say() -> None:
     page = Page(ROOT / "docs" / "reproductions.md")
-    assert page.path.read_text() == page.text(), "make it anew: exogym reproduce --only-page --page ..."
+    assert page.cells and page.path.read_text() == page.text(), "make it anew: exogym reproduce --only-page --page ..."
     for name in re.findall(r"\]\((images/\S+)\)", page.text()):
         assert (page.path.parent / name).stat().st_size < 40_000
 
@@ -380,7 +380,7 @@ def test_scaffold_in_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pictures_in_short(tmp_path: Path) -> None:
-    claim, found = short("momentum-pays-pictures", tmp_path)
+    claim, found = short("momentum-pays-pictures", tmp_path, 0.1)  # no run shorter than its H
     assert not [run.error for each in found.values() for run in each if run.error] and claim.verdict(found)
 
 

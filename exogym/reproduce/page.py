@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.base.files import replacing
+from exogym.compare.comparison import SINGLE
 from exogym.errors import ArgumentError
 from exogym.progress import readable_bytes
 from exogym.reproduce.catalogue import CLAIMS
@@ -166,10 +167,8 @@ def results_text(cells: Mapping[str, Any]) -> str:
 def _setting_text(said: Mapping[str, Any], cell: Cell) -> str:
     setting = said["setting"]
     speeds = "" if cell.speeds is None else f", speeds {', '.join(f'{x:g}' for x in cell.speeds)}"
-    return (
-        f"{cell.task}, N = {setting['nodes']}, {setting['steps']:,} steps of {setting['batch_size']}, "
-        f"{said['partition']}{speeds}"
-    )
+    nodes = f"{'1 of ' if cell.says == SINGLE else ''}N = {setting['nodes']}"
+    return f"{cell.task}, {nodes}, {setting['steps']:,} steps of {setting['batch_size']}, {said['partition']}{speeds}"
 
 
 def _measure(runs: Sequence[Run], name: str, form: str) -> str:
