@@ -73,7 +73,8 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer = LocalTrainer(Wide(job["step_s"]), torch.utils.data.TensorDataset(x, x.roll(1, 0)))
     trainer.fit(
         strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1), batch_size=1, device="cpu",
-        reduction=job["reduction"], final_sync=False, progress=False, callbacks=[Every(job["steps"], mark)], **options,
+        reduction=job["reduction"], final_sync=False, progress=False,
+        callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip
     return trainer
 

@@ -62,10 +62,13 @@ class Callback:
     Attributes:
         steps: it is called after every step divisible by this, where nodes meet; None: never for that.
         at_evaluations: whether it is called after each evaluation.
+        may_end: whether it may end the training. If so, how far nodes are apart is measured before a synchronisation at
+            its steps, for the evaluation that would follow: between hosts that moves all rows twice.
     """
 
     steps: int | None = None
     at_evaluations = True
+    may_end = True
 
     def __call__(self, loop: Running) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method __call__(loop)")
@@ -81,15 +84,17 @@ class Callback:
 class Every(Callback):
     """Call `function(loop)` after every step divisible by `steps`. Nodes meet there, so stretches end there.
 
+    With `may_end=False` the function never returns True, which is cheaper between hosts (see `Callback`).
+
     >>> Every(100, lambda loop: loop.step >= 500).steps
     100
     """
 
     at_evaluations = False
 
-    def __init__(self, steps: int, function: Callable[[Running], Any]):
+    def __init__(self, steps: int, function: Callable[[Running], Any], *, may_end: bool = True):
         check_count("steps", steps)
-        self.steps, self.function = steps, function
+        self.steps, self.function, self.may_end = steps, function, may_end
 
     def __call__(self, loop: Running) -> Any:
         return self.function(loop)
@@ -97,6 +102,8 @@ class Every(Callback):
 
 class EvaluateNodes(Callback):
     """At each evaluation also evaluate every single node that is there, as rows of their own in the history."""
+
+    may_end = False
 
     def __call__(self, loop: Running) -> None:
         for node in list(loop.fleet.comm.present):
@@ -126,6 +133,8 @@ class WeightAverage(Callback):
 
     >>> average = WeightAverage(decay=0.99, steps=10)
     """
+
+    may_end = False
 
     @checked
     def __init__(self, decay: float | None = 0.99, *, steps: int = 1, start_step: int = 0):

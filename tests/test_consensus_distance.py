@@ -9,7 +9,9 @@ from torch import nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
+from exogym.errors import ArgumentError
 from exogym.faults import Faults
+from exogym.record.metrics import spread
 from exogym.strategy import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -88,6 +90,25 @@ def test_where_a_callback_ends_the_training_at_a_synchronisation():
     whole = distances(FedAvgStrategy(PLAIN, H=5), val_interval=5, steps=10)
     stopped = distances(FedAvgStrategy(PLAIN, H=5), val_interval=3, callbacks=[Every(5, lambda loop: True)])
     assert stopped[5] == whole[5] > 0
+
+
+@pytest.mark.parametrize(("may_end", "measured"), [(True, [1, 2, 3, 4]), (False, [4])])
+def test_a_callback_that_never_ends_the_training_costs_no_measurement(may_end, measured, monkeypatch):
+    """Between hosts it moves all rows: at the start, the end, and where an evaluation may follow."""
+    seen, steps = [], []
+
+    def look(loop):
+        steps.append(loop.step)
+
+    monkeypatch.setattr("exogym.training.loop.spread", lambda fleet: seen.append(1) or spread(fleet))
+    distances(FedAvgStrategy(PLAIN, H=5), val_interval=NEVER, steps=20, callbacks=[Every(5, look, may_end=may_end)])
+    assert steps == [5, 10, 15, 20]
+    assert len(seen) == 2 + len(measured)  # beside those before a synchronisation, the first and the last evaluation
+
+
+def test_a_callback_that_says_it_never_ends_the_training_and_does_is_an_error():
+    with pytest.raises(ArgumentError, match="Every says may_end=False and returned True"):
+        distances(FedAvgStrategy(PLAIN, H=5), callbacks=[Every(5, lambda loop: True, may_end=False)])
 
 
 def test_the_last_synchronisation_counts_like_any_other():

@@ -65,7 +65,8 @@ class Agenda:
         """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
         if step == self.total_steps or self.evaluation_due(step):
             return True
-        return any(isinstance(callback, Callback) and _divides(callback.steps, step) for callback in self.callbacks)
+        ending = (c for c in self.callbacks if isinstance(c, Callback) and c.may_end)
+        return any(_divides(callback.steps, step) for callback in ending)
 
     def due_callbacks(self, step: int, is_evaluated: bool, every: bool) -> list[Callable[[Any], Any]]:
         """Return the callbacks to be called after `step`; without `every` those only that follow an evaluation."""

@@ -19,7 +19,7 @@ from exogym.base import pulse
 from exogym.callbacks import Callback
 from exogym.compute.finite import is_finite
 from exogym.compute.worker import Worker
-from exogym.errors import Stopped
+from exogym.errors import ArgumentError, Stopped
 from exogym.faults import Outages
 from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
@@ -323,6 +323,8 @@ class TrainingLoop:
             for callback in due:
                 self.beat()
                 if callback(self) is True:
+                    if isinstance(callback, Callback) and not callback.may_end:
+                        raise ArgumentError(f"{type(callback).__name__} says may_end=False and returned True: drop one")
                     self.stopped = True
         finally:
             self._calling_back = False
