@@ -18,6 +18,7 @@ from exogym.base.processes import described
 from exogym.cli import main
 from exogym.ui.guard import Guard
 from exogym.ui.shelf import Shelf, thinned
+from exogym.ui.starting import Starter
 
 
 @dataclass
@@ -168,6 +169,7 @@ def test_changes_are_sent(served: Page) -> None:
     written(served.folder / "appears", state="running")
     while "appears" not in next_names():
         pass
+    answer.close()
     connection.close()
 
 
@@ -242,10 +244,99 @@ def test_no_name_leads_out_of_the_folder(name: str, served: Page) -> None:
     assert served.ask(f"/static/{name}")[0] in (404, 405)
 
 
-def test_it_only_reads(served: Page) -> None:
+def test_a_change_needs_to_come_from_the_page(served: Page) -> None:
+    own = f"http://127.0.0.1:{served.port}"
+    for path in ("/api/start", "/api/runs/one/stop", "/api/runs/one/resume"):
+        assert served.ask(path, "POST")[0] == 403  # nothing tells that the page sends it
+        assert served.ask(path, "POST", Origin="https://evil.example")[0] == 403
+        assert served.ask(path, "POST", Origin=own, Cookie="")[0] == 401
+        assert served.ask(path, Origin=own)[0] in (404, 405)
+    assert served.ask("/api/start", "POST", Origin=own)[0] == 415  # what a form of another site could send
     for method in ("POST", "PUT", "DELETE", "PATCH"):
-        assert served.ask("/api/runs/one", method)[0] == 403  # no Origin: nothing tells that the page sends it
-        assert served.ask("/api/runs/one", method, Origin=f"http://127.0.0.1:{served.port}")[0] == 405
+        assert served.ask("/api/runs/one", method, Origin=own)[0] == 405
+    assert served.ask("/api/runs/one/stop", "POST", Origin=own)[0] == 400  # nothing of it runs
+    assert served.ask("/api/runs/..%2foutside/stop", "POST", Origin=own)[0] == 404
+
+
+def post(page: Page, path: str, body: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    given = {"Content-Type": "application/json", "X-Exogym-Token": page.token}
+    connection.request("POST", path, json.dumps(body), given)
+    try:
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def test_what_a_form_must_not_ask_for(served: Page) -> None:
+    def ask(command: Any, options: Any) -> tuple[int, Any]:
+        return post(served, "/api/start", {"command": command, "options": options})
+
+    for options in ({"dataset": "os:system"}, {"data": "x"}, {"network": "/etc/x.json"}, {"strategies": "a/b"}):
+        status, answer = ask("compare", options)
+        assert status == 403 and "--allow-code" in answer["error"], options
+    for options in (
+        {"out": "x"},
+        {"debug": True},
+        {"strategy": "ddp"},
+        {"steps": "1\n2"},
+        {"steps": {}},
+        {"steps": ""},
+        [],
+    ):
+        assert ask("compare", options)[0] == 400, options
+    assert ask("doctor", {})[0] == 400 and ask(["compare"], {})[0] == 400
+    assert served.json("/api/started") == []
+
+
+def test_a_value_is_never_an_option_of_its_own() -> None:
+    form = [{"name": "strategies", "flag": "--strategies", "is_flag": False}]
+    words = Starter(Path("runs"), {"compare": form}).arguments("compare", {"strategies": "--debug; rm -rf x $(x)"})
+    assert words == ["--strategies=--debug; rm -rf x $(x)"]
+
+
+def wait_for(look: Any) -> Any:
+    until = time.monotonic() + 60
+    while not (found := look()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+def test_a_comparison_is_started_stopped_and_gone_on_with(served: Page) -> None:
+    options = {"strategies": "ddp", "seeds": 1, "steps": 4000, "nodes": 2, "device": "cpu", "batch_size": 2}
+    status, answer = post(served, "/api/start", {"command": "compare", "options": options})
+    assert status == 202, answer
+
+    def named(state: str) -> Any:
+        """Return the name of the comparison, as soon as it is in that state and its run has begun."""
+        rows = [run for run in served.json("/api/runs") if run["name"].startswith("digits-")]
+        has_begun = any(run["step"] for run in rows if run["kind"] == "run")
+        return has_begun and next((run["name"] for run in rows if run["state"] == state and "/" not in run["name"]), "")
+
+    name = wait_for(lambda: named("running"))
+    assert post(served, f"/api/runs/{name}/resume", {})[0] == 400  # it runs
+    assert post(served, f"/api/runs/{name}/stop", {}) == (202, {"pid": answer["pid"]})
+    wait_for(lambda: named("stopped"))
+    wait_for(lambda: served.json("/api/started")[0]["status"] is not None)
+    assert "goes on from there" in served.json("/api/started")[0]["output"]
+    assert post(served, f"/api/runs/{name}/resume", {})[0] == 202
+    wait_for(lambda: named("done"))
+
+
+def test_read_only_it_starts_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "exogym", "ui", "--runs", str(tmp_path), "--port", "0", "--no-open", "--read-only"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            page = Page(process.stdout.readline().strip(), tmp_path)
+            assert page.json("/api/forms") == {}
+            status, answer = post(page, "/api/start", {"command": "compare", "options": {}})
+            assert status == 403 and "--read-only" in answer["error"]
+        finally:
+            process.terminate()
 
 
 def test_its_files_name_no_other_place(served: Page) -> None:

@@ -131,6 +131,23 @@ def test_two_are_compared(browser: Any) -> None:
     assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 90
 
 
+def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
+    to(browser, "#/new")
+    until(browser, "document.getElementById('option-strategies') !== null")
+    for name, text in {"strategies": "ddp", "seeds": "1", "steps": "3000", "nodes": "2", "device": "cpu"}.items():
+        browser.find_element("id", f"option-{name}").send_keys(text)
+    browser.find_element("id", "start").click()
+    assert "started as process" in until(browser, "document.getElementById('answer').textContent")
+    to(browser, "#/")
+    names = until(browser, NAMES, lambda names: any(name.startswith("digits") for name in names))
+    name = next(name for name in names if name.startswith("digits")).partition("/")[0]
+    to(browser, f"#/compare/{name}")
+    until(browser, POINTS, lambda count: count > 2)
+    for button, state in (("stop", "stopped"), ("resume", "done")):
+        browser.find_element("id", button).click()
+        until(browser, f"list.find((run) => run.name === '{name}').state", lambda found, state=state: found == state)
+
+
 def test_what_a_run_says_of_itself_is_text(browser: Any, folder: Path) -> None:
     to(browser, "#/")
     until(browser, NAMES, lambda names: any(name.startswith("<img") for name in names))

@@ -7,14 +7,18 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from exogym.errors import ExoGymError
 
+COMMANDS = ("compare", "sweep")  # what the page may start
+OURS = ("out", "resume", "debug", "help")  # of their options, those that the page gives itself
+
 
 def ui(
+    context: typer.Context,
     where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")] = Path("runs"),
     port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any that is free.")] = 8421,
     host: Annotated[
@@ -24,11 +28,18 @@ def ui(
         str | None, typer.Option(metavar="TEXT", help="What a browser must bring. [default: drawn at random]")
     ] = None,
     opens: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser where there is one.")] = True,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Start, stop and resume nothing from the page.")
+    ] = False,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Let forms name code (MODULE:FUNCTION) and files to load."),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
-    """Show runs, comparisons and sweeps in the browser, while they train: a page on this machine that only reads.
+    """Show runs, comparisons and sweeps in the browser, while they train, and start more.
 
-    Prints the address with its token. Ctrl-C ends it; runs go on.
+    Prints the address with its token; only this machine reaches it. Ctrl-C ends the page; runs go on.
     """
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ExoGymError(f"the page needs {missing[0]}, which is not installed: pip install 'exogym[ui]'")
@@ -40,4 +51,21 @@ def ui(
         if opens and sys.stdout.isatty() and has_screen:
             webbrowser.open(address)
 
-    serve(where, port, host, token, ready)
+    serve(where, port, host, token, ready, None if read_only else forms_of(context), allow_code)
+
+
+def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
+    """Return the options of the commands that the page may start, as JSON has them."""
+    commands: Any = context.find_root().command
+    forms = {}
+    for command in COMMANDS:
+        options = [option for option in commands.commands[command].params if option.name not in OURS]
+        forms[command] = [
+            {
+                "name": option.name, "flag": option.opts[0], "help": option.help or "",
+                "default": option.default if isinstance(option.default, str | int | float) else None,
+                "required": option.required, "multiple": option.multiple, "is_flag": option.is_flag,
+            }
+            for option in options
+        ]  # fmt: skip
+    return forms

@@ -232,6 +232,8 @@ def _carried_out(session: Session, description: dict[str, Any], target_loss: flo
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         result = _result(session, description, target_loss, "interrupted") if stopped and session.histories else None
+        if stopped and result is None and folder is not None and where is not None:
+            folder.describe(description | {"state": "interrupted", "runs": []})
         if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
             raise
         done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,18 @@ from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.ui.guard import Guard, is_loopback
 from exogym.ui.shelf import Shelf, thinned
+from exogym.ui.starting import Form, Refused, Starter
 
 STATIC = Path(__file__).parent / "static"
 PAUSE_S = 1.0  # between looks for what is to be sent
 MOST_EVENTS = 500  # of a run, the newest
 LEAST_TOKEN = 16
+MOST_BODY = 1 << 16  # bytes of a form
 
 
 def serve(
     folder: Path, port: int = 0, host: str = "127.0.0.1", token: str | None = None,
-    ready: Callable[[str], object] = print,
+    ready: Callable[[str], object] = print, forms: Mapping[str, Form] | None = None, allow_code: bool = False,
 ) -> None:  # fmt: skip
     """Answer until interrupted; `ready` is called with the address to open.
 
@@ -50,6 +52,8 @@ def serve(
         port: 0: any that is free.
         host: an address that others reach needs a `token`.
         token: at least 16 characters; None: one drawn at random.
+        forms: commands that may be started, with their options; None: the page only reads.
+        allow_code: whether they may name code and files.
 
     Raises:
         ArgumentError: no token for an address that others reach, or an address that cannot be had.
@@ -66,16 +70,17 @@ def serve(
         raise ArgumentError(f"{host}, port {port}: {error.strerror or error}: give another --port") from error
     with sock:
         name = f"[{host}]" if ":" in host else host
+        starter = None if forms is None else Starter(folder, forms, allow_code)
         config = uvicorn.Config(
-            application(Shelf(folder), host, token), log_level="warning", server_header=False, lifespan="off",
+            application(Shelf(folder), host, token, starter), log_level="warning", server_header=False, lifespan="off",
             ws="none", timeout_graceful_shutdown=1,
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
         uvicorn.Server(config).run(sockets=[sock])
 
 
-def application(shelf: Shelf, host: str, token: str) -> Any:
-    """Return the page as an ASGI application, behind its guard."""
+def application(shelf: Shelf, host: str, token: str, starter: Starter | None = None) -> Any:
+    """Return the page as an ASGI application, behind its guard; without a starter it only reads."""
 
     def index(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -112,12 +117,51 @@ def application(shelf: Shelf, host: str, token: str) -> Any:
     async def events(request: Request) -> Response:
         return StreamingResponse(_changes(shelf), media_type="text/event-stream")
 
+    def all_forms(request: Request) -> Response:
+        return JSONResponse({} if starter is None else starter.forms)
+
+    def started(request: Request) -> Response:
+        return JSONResponse([] if starter is None else starter.started())
+
+    async def start(request: Request) -> Response:
+        if not request.headers.get("content-type", "").startswith("application/json"):
+            raise HTTPException(415, "wanted JSON")
+        text = b""
+        async for part in request.stream():
+            text += part
+            if len(text) > MOST_BODY:
+                raise HTTPException(413, "that is too long")
+        try:
+            asked = json.loads(text)
+        except (ValueError, RecursionError):
+            raise HTTPException(400, "wanted JSON") from None
+        if not isinstance(asked, dict):
+            raise HTTPException(400, "wanted an object with command and options")
+        return await run_in_threadpool(change, lambda: _own(starter).start(asked.get("command"), asked.get("options")))
+
+    def acts(what: str) -> Callable[[Request], Response]:
+        def act(request: Request) -> Response:
+            path, own = _folder(shelf, request), _own(starter)
+            return change(lambda: getattr(own, what)(path))
+
+        return act
+
+    def change(action: Callable[[], int]) -> Response:
+        try:
+            return JSONResponse({"pid": action()}, 202)
+        except Refused as error:
+            raise HTTPException(403, str(error)) from None
+        except ArgumentError as error:
+            raise HTTPException(400, str(error)) from None
+
     def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return JSONResponse({"error": error.detail}, error.status_code)
 
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
+        Route("/api/forms", all_forms), Route("/api/started", started), Route("/api/start", start, methods=["POST"]),
+        *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
         Route("/api/runs/{name:path}/records", records), Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip
@@ -129,6 +173,12 @@ def _folder(shelf: Shelf, request: Request) -> Path:
     if path is None:
         raise HTTPException(404, "there is no such run")
     return path
+
+
+def _own(starter: Starter | None) -> Starter:
+    if starter is None:
+        raise HTTPException(403, "this page only reads: it was started with --read-only")
+    return starter
 
 
 def _parent(shelf: Shelf, request: Request) -> Response:

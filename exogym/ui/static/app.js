@@ -182,7 +182,7 @@ function runPage(main, name) {
     + "dark is low, light is high, empty where a node was absent."), heat);
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
   main.append(make("h2", {}, name), at, make("div", { class: "bar" }, axisChoice(() => show()),
-    link("Download records", `/api/runs/${address(name)}/records`, "records.json"),
+    ...actions(name, at), link("Download records", `/api/runs/${address(name)}/records`, "records.json"),
     link("Download description", `/api/runs/${address(name)}`, "run.json")),
     charts, heatBox, about, make("h2", {}, "Events"),
     make("div", { class: "wide" }, make("table", {}, events)));
@@ -261,11 +261,12 @@ function runPage(main, name) {
 
 function comparePage(main, names) {
   const wanted = new Set(names), charts = make("div", { class: "charts" }), body = make("tbody");
-  const at = make("p", { class: "soft", role: "status" });
+  const at = make("p", { class: "soft", role: "status" }), acted = make("p", { class: "soft", role: "status" });
   const titles = { "validation loss": "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
   const holders = Object.fromEntries(Object.keys(titles).map((title) => [title, make("div", { class: "chart" })]));
   charts.append(...Object.values(holders));
-  main.append(make("h2", {}, `Compare ${names.join(", ")}`), at, make("div", { class: "bar" }, axisChoice(() => show())),
+  main.append(make("h2", {}, `Compare ${names.join(", ")}`), at, make("div", { class: "bar" }, axisChoice(() => show()),
+    ...(names.length === 1 ? actions(names[0], acted) : [])), acted,
     charts, make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {},
       ...COLUMNS.map(([, title, , number]) => make("th", { class: number ? "number" : "" }, title)))), body)));
   const curves = new Map();
@@ -304,6 +305,73 @@ function comparePage(main, names) {
   return { update() {}, leave() { gone = true; clearTimeout(timer); } };
 }
 
+// ---------------------------------------------------------------- new
+
+async function send(path, body) {
+  const answer = await fetch(path, { method: "POST", credentials: "same-origin",
+    headers: { "Content-Type": "application/json" }, body: JSON.stringify(body ?? {}) });
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error ?? answer.statusText);
+  return found;
+}
+
+// Buttons that stop what runs and go on with what has stopped; for comparisons, sweeps and single runs.
+function actions(name, at) {
+  const button = (text, what) => make("button", { type: "button", id: what, async onclick() {
+    try { await send(`/api/runs/${address(name)}/${what}`); at.textContent = `asked to ${what}`; }
+    catch (error) { at.textContent = error.message; }
+  } }, text);
+  return name.includes("/") ? [] : [button("Stop", "stop"), button("Resume", "resume")];
+}
+
+function newPage(main) {
+  const at = make("p", { class: "soft", role: "status", id: "answer" }), fields = make("div", { class: "fields" });
+  const kind = make("select", { id: "command", onchange: () => show() }), started = make("section");
+  const form = make("form", { onsubmit: async (event) => {
+    event.preventDefault();
+    const options = {};
+    for (const field of fields.querySelectorAll("[name]")) {
+      if (field.type === "checkbox") { if (field.checked) options[field.name] = true; continue; }
+      const lines = field.value.split("\n").map((line) => line.trim()).filter(Boolean);
+      if (lines.length) options[field.name] = field.tagName === "TEXTAREA" ? lines : lines[0];
+    }
+    try {
+      const found = await send("/api/start", { command: kind.value, options });
+      at.textContent = `started as process ${found.pid}; it appears in the list as soon as it trains`;
+    } catch (error) { at.textContent = error.message; }
+  } }, make("label", {}, "What ", kind), fields, make("button", { type: "submit", id: "start" }, "Start"));
+  main.append(make("h2", {}, "New"), form, at, started);
+  let forms = {}, timer = 0;
+
+  function show() {
+    fields.replaceChildren(...forms[kind.value].map((option) => {
+      const attributes = { name: option.name, id: `option-${option.name}` };
+      const field = option.is_flag ? make("input", { ...attributes, type: "checkbox" })
+        : option.multiple ? make("textarea", { ...attributes, placeholder: "one on each line", rows: "3" })
+          : make("input", { ...attributes, type: "text", placeholder: String(option.default ?? "") });
+      if (option.required) field.setAttribute("required", "");
+      return make("p", {}, make("label", { for: attributes.id }, option.flag.replace(/^--/, "")), field,
+        make("small", {}, option.help));
+    }));
+  }
+
+  async function poll() {
+    try {
+      started.replaceChildren(...(await get("/api/started")).map((one) => make("div", {},
+        make("h3", {}, `${one.command}, process ${one.pid}: ${one.status === null ? "running" : `ended (${one.status})`}`),
+        make("pre", {}, one.output))));
+    } catch (error) { at.textContent = error.message; }
+    timer = setTimeout(poll, 2 * POLL_MS);
+  }
+  get("/api/forms").then((found) => {
+    forms = found;
+    kind.append(...Object.keys(forms).map((name) => make("option", { value: name }, name)));
+    if (!kind.value) { form.hidden = true; at.textContent = "This page only reads: it was started with --read-only."; }
+    else { show(); poll(); }
+  }, (error) => { at.textContent = error.message; });
+  return { update() {}, leave() { clearTimeout(timer); } };
+}
+
 // ---------------------------------------------------------------- which page
 
 function open() {
@@ -313,6 +381,7 @@ function open() {
   const [, kind, ...rest] = location.hash.split("/");
   if (kind === "run") page = runPage(main, rest.map(decodeURIComponent).join("/"));
   else if (kind === "compare") page = comparePage(main, rest.join("/").split("&").map(decodeURIComponent));
+  else if (kind === "new") page = newPage(main);
   else page = runsPage(main);
 }
 

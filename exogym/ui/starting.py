@@ -1,0 +1,178 @@
+"""Starting, stopping and going on with comparisons and sweeps from the page.
+
+What a form sends becomes arguments of `exogym`, one word each, never a shell's text. What is started has a session of
+its own, so it outlives the page; it is found again by its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exogym.base.files import new_folder
+from exogym.base.processes import is_alive
+from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
+from exogym.record.run_folder import read_object, read_status
+
+LOGS = ".started"  # in the runs folder: what they print
+TAIL_BYTES = 4096
+PATIENCE_S = 10.0  # for the process of what has just stopped
+MOST_TEXT = 2000  # characters of a value
+Form = Sequence[Mapping[str, Any]]  # of each option: name, flag, help, default, required, multiple, is_flag
+
+
+class Refused(ExoGymError):
+    """The page was started so that this is not allowed."""
+
+
+@dataclass
+class Starter:
+    """Starts `exogym` commands whose results go into `top`.
+
+    Args:
+        forms: command to its options.
+        allow_code: whether code and files that a form names may be loaded.
+    """
+
+    top: Path
+    forms: Mapping[str, Form]
+    allow_code: bool = False
+    _started: list[tuple[str, Path, subprocess.Popen[bytes]]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, command: Any, options: Any) -> int:
+        """Start a command, and return the number of its process.
+
+        Raises:
+            ArgumentError: an option that the command does not have, or a value that is no plain text.
+            Refused: it names code or files, and that is not allowed.
+        """
+        check_choice("command", command, self.forms)
+        words = self.arguments(command, options)
+        out = self.top if command == "compare" else new_folder(self.top, command)
+        return self._start(command, [command, *words, f"--out={out}"])
+
+    def arguments(self, command: str, options: Any) -> list[str]:
+        """Return the words of a command line, one for each value, so that no value is taken for an option."""
+        if not isinstance(options, dict):
+            raise ArgumentError(f"options={options!r} should be an object of option and value")
+        known, words = {option["name"]: option for option in self.forms[command]}, list[str]()
+        for name, given in options.items():
+            if name not in known:
+                raise ArgumentError(f"{command} has no option {name!r} here: {nearest(str(name), known)}")
+            flag = known[name]["flag"]
+            if known[name]["is_flag"]:
+                words += [flag] if given is True else []
+                continue
+            for value in given if isinstance(given, list) else [given]:
+                text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+                if not text or len(text) > MOST_TEXT or not text.isprintable():
+                    raise ArgumentError(f"{name}={value!r} should be a line of text or a number")
+                is_code = (name == "dataset" and ":" in text) or name == "data" or ".json" in text or "/" in text
+                if is_code and not self.allow_code:
+                    raise Refused(
+                        f"{name}={text!r} names code or a file: start the page with --allow-code to allow that"
+                    )
+                words.append(f"{flag}={text}")
+        return words
+
+    def resume(self, path: Path) -> int:
+        """Go on with the comparison or sweep of a folder.
+
+        Raises:
+            ArgumentError: it is none, or was started from Python. Refused: as `start`.
+        """
+        sweep = read_object(path / "sweep.json")
+        says = (sweep or read_object(path / "run.json")).get("state")
+        until = time.monotonic() + (0.0 if says == "running" else PATIENCE_S)
+        while _is_running(path):
+            if time.monotonic() >= until:
+                raise ArgumentError(f"{path.name} is running")
+            time.sleep(0.05)
+        saved = (sweep or read_object(path / "run.json")).get("arguments")
+        if not isinstance(saved, dict):
+            raise ArgumentError(f"{path.name} is no comparison or sweep: only these go on from here")
+        command = "sweep" if sweep else "compare"
+        names = {option["name"] for option in self.forms[command]}
+        given: dict[str, Any] = {name: x for name, x in saved.items() if name in names and x is not None}
+        given["dataset"] = saved.get("problem")
+        if sweep:
+            given["axes"] = [f"{name}={_values(values)}" for name, values in saved["axes"].items()]
+        seeds = given.get("seeds")
+        if isinstance(seeds, list) or not isinstance(given["dataset"], str):
+            raise ArgumentError(f"{path.name} was started from Python: go on there, with resume=True")
+        given = {name: x for name, x in given.items() if x is not False}
+        if isinstance(given.get("speeds"), list):
+            given["speeds"] = ",".join(map(str, given["speeds"]))
+        return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
+
+    def stop(self, path: Path) -> int:
+        """Ask the process of a run, comparison or sweep of this machine to stop; return its number.
+
+        Raises:
+            ArgumentError: none of it runs here.
+        """
+        process = _process(path)
+        if process is None or is_alive(process) is not True:
+            raise ArgumentError(f"{path.name} has no process here that runs")
+        pid = int(process["pid"])
+        os.kill(pid, signal.SIGINT if (path / "sweep.json").exists() else signal.SIGTERM)
+        return pid
+
+    def started(self) -> list[dict[str, Any]]:
+        """Return what was started since the page runs, the newest first, with what it printed last."""
+        with self._lock:
+            return [
+                {"command": command, "pid": process.pid, "status": process.poll(), "output": _tail(log)}
+                for command, log, process in reversed(self._started)
+            ]
+
+    def _start(self, command: str, words: list[str]) -> int:
+        logs = self.top / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"{command}-{time.time_ns()}.log"
+        with self._lock, open(log, "xb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "exogym", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+            self._started.append((command, log, process))
+        return process.pid
+
+
+def _process(path: Path) -> dict[str, Any] | None:
+    """Return the process that a folder names."""
+    sweep = read_object(path / "sweep.json")
+    about = sweep or read_object(path / "run.json")
+    is_parent = bool(sweep) or isinstance(about.get("strategies"), dict)
+    process = about.get("process") if is_parent else read_status(path).get("process")
+    return process if isinstance(process, dict) and type(process.get("pid")) is int else None
+
+
+def _is_running(path: Path) -> bool:
+    process = _process(path)
+    return process is not None and is_alive(process) is not False
+
+
+def _values(values: Any) -> str:
+    if isinstance(values, str):
+        return values
+    return (";" if any("," in value for value in values) else ",").join(values)
+
+
+def _tail(log: Path) -> str:
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
