@@ -220,9 +220,10 @@ class _Battery:
 class _MeetingWire(Wire):
     """Carries rows between blocks that run as programs meeting at collectives."""
 
-    def __init__(self, ranks: list[int], everyone: list[int]):
-        super().__init__(ranks)
-        self.everyone = everyone
+    def __init__(self, blocks: list[list[int]], process: int):
+        super().__init__(blocks[process])
+        self.placement, self.process = blocks, process
+        self.everyone = [rank for block in blocks for rank in block]
 
     def rows(self, x: Tensor, ids: Any) -> Tensor:
         matrix = communicate._meet("all_gather", x.contiguous())[0]
@@ -238,8 +239,8 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
     everyone = [rank for block in blocks for rank in block]
     run = Run(nodes, 0, steps, torch.full((nodes,), 64).numpy(), 8)
     fleets = []
-    for ranks in blocks:
-        wire = _MeetingWire(ranks, everyone) if len(blocks) > 1 else None
+    for k, ranks in enumerate(blocks):
+        wire = _MeetingWire(blocks, k) if len(blocks) > 1 else None
         fleets.append(Fleet(model, ranks, nodes, torch.device("cpu"), wire))
     copies = [copy.deepcopy(strategy) for _ in blocks]
 

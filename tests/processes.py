@@ -5,6 +5,7 @@ process, which has it, and `world(...)` does so for ranks; of each kind one test
 """
 
 import contextlib
+import gc
 import logging
 import os
 import runpy
@@ -72,9 +73,24 @@ def of_session(session):
 # Forked ones
 
 
+def fork():
+    """Fork this process; what is garbage here is not the fork's to collect.
+
+    A process group of torch's among it would wait in its destructor for threads that a fork does not take along.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    pid = os.fork()
+    if pid == 0:
+        gc.freeze()
+    if collects:
+        gc.enable()
+    return pid
+
+
 def apart(body, patience_s=60):
     """Run `body()` in a forked process and session of its own; return (pid, a function that waits for its status)."""
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         code = 99
         try:
@@ -111,7 +127,7 @@ def start(words, cwd=".", env=None, files=(None, None, None)):
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD):
@@ -184,7 +200,7 @@ def everywhere(processes, body):
     """Run `body(rank)` in so many processes forked from this one; AssertionError with what failed in any."""
     pids = []
     for rank in range(processes):
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             code = 1
             try:

@@ -222,7 +222,7 @@ def apart(
     def program(k: int) -> Callable[[], None]:
         def run_it() -> None:
             fleet = fleet_of(values, blocks[k], model)
-            fleet.comm = Communicator(blocks[k], num_nodes, _MeetingWire(blocks[k], everyone))
+            fleet.comm = Communicator(blocks[k], num_nodes, _MeetingWire(blocks, k))
             with torch.no_grad():
                 hands[k] = Hand(copy.deepcopy(strategy), fleet, there)
                 rows[k] = hands[k].go(steps)
@@ -599,7 +599,7 @@ def test_state_that_only_its_owner_knows_reaches_those_that_come_back(blocks: li
         def run_it() -> None:
             fleet = fleet_of(start_values(4), blocks[k])
             if len(blocks) > 1:
-                fleet.comm = Communicator(blocks[k], 4, _MeetingWire(blocks[k], [0, 1, 2, 3]))
+                fleet.comm = Communicator(blocks[k], 4, _MeetingWire(blocks, k))
             given = state if 1 in blocks[k] else None
             got[k] = take_state(fleet, given, 1, [0, 2], torch.device("cpu"))
             sent.append(fleet.comm.ledger.payload_bytes.tolist())
