@@ -67,12 +67,13 @@ class Wide(nn.Module):
 
 
 def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> LocalTrainer:
-    """Train as `job` says, calling `mark(loop)` after each segment."""
+    """Train as `job` says, calling `mark(loop)` after each segment; the last step is after them, as it is evaluated."""
     strategy = parse_strategy(job["strategy"], inner_optim="sgd", lr=0.01)
     x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
     trainer = LocalTrainer(Wide(job["step_s"]), torch.utils.data.TensorDataset(x, x.roll(1, 0)))
     trainer.fit(
-        strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1), batch_size=1, device="cpu",
+        strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=1,
+        device="cpu",
         reduction=job["reduction"], final_sync=False, progress=False,
         callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip

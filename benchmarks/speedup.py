@@ -65,7 +65,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer = LocalTrainer(make_model(job), data)
     trainer.fit(
         parse_strategy(job["strategy"], inner_optim="adamw", lr=1e-3), num_nodes=job["hosts"],
-        max_steps=job["steps"] * (job["segments"] + 1), batch_size=job["batch_size"], device="cpu",
+        max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=job["batch_size"], device="cpu",
         reduction=job["reduction"], final_sync=False, progress=False,
         callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip
