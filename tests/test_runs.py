@@ -201,6 +201,18 @@ def test_the_list_and_one_run_on_the_command_line(made: Path, capsys: pytest.Cap
     assert main(["runs", "list", "--runs", str(made / "nowhere")]) == 2
 
 
+def test_what_would_steer_the_terminal_is_not_printed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run folder may come from another machine."""
+    (run,) = [run for run in runs.list(copied) if run.kind == "run"][:1]
+    about = json.loads((run.path / "run.json").read_text())
+    about["description"]["strategy"]["name"] = "gone\x1b[2J"
+    (run.path / "run.json").write_text(json.dumps(about))
+    for words in (["list"], ["show", run.name]):
+        assert main(["runs", *words, "--runs", str(copied)]) == 0
+        out = capsys.readouterr().out
+        assert "gone" in out and "\x1b" not in out
+
+
 def test_what_is_running_is_not_removed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(copied / "lives", process=described())
     remove = ["runs", "remove", "--runs", str(copied)]

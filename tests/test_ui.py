@@ -40,7 +40,7 @@ class Page:
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
         """Return status, headers and body; `path` goes out as it is."""
-        given = {"Host": f"127.0.0.1:{self.port}", "Cookie": f"exogym_token={self.token}"} | {
+        given = {"Host": f"127.0.0.1:{self.port}", "Cookie": f"exogym_token_{self.port}={self.token}"} | {
             name.replace("_", "-"): value for name, value in headers.items()
         }
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -156,7 +156,7 @@ def test_what_is_added_comes_and_what_is_dropped_goes(served: Page) -> None:
 
 def test_changes_are_sent(served: Page) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
-    connection.request("GET", "/api/events", headers={"Cookie": f"exogym_token={served.token}"})
+    connection.request("GET", "/api/events", headers={"Cookie": f"exogym_token_{served.port}={served.token}"})
     answer = connection.getresponse()
     assert answer.headers["Content-Type"].startswith("text/event-stream")
 
@@ -175,7 +175,8 @@ def test_changes_are_sent(served: Page) -> None:
 
 def test_the_token_is_asked_for_everywhere(served: Page) -> None:
     for path in ("/", "/api/runs", "/api/runs/one", "/api/runs/one/records", "/api/events", "/static/app.js", "/none"):
-        for cookie in ("", "exogym_token=", "exogym_token=wrong", f"exogym_token={served.token}x"):
+        name = f"exogym_token_{served.port}"
+        for cookie in ("", f"{name}=", f"{name}=wrong", f"{name}={served.token}x", f"{name}0={served.token}"):
             assert served.ask(path, Cookie=cookie)[0] == 401, (path, cookie)
         assert served.ask(f"{path}?token=wrong", Cookie="")[0] == 401
     assert served.ask("/api/runs", Cookie="", Authorization=f"Bearer {served.token}")[0] == 200
@@ -186,7 +187,11 @@ def test_the_printed_address_leads_to_the_page_and_leaves_no_token_in_it(served:
     status, headers, _ = served.ask(f"/?token={served.token}", Cookie="")
     assert (status, headers["Location"]) == (303, "/")
     cookie = headers["Set-Cookie"]
-    assert cookie.startswith(f"exogym_token={served.token};") and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    assert (
+        cookie.startswith(f"exogym_token_{served.port}={served.token};")
+        and "HttpOnly" in cookie
+        and "SameSite=strict" in cookie
+    )
     status, headers, body = served.ask("/", Cookie=cookie.partition(";")[0])
     assert status == 200 and b"<script src=" in body and served.token.encode() not in body
     policy = headers["Content-Security-Policy"]
@@ -273,7 +278,8 @@ def test_what_a_form_must_not_ask_for(served: Page) -> None:
     def ask(command: Any, options: Any) -> tuple[int, Any]:
         return post(served, "/api/start", {"command": command, "options": options})
 
-    for options in ({"dataset": "os:system"}, {"data": "x"}, {"network": "/etc/x.json"}, {"strategies": "a/b"}):
+    code = ({"dataset": "os:system"}, {"data": "x"}, {"network": "/etc/x.json"}, {"strategies": "a/b"})
+    for options in (*code, {"network": "100Mbps,trace=rates.csv"}):
         status, answer = ask("compare", options)
         assert status == 403 and "--allow-code" in answer["error"], options
     for options in (

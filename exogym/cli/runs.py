@@ -83,7 +83,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RU
     wide = max(map(len, facts))
     for key, value in facts.items():
         if value:
-            print(f"{key:<{wide}}  {value}")
+            print(plain(f"{key:<{wide}}  {value}"))
 
 
 @app.command()
@@ -182,8 +182,18 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else readable_seconds(value)
 
 
+def plain(text: str) -> str:
+    """Return a text of a run folder without what would steer the terminal.
+
+    >>> plain("loss\\x1b[2Jgone")
+    'loss?[2Jgone'
+    """
+    return "".join(x if x.isprintable() else "?" for x in text)
+
+
 def _print(headers: list[str], rows: list[list[str]]) -> None:
     console = Console()
+    rows = [[plain(cell) for cell in cells] for cells in rows]
     if console.is_terminal:
         console.print(*drawn(headers, rows, console.width), sep="\n", markup=False, highlight=False)
         return

@@ -71,7 +71,8 @@ class Losses(Stateful):
             self.counts[row, here] = 1
             return
         index = np.asarray(columns, dtype=np.int64)
-        self.sums[row].index_add_(0, torch.from_numpy(index).to(self.device), values.to(self.sums))
+        sums = self.sums[row].cpu()  # where they are added in order; a GPU adds in any
+        self.sums[row] = sums.index_add_(0, torch.from_numpy(index), values.cpu().to(sums.dtype)).to(self.device)
         np.add.at(self.counts[row], index, 1)
 
     def done(self, row: int) -> int:
@@ -83,8 +84,10 @@ class Losses(Stateful):
         self.under_way = False
         if (self.counts == 1).all():
             return self.sums
-        counts = torch.from_numpy(self.counts).to(self.device)
-        return (self.sums.double() / counts).to(self.sums).where(counts > 0, torch.nan)
+        sums = self.sums
+        if self.counts.max(initial=0) > 1:  # divided on the CPU: not every device has doubles
+            sums = (sums.cpu().double() / torch.from_numpy(self.counts)).to(sums)
+        return sums.where(torch.from_numpy(self.counts > 0).to(self.device), torch.nan)
 
     def row(self, row: int) -> Tensors:
         if not self.under_way:

@@ -68,14 +68,14 @@ class Guard:
             return _error(403, "a change needs the header Origin or X-Exogym-Token")
         asked = request.query_params.get("token")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = [asked, request.cookies.get(COOKIE), bearer, request.headers.get("x-exogym-token")]
+        given = [asked, request.cookies.get(_cookie(request)), bearer, request.headers.get("x-exogym-token")]
         if not any(text and hmac.compare_digest(text.encode(), self.token.encode()) for text in given):
             return _error(401, "the token is missing or wrong: open the address that was printed")
         if asked is not None and request.method in READS and not request.url.path.startswith("/api/"):
             others = [(name, x) for name, x in parse_qsl(request.url.query) if name != "token"]
             path = "/" + request.url.path.lstrip("/\\")  # "//other.site" would lead there
             answer = RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
-            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict", path="/")
+            answer.set_cookie(_cookie(request), self.token, httponly=True, samesite="strict", path="/")
             return answer
         return None
 
@@ -107,6 +107,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _cookie(request: Request) -> str:
+    """Return the cookie's name, which has the port in it: browsers give all ports of a host the same cookies."""
+    port = request.headers["host"].rpartition(":")[2]
+    return f"{COOKIE}_{port if port.isascii() and port.isdigit() else 80}"
 
 
 def _error(status: int, text: str) -> JSONResponse:

@@ -7,6 +7,7 @@ its own, so it outlives the page; it is found again by its folder.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ LOGS = ".started"  # in the runs folder: what they print
 TAIL_BYTES = 4096
 PATIENCE_S = 10.0  # for the process of what has just stopped
 MOST_TEXT = 2000  # characters of a value
+FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path, or the end of a file's name
 Form = Sequence[Mapping[str, Any]]  # of each option: name, flag, help, default, required, multiple, is_flag
 
 
@@ -76,7 +78,7 @@ class Starter:
                 text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
                 if not text or len(text) > MOST_TEXT or not text.isprintable():
                     raise ArgumentError(f"{name}={value!r} should be a line of text or a number")
-                is_code = (name == "dataset" and ":" in text) or name == "data" or ".json" in text or "/" in text
+                is_code = (name == "dataset" and ":" in text) or name == "data" or FILE.search(text)
                 if is_code and not self.allow_code:
                     raise Refused(
                         f"{name}={text!r} names code or a file: start the page with --allow-code to allow that"
