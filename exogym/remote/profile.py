@@ -42,7 +42,7 @@ class Profile:
     """What to train, how, and on which hosts; the fields are those of a profile.
 
     Attributes:
-        task: one of `exogym.tasks`, as "digits" or "whisper", or `module:function` of the project: the function takes no
+        task: one of `exogym.tasks`, as "digits" or "whisper", or `module:function` of the project: the function has no
             argument and returns a `Task`, or (make_model, train, val), where `make_model()` draws from torch's
             generator and its model returns its own loss.
         data: file or folder of an embedded task's data.
