@@ -66,7 +66,9 @@ class Timing:
             self.clock.advance(counts)
             return
         mine = torch.from_numpy(self.taken_s.copy())[:, None]
-        taken_s = self.fleet.comm.wire.rows(mine, list(range(self.fleet.num_nodes)))[:, 0].numpy()
+        nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
+        taken_s = np.zeros(self.fleet.num_nodes)
+        taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()
         self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
         self.taken_s[:] = 0
 
