@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from exogym.communicator import ship
-from exogym.errors import StrategyError, TrainingError
+from exogym.errors import CheckpointError, StrategyError, TrainingError
 from exogym.fleet.fleet import Fleet
 from exogym.fleet.state import Tensors, below
 from exogym.fleet.store import Store
@@ -153,30 +153,41 @@ class Seats:
         return found
 
     def load(self, rows: Mapping[int, Tensors]) -> None:
-        """Put back what `rows` returned; each process has some of it, and together all."""
+        """Put back what `rows` returned; each process has some of it, and together all.
+
+        Raises:
+            CheckpointError: a process has something else; in every process.
+        """
         fleet, wire = self.fleet, self.fleet.comm.wire
-        working, kept = by_node(rows)
-        told = wire.gather([sorted(working), sorted(kept)])
-        holder = {node: k for k, (nodes, _) in reversed(list(enumerate(told))) for node in nodes}
-        keeper = {node: k for k, (_, nodes) in reversed(list(enumerate(told))) for node in nodes}
+        working: dict[int, Tensors] = {}
+        kept: dict[int, Tensors] = {}
+        trouble = ""
+        try:
+            working, kept = by_node(rows)
+        except (KeyError, ValueError, RuntimeError) as error:
+            trouble = f"rows of {wire.process} are not those of seats: {error!r}"
+        told = wire.gather([sorted(working), sorted(kept), trouble])
+        if troubles := [text for *_, text in told if text]:
+            raise CheckpointError(troubles[0])
+        holder, keeper = ({node: k for k in reversed(range(len(told))) for node in told[k][part]} for part in (0, 1))
         self.store.clear()
         self.home.clear()
         for row in range(len(fleet)):
             fleet.state.load_row(row, self.fresh, self.names)
         self.take(sorted(holder))
-        for node in self.working:
-            found = self._brought(working.get(node, {}), holder[node], wire.owner[node])
-            if node in wire.row_of:
-                fleet.state.load_row(wire.row_of[node], found)
+        seated = {node: self._brought(working.get(node, {}), holder[node], wire.owner[node]) for node in self.working}
+        others = {}
         for node, process in sorted(keeper.items()):
             if node in wire.owner:
-                found = self._brought(kept.get(node, {}), process, wire.owner[node])
-                if node in wire.row_of:
-                    fleet.state.load_row(wire.row_of[node], found, self.names)
-                continue
-            self.home[node] = process
-            if process == wire.process:
-                self.store.put(node, kept[node])
+                others[node] = self._brought(kept.get(node, {}), process, wire.owner[node])
+            else:
+                self.home[node] = process
+                if process == wire.process:
+                    self.store.put(node, kept[node])
+        # Only now, when all is where it belongs, may a process find that it cannot be loaded.
+        for found, names in ((seated, None), (others, self.names)):
+            for node in found.keys() & wire.row_of.keys():
+                fleet.state.load_row(wire.row_of[node], found[node], names)
 
     def _brought(self, tensors: Tensors, source: int, target: int) -> Tensors:
         """Return the `tensors` of process `source` in process `target`; every process makes the call."""

@@ -100,7 +100,7 @@ def put_back(loop: Running, snapshot: Snapshot) -> None:
         loop.outages.load(meta["outages"])
     loop.stand(meta)
     if fleet.seats is not None:
-        with _blamed_on(snapshot, min(snapshot.rows)):
+        with _blamed_on(snapshot, min(snapshot.rows, default=None)):
             fleet.seats.load(snapshot.rows)
     for row, rank in enumerate(fleet.ranks if fleet.seats is None else ()):
         if rank in snapshot.rows or not loop.may_be_away(rank, meta["step"]):
