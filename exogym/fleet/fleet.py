@@ -7,7 +7,6 @@ mixes rows. A process holds a block of the matrix: some rows, all columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ from torch import Tensor, nn
 from exogym.communicator import Communicator, Wire
 from exogym.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
 from exogym.fleet.state import Shared, State, Stateful, Tensors
-
-if TYPE_CHECKING:
-    from exogym.fleet.seats import Seats
 
 ALIGNMENT_BYTES = 64
 
@@ -80,7 +76,6 @@ class Fleet:
         ranks: global id of each row.
         num_nodes: nodes in the whole fleet.
         comm: the `Communicator`.
-        seats: who has a row, where there are fewer rows than nodes; see `Seats`.
         hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
         state: what is kept through training, the rows and the byte counts first; see `State`.
     """
@@ -93,7 +88,6 @@ class Fleet:
         self.ranks = self.comm.ranks
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
-        self.seats: Seats | None = None
         self.hidden = hidden_matrices(module)
         self.state = State()
         self.state.register("fleet", _Matrix(self))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.fleet import Fleet
-from exogym.fleet.seats import by_node
+from exogym.fleet.seats import Seats, by_node
 from exogym.fleet.state import below
 from exogym.record.history import History
 from exogym.saving.checkpoint_files import SHARED, Snapshot
@@ -45,6 +45,8 @@ class Running(Protocol):
     def segments(self) -> Segments: ...
     @property
     def outages(self) -> Outages | None: ...
+    @property
+    def seats(self) -> Seats | None: ...
     def may_be_away(self, node: int, step: int) -> bool: ...
     def counters(self) -> dict[str, Any]: ...
     def stand(self, counters: dict[str, Any]) -> None: ...
@@ -85,7 +87,7 @@ def _is_marked(name: str) -> bool:
 
 def _without_history(loop: Running) -> Snapshot:
     state = loop.fleet.state
-    seats, shared = loop.fleet.seats, state.shared()
+    seats, shared = loop.seats, state.shared()
     rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()
     counters = loop.counters()
     if loop.outages is not None:  # planned faults are known without being told
@@ -99,10 +101,10 @@ def put_back(loop: Running, snapshot: Snapshot) -> None:
     if loop.outages is not None:
         loop.outages.load(meta["outages"])
     loop.stand(meta)
-    if fleet.seats is not None:
+    if loop.seats is not None:
         with _blamed_on(snapshot, min(snapshot.rows, default=None)):
-            fleet.seats.load(snapshot.rows)
-    for row, rank in enumerate(fleet.ranks if fleet.seats is None else ()):
+            loop.seats.load(snapshot.rows)
+    for row, rank in enumerate(fleet.ranks if loop.seats is None else ()):
         if rank in snapshot.rows or not loop.may_be_away(rank, meta["step"]):
             with _blamed_on(snapshot, rank):
                 fleet.state.load_row(row, snapshot.rows[rank])
@@ -132,7 +134,7 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
         CheckpointError: it is not what this run would save where it stands; the message names the file.
     """
     path, meta = snapshot.path, snapshot.meta
-    seats, comes_and_goes = loop.fleet.seats, loop.outages is not None
+    seats, comes_and_goes = loop.seats, loop.outages is not None
     wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)
     if ("outages" in meta) != comes_and_goes:
         raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
@@ -152,7 +154,7 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
     again = snapshot_of(loop)
-    saved: list[Mapping[str, Tensor]]
+    saved: Sequence[Mapping[str, Tensor]]
     if seats is None:
         saved = [again.rows[rank] for rank in wanted] + [again.shared]
     else:

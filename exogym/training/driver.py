@@ -47,7 +47,7 @@ class Driver:
         self._told: tuple[Sequence[int], Tensor] | None = None
         self.seats: Seats | None = None
         if setting.store is not None:
-            self.seats = self.fleet.seats = Seats(self.fleet, setting.store, setting.arrived)
+            self.seats = Seats(self.fleet, setting.store, setting.arrived)
             self._seat(0)
 
     def next_event(self, step: int) -> int:

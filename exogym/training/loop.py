@@ -22,6 +22,7 @@ from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError, Stopped
 from exogym.faults import Outages
 from exogym.fleet import Fleet
+from exogym.fleet.seats import Seats
 from exogym.fleet.state import Shared
 from exogym.progress import Progress
 from exogym.record.history import History
@@ -378,6 +379,11 @@ class TrainingLoop:
         """Who was away when, where that is not planned but happens."""
         there = self.driver.attendance
         return there.faults if there is not None and isinstance(there.faults, Outages) else None
+
+    @property
+    def seats(self) -> Seats | None:
+        """Who has a row, where there are fewer rows than nodes."""
+        return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
         """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""
