@@ -32,7 +32,9 @@ class TrainNode:
         self.rank, self.row, self.taken = rank, row, taken
         self.worker, self.stream, self.inner, self.watch = worker, stream, inner, watch
 
-    def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
+    def train(
+        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
+    ) -> Tensor:
         """Take `count` local steps one after the other; return their losses, (count,).
 
         Told to stop, and if it `may_stop`, it ends after the step at hand, with fewer.
@@ -41,6 +43,7 @@ class TrainNode:
 
         Args:
             at: (count,) steps that the learning rate follows; None: the node's own.
+            source: the node whose batches it takes, and that one's step of the first; None: its own.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -51,7 +54,7 @@ class TrainNode:
         losses: list[Any] = []
         worker.point(row)
         inner.enter(row)
-        for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
+        for k, batch in enumerate(self.stream.batches(*((self.rank, first) if source is None else source), count)):
             worker.reseed(self.rank, first + k)
             loss: Any = worker.gradient(batch, row)
             if watch.at_once:
