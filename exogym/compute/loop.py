@@ -56,7 +56,8 @@ class Loop:
         for span in spans:
             if may_stop and self.worker.should_stop():
                 return
-            losses.add(span.row, span.columns, self.nodes[span.row].train(len(span.columns), span.at, may_stop))
+            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
+            losses.add(span.row, span.columns, taken)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         for block in self.fleet.blocks:

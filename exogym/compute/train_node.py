@@ -36,7 +36,9 @@ class TrainNode:
         """The global id of the node whose row it is now."""
         return self.worker.fleet.ranks[self.row]
 
-    def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
+    def train(
+        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
+    ) -> Tensor:
         """Take `count` local steps one after the other; return their losses, (count,).
 
         Told to stop, and if it `may_stop`, it ends after the step at hand, with fewer.
@@ -45,6 +47,7 @@ class TrainNode:
 
         Args:
             at: (count,) steps that the learning rate follows; None: the node's own.
+            source: the node whose batches it takes, and that one's step of the first; None: its own.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -55,7 +58,7 @@ class TrainNode:
         losses: list[Any] = []
         worker.point(row)
         inner.enter(row)
-        for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
+        for k, batch in enumerate(self.stream.batches(*((self.rank, first) if source is None else source), count)):
             worker.reseed(self.rank, first + k)
             loss: Any = worker.gradient(batch, row)
             if watch.at_once:
