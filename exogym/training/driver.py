@@ -22,6 +22,7 @@ from exogym.fleet.presence import rows_of
 from exogym.fleet.seats import Seats
 from exogym.training.algorithm import Algorithm, Setting
 
+AGREEMENTS = 2  # of processes in a stretch: whether to stop, and the losses; where gradients meet, whose there are
 Item = TypeVar("Item", Span, int)
 
 
@@ -256,4 +257,5 @@ class Driver:
     def _charge(self, first: int, last: int, work: np.ndarray | None) -> None:
         """Tell the clock of the steps from `first` to `last`, (N,) of the nodes where they differ."""
         if self.timing is not None:
-            self.timing.computed(last - first if work is None else work)
+            agreements = AGREEMENTS + self.algorithm.needs_gradients
+            self.timing.computed(last - first if work is None else work, agreements)
