@@ -38,6 +38,7 @@ from exogym.record.history import History
 from exogym.record.metrics import Evaluator, Metric
 from exogym.record.observers import Logging, Observer, Observers, Showing
 from exogym.record.run_folder import RunFolder
+from exogym.record.steps import steps_here
 from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
@@ -113,6 +114,7 @@ def _assemble(
         total_steps = bar.total_steps = options.total_steps(steps_per_epoch)
 
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
+        observers.all += steps_here()
 
         snapshot: Snapshot | None = None
         complaints: list[str] = []
