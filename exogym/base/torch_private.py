@@ -191,6 +191,7 @@ def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
     exitcode, local_rank, pid = record.args[:3]
     return int(str(local_rank)), int(str(pid)), int(str(exitcode))
 
+
 # Graphs
 
 

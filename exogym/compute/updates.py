@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 from exogym.base.torch_private import FusedSGD
 
 State = list[Tensor]  # what an update keeps of a parameter, in the order of its keys
-_KERNELS = ("params", "lr", "foreach", "fused", "capturable", "differentiable")  # change no number of a step, or a scalar
+_KERNELS = (
+    "params",
+    "lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # change no number of a step, or a scalar
 
 
 class Update(ABC):
@@ -130,4 +137,6 @@ def steps_before(optimizer: Optimizer, parameters: Sequence[nn.Parameter], updat
 
 def settings(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """Return what a graph holds fixed of a parameter group: all but rates, and which kernel torch would take."""
-    return tuple((name, repr(value)) for name, value in sorted(group.items()) if name not in _KERNELS and "_lr" not in name)
+    return tuple(
+        (name, repr(value)) for name, value in sorted(group.items()) if name not in _KERNELS and "_lr" not in name
+    )

@@ -140,7 +140,8 @@ class Seats:
         In the first row of a process is also what nodes keep that do not work and were here last.
         """
         fleet, working = self.fleet, set(self.working)
-        first = fleet.comm.wire.process * len(fleet)
+        wire = fleet.comm.wire
+        first = sum(map(len, wire.placement[: wire.process]))
         found: dict[int, Tensors] = {}
         kept = {node: self.store.get(node) for node in self.store}
         for row, node in enumerate(fleet.ranks):
