@@ -38,6 +38,7 @@ class SpeechClips(BulkDataset):
         texts, speakers, names: of each clip.
         seconds: (n,) its length.
         window_s: of all.
+        targets: (n,) the number of its speaker, by which partitions by label deal clips.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SpeechClips(BulkDataset):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
         self.window_s, self.texts, self.speakers, self.names = window_s, list(texts), list(speakers), list(names)
         self.seconds = np.array(lengths) / SAMPLE_RATE
+        self.targets = np.unique(self.speakers, return_inverse=True)[1]
 
     def __len__(self) -> int:
         return len(self.labels)
