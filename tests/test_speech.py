@@ -111,6 +111,16 @@ def test_a_folder_with_a_manifest(tmp_path):
     assert batch[0].shape == (2, 32_000) and batch[1].shape == (2, 5)
 
 
+def test_clips_are_thinned_evenly(tmp_path):
+    clips = speech(folder_of_tones(tmp_path, 11), letters).train
+    some = clips.thinned(3)
+    assert some.names == [clips.names[i] for i in (0, 3, 6)] and some.window_s == clips.window_s
+    for at, i in enumerate((0, 3, 6)):
+        audio, labels = some[at]
+        assert torch.equal(audio, clips[i][0]) and labels[labels >= 0].tolist() == letters(clips.texts[i], 1)
+    assert clips.thinned(9) is clips
+
+
 def manifest_texts(folder, name, content):
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return [(entry.audio.name, entry.text, entry.speaker, entry.held_out) for entry in read_manifest(folder / name)]

@@ -66,6 +66,16 @@ class SpeechClips(BulkDataset):
             row[: len(clip)] = clip
         return audio, self.labels[indices]
 
+    def thinned(self, most: int) -> SpeechClips:
+        """Return at most so many clips, spread evenly over these."""
+        if len(self) <= most:
+            return self
+        kept = [i * len(self) // most for i in range(most)]
+        texts, speakers, names = ([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
+        labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
+        return SpeechClips(clips, labels, self.window_s, texts, speakers, names)
+
     def clip(self, index: int) -> Tensor:
         """Return the samples (n,) float32 of one clip, without silence behind."""
         return self.samples[self.starts[index] : self.starts[index + 1]].float() / INT16
