@@ -21,6 +21,7 @@ from exogym.balance import Balance
 from exogym.base.devices import total_memory_bytes
 from exogym.base.rng import seed_torch, stream_seed
 from exogym.callbacks import Callback
+from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
@@ -134,7 +135,9 @@ def _assemble(
         balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
-        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes)
+        step_s = None if options.step_seconds is None else _step_seconds(options)
+        availability = None if options.faults is None else options.faults.trace
+        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability)
         timing = None
         if options.network is not None:
             timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
@@ -211,6 +214,12 @@ def workplace(
     return stream, worker, first_batch
 
 
+def _step_seconds(options: FitOptions) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given."""
+    given = options.step_seconds
+    return (given if isinstance(given, StepTime) else StepTime(given)).mean_s(options.num_nodes)
+
+
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
     """Say whether a factory is to make each node's data set for its length, though few nodes act at a time.
 
@@ -252,7 +261,7 @@ def make_driver(
     """Return what takes the strategy, copied so that it starts fresh, through training."""
     strategy = copy.deepcopy(options.strategy)
     uneven = [share for share in shares if share < 1]
-    faults = Faults() if options.faults is None and uneven else options.faults
+    faults = options.faults if options.may_be_away else (Faults() if uneven else None)
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
     wire, store, arrived = fleet.comm.wire, None, None
