@@ -160,3 +160,24 @@ def test_all_rows_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("exogym.training.placement.rows_of_run", lambda options, *more: options.num_nodes)
     assert same(trained(strategy(), **how), seated)
     assert ALL_ROWS.trace is None and len(client(0, 1, True)) == 12
+
+
+def test_clients_without_examples_are_left_out_and_counted(tmp_path: Path) -> None:
+    """A factory says so by None; an empty data set is a mistake."""
+
+    def some(rank: int, num_nodes: int, is_train: bool) -> Any:
+        return None if rank % 3 == 1 else client(rank, num_nodes, is_train)
+
+    wanted = trained(WITH_A_SERVER["scaffold"](), data=some)
+    assert same(trained(WITH_A_SERVER["scaffold"](), data=some, faults=ALL_ROWS), wanted)
+    assert same(trained(WITH_A_SERVER["scaffold"](), data=some, processes=2), wanted)
+    left_out = wanted.history.last["empty_clients"]
+    assert 1 <= left_out <= CLIENTS // 3
+    assert all(node % 3 != 1 for row in wanted.history if (node := row["node"]) is not None)
+    trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, max_steps=10, final_sync=False)
+    resumed = trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, resume=True)
+    assert same(resumed, wanted) and resumed.history.last["empty_clients"] == left_out
+    with pytest.raises(DataError, match="is a NoneType"):
+        trained(DiLoCoStrategy(H=4), data=some)
+    with pytest.raises(DataError, match="node 0 has no examples"):
+        trained(WITH_A_SERVER["fedavg"](), data=lambda rank, *more: some(rank + 1, *more))

@@ -238,7 +238,7 @@ class AveragingCommunicator(PeriodicModule):
         if round_ not in self._drawn:
             self._drawn = {r: clients for r, clients in self._drawn.items() if abs(r - round_) == 1}
             self._drawn[round_] = self._draw(n, round_)
-        return self._drawn[round_]
+        return [i for i in self._drawn[round_] if i not in self.run.empty] if self.run.empty else self._drawn[round_]
 
     def _draw(self, n: int, round_: int) -> list[int]:
         if self.participation is not None:
@@ -340,6 +340,8 @@ class AveragingCommunicator(PeriodicModule):
             last = self.participation.of(self.rounds_ended - 1)
             found |= {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
             found["failed_rounds"] = self.participation.failed(self.rounds_ended)
+        if self.run.empty:
+            found["empty_clients"] = len(self.run.empty)  # of those that were ever drawn, or asked for their length
         return found
 
     def joining(self, nodes: list[int], step: int) -> list[int]:

@@ -7,6 +7,7 @@ at each collective. The strategies of this package act on rows instead (`Communi
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ class Run:
         batch_size: examples per step of a node; (N,) where they differ.
         step_s: (N,) seconds of a step, where they were given.
         availability: whom a server can ask for a round; None: everybody, always.
+        empty: nodes without examples, as far as they are known; they take part in nothing.
     """
 
     num_nodes: int
@@ -49,6 +51,7 @@ class Run:
     batch_size: int | np.ndarray
     step_s: np.ndarray | None = None
     availability: Availability | None = None
+    empty: Set[int] = frozenset()
 
 
 class Inner:

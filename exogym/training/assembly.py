@@ -32,6 +32,7 @@ from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
 from exogym.faults import Faults
 from exogym.fleet import Fleet
+from exogym.fleet.state import Shared
 from exogym.fleet.store import Store
 from exogym.logger import combine
 from exogym.progress import Progress, notice
@@ -137,7 +138,9 @@ def _assemble(
         sizes = options.step_examples if work is None else stream.batch_sizes
         step_s = None if options.step_seconds is None else _step_seconds(options)
         availability = None if options.faults is None else options.faults.trace
-        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability)
+        run = Run(
+            options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
+        )
         timing = None
         if options.network is not None:
             timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
@@ -201,6 +204,7 @@ def workplace(
         subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
         shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
         kept=None if rows == options.num_nodes else max(KEPT_DATA_SETS, 2 * len(wire.ranks)), asks_all=asks_all,
+        may_be_empty=options.strategy.asks_clients,
     )  # fmt: skip
     undo.callback(stream.close)
     model = subject.model.to(device)
@@ -273,6 +277,8 @@ def make_driver(
             found = wire.gather([[node, stream.length(node)] for node in nodes])
             stream.learn((node, examples) for told in found for node, examples in told)
 
+    if strategy.asks_clients:
+        fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
     setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch, store, arrived)
     return Driver(ALGORITHMS[strategy.driven_by](strategy, setting), setting)
 
