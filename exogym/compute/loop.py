@@ -42,9 +42,7 @@ class Loop:
     ):
         self.worker, self.inner, self.watch, self.fleet = worker, inner, watch, worker.fleet
         self.taken = np.zeros(len(self.fleet), dtype=np.int64)
-        self.nodes = [
-            TrainNode(rank, row, worker, stream, inner, watch, self.taken) for row, rank in enumerate(self.fleet.ranks)
-        ]
+        self.nodes = [TrainNode(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
         self.overflowed, self.spoilt = False, list[int]()
         if inner is not None:
             self.fleet.state.register("optimizer", inner)

@@ -19,18 +19,22 @@ class TrainNode:
     """One node: its row of the fleet, its share of the data, its optimizer state.
 
     Args:
-        rank: global id.
         row: the row here.
         worker, stream, inner, watch: shared by the nodes of this process; `inner` None: somebody else takes the steps.
         taken: (rows,) local steps of each row, counted here.
     """
 
     def __init__(
-        self, rank: int, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
+        self, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
         taken: np.ndarray,
     ):  # fmt: skip
-        self.rank, self.row, self.taken = rank, row, taken
+        self.row, self.taken = row, taken
         self.worker, self.stream, self.inner, self.watch = worker, stream, inner, watch
+
+    @property
+    def rank(self) -> int:
+        """The global id of the node whose row it is now."""
+        return self.worker.fleet.ranks[self.row]
 
     def train(
         self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
