@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,9 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fednova", "FedNova", "arXiv:2007.07481", "(P b + 8) / H"
     equation = "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i being the steps of client i"
     needs = "all nodes every H steps; with client_fraction a server and those clients"
+    not_taken: ClassVar = {
+        "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
+    }
     identities = ("equal numbers of steps = fedavg",)
 
     @checked

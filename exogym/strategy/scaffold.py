@@ -18,7 +18,7 @@ that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,6 +106,10 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
     needs = "all nodes every H steps, twice; with client_fraction a server and those clients"
+    not_taken: ClassVar = {
+        "privacy": "each client's control variate changes with all of its gradients and is sent along, and clipping "
+        "and blurring it, too, is another method: take fedavg, fedopt or fedprox"
+    }
     identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
 
     @checked

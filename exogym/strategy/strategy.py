@@ -118,6 +118,7 @@ class Strategy:
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
         needs_gradients: whether nodes take every step together, since gradients meet there.
         own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
+        not_taken: arguments of other strategies that this one does not take, and why.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -129,6 +130,10 @@ class Strategy:
     name: str | None = None
     title = paper = equation = payload = needs = ""
     identities: tuple[str, ...] = ()
+    not_taken: ClassVar[dict[str, str]] = {
+        "privacy": "it bounds what a server learns from the sum of clients' updates: take fedavg, fedopt (with "
+        "server_optim='momentum' it is DiLoCo with a heavy ball) or fedprox"
+    }
     driven_by = "programs"
     needs_gradients = True
     own_rule = False
