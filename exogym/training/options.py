@@ -23,6 +23,7 @@ from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
+RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
 COMPUTE = (*WAYS, "auto")
 COUNTS = (
     *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
@@ -250,6 +251,17 @@ def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:
     if given["save_dir"] is None and asked and isinstance(given["run_dir"], str | os.PathLike):
         return Path(given["run_dir"]) / "checkpoints"
     return given["save_dir"]
+
+
+def asked_to_go_on(given: Mapping[str, Any]) -> bool:
+    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+
+    So a script that was stopped can be started again, as it is, to go on.
+    """
+    wanted, run_dir = os.environ.get(RESUME), given["run_dir"]
+    if wanted is None or not isinstance(run_dir, str | os.PathLike):
+        return given["resume"]
+    return given["resume"] or os.path.realpath(wanted) == os.path.realpath(run_dir)
 
 
 def is_number(value: Any) -> bool:
