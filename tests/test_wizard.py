@@ -1,7 +1,6 @@
 """The wizard: what it proposes, the files it leaves, and a session in a terminal on computers found in a network."""
 
 import configparser
-import itertools
 import json
 import os
 import re
@@ -49,7 +48,6 @@ def planned(network: Network, **more: Any) -> Any:
 def test_the_slower_the_network_the_rarer_nodes_meet() -> None:
     found = [planned(measured(bandwidth)) for bandwidth in (1e12, 2e8, 7e7, 1e6)]
     assert [plan.strategy for plan in found] == ["ddp", "diloco:H=30", "diloco:H=100", "diloco:H=300"]
-    assert all(before.seconds < after.seconds for before, after in itertools.pairwise(found))
 
 
 def test_the_estimate_is_steps_times_the_predicted_step_and_evaluations() -> None:

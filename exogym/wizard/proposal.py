@@ -14,6 +14,7 @@ PERIODS = (10, 30, 100, 300)  # of DiLoCo, as far as a run has a few rounds of i
 LEAST_ROUNDS = 4
 EVERY_STEP = ("ddp", "sparta:p_sparta=0.005")
 UNEQUAL = 1.25  # times as slow: worth sharing the load out
+START = "10 to 20 s"  # until the processes of two hosts have met
 FORWARD = 1 / 3  # of a training step is what an evaluation of as many examples takes
 
 
@@ -47,9 +48,9 @@ class Proposal:
         least, most = self.speedup_range
         lines = [
             f"strategy {self.strategy}, {self.steps} steps of {self.batch_size} examples on each node",
-            f"about {readable_seconds(self.seconds)} of training; the fastest computer alone would take about "
-            f"{readable_seconds(self.alone_s)} for as many examples: {self.speedup:.3g} times as fast, likely "
-            f"{least:.3g} to {most:.3g}",
+            f"about {readable_seconds(self.seconds)} of training, after some {START} to start; the fastest computer alone "
+            f"would train about {readable_seconds(self.alone_s)} for as many examples: {self.speedup:.3g} times as fast, "
+            f"likely {least:.3g} to {most:.3g}",
             *(f"because {text}" for text in self.because),
         ]
         return "\n".join(lines + self.hints)
