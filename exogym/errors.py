@@ -61,11 +61,15 @@ class Stopped(KeyboardInterrupt):
     Args:
         by: the signal; None: it came to another process.
         step: the steps done.
+
+    Attributes:
+        left: what the run had come to, where it was not in this process.
     """
 
     def __init__(self, by: signal.Signals | None, step: int):
         super().__init__(f"{'a signal to another process' if by is None else by.name} after step {step}")
-        self.elsewhere = by is None
+        self.elsewhere, self.step = by is None, step
+        self.left: Any = None
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -17,13 +17,17 @@ from exogym.compute.finite import POLICIES
 from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
 from exogym.data.partition import Partitioner
+from exogym.engine import Ray
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
 COMPUTE = (*WAYS, "auto")
-COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints")
+COUNTS = (
+    *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
+    "cpus_per_process",
+)
 OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
@@ -54,6 +58,8 @@ class FitOptions:
     devices: Sequence[int] | None = None
     compute: str = "loop"
     processes: int | str = 1
+    engine: Any = None
+    cpus_per_process: int = 1
     reduction: str = "tree"
     balance: Any = None
     faults: Faults | None = None
@@ -73,6 +79,7 @@ class FitOptions:
     max_restarts: int = 0
     hang_s: float | None = 600.0
     run_dir: str | Path | None = None
+    client_state_memory: float | None = None
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +103,12 @@ class FitOptions:
         check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
         if self.processes != "auto":
             check_count("processes", self.processes)
+        if isinstance(self.engine, str):
+            check_choice("engine", self.engine, ("ray",))
+        elif not isinstance(self.engine, Ray | None):
+            raise ArgumentError(f"engine={self.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
+        if self.engine is None and self.cpus_per_process != 1:
+            raise ArgumentError("cpus_per_process is for processes that an engine starts elsewhere: give engine='ray'")
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
         if self.hang_s is not None and not (is_number(self.hang_s) and 0 < self.hang_s < math.inf):
@@ -122,6 +135,9 @@ class FitOptions:
             if not isinstance(getattr(self, name), str | os.PathLike | None) or getattr(self, name) == "":
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
         object.__setattr__(self, "save_dir", folder_of_checkpoints(vars(self)))
+        for name in ("save_dir", "run_dir"):  # a process elsewhere has another current folder
+            if self.engine is not None and getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)).absolute())
         if self.network is not None:
             object.__setattr__(self, "network", Network.of(self.network))
         for name in ("step_seconds", "timeline"):
@@ -139,6 +155,13 @@ class FitOptions:
             if self.weighs_nodes:
                 self.balance.check_speeds(self.num_nodes, "nodes")
                 check_weighted(self.strategy, self.balance.kind)
+        if self.client_state_memory is not None:
+            if not (is_number(self.client_state_memory) and 0 <= self.client_state_memory < math.inf):
+                raise ArgumentError(
+                    f"client_state_memory={self.client_state_memory!r} must be bytes, at least 0, as 2e9"
+                )
+            if self.save_dir is None:
+                raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
