@@ -48,9 +48,9 @@ class Proposal:
         least, most = self.speedup_range
         lines = [
             f"strategy {self.strategy}, {self.steps} steps of {self.batch_size} examples on each node",
-            f"about {readable_seconds(self.seconds)} of training, after some {START} to start; the fastest computer alone "
-            f"would train about {readable_seconds(self.alone_s)} for as many examples: {self.speedup:.3g} times as fast, "
-            f"likely {least:.3g} to {most:.3g}",
+            f"about {readable_seconds(self.seconds)} of training, after some {START} to start; the fastest computer "
+            f"alone would train about {readable_seconds(self.alone_s)} for as many examples: {self.speedup:.3g} times "
+            f"as fast, likely {least:.3g} to {most:.3g}",
             *(f"because {text}" for text in self.because),
         ]
         return "\n".join(lines + self.hints)
