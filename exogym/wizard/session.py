@@ -123,8 +123,8 @@ class Taken:
     def __str__(self) -> str:
         """Return it in words.
 
-        >>> print(Taken(estimated_s=60.0, seconds=75.0, total_s=92.0))
-        training took 75 s where 60 s were estimated, 25 % more; 92 s with starting and copying
+        >>> print(Taken(estimated_s=40.0, seconds=50.0, total_s=59.0))
+        training took 50 s where 40 s were estimated, 25 % more; 59 s with starting and copying
         """
         off = self.seconds / self.estimated_s - 1
         more = f"{abs(off):.0%}".replace("%", " %") + (" more" if off >= 0 else " less")
