@@ -12,11 +12,12 @@ from typing import Any
 
 import pexpect
 import pytest
+import typer
 from hosts import Hosts, fixtures
 from processes import python
 
 from exogym import LocalTrainer, load_model
-from exogym.cli import main
+from exogym.cli import app, main
 from exogym.cli.asking import Asker
 from exogym.errors import ArgumentError
 from exogym.network import Network
@@ -288,3 +289,34 @@ def test_from_computers_in_a_network_to_a_trained_model(hosts: Hosts, agents: li
     parser = configparser.ConfigParser()
     parser.read(session / "config.ini")
     assert parser["distributed:wizard"]["steps"] == str(STEPS)
+
+
+@pytest.mark.slow
+def test_the_command_and_the_script_repeat_the_run(hosts: Hosts, tmp_path: Path) -> None:
+    """What the wizard says repeats the run does: bit for bit, without the wizard, and without a terminal."""
+    hosts.file(tmp_path / "hosts.json")
+    for host in hosts.machines:
+        host.authorized_keys.write_text(hosts.key.with_suffix(".pub").read_text())
+    words = ["-m", "exogym", "wizard", "--task", "digits", "--hosts", "hosts.json", "--steps", str(STEPS), "--yes"]
+    words += ["--path-on-hosts", str(tmp_path / "there"), "--strategy", "diloco:H=7", "--folder", "session"]
+    session = tmp_path / "session"
+    with hosts.controller.inside():
+        done = python(*words, cwd=tmp_path)
+        assert done.returncode == 0 and "training took" in done.stdout, done.stdout + done.stderr
+        for again in (["-m", "exogym", "distributed-train", "wizard", "--sync"], ["train.py"]):
+            assert (done := python(*again, cwd=session)).returncode == 0, done.stdout + done.stderr
+    model = load_profile(session / "config.ini", "wizard").problem()[0]
+    found = [fingerprint(load_model(model, run / "fit_1.model.safetensors")) for run in (session / "runs").iterdir()]
+    assert len(found) == 3 and len(set(found)) == 1
+
+
+def test_the_pages_name_options_that_are_there() -> None:
+    commands: Any = typer.main.get_command(app)
+    known = {name for command in commands.commands.values() for option in command.params for name in option.opts}
+    for page in ("wizard", "discovery"):
+        text = (Path(__file__).parent.parent / "docs" / f"{page}.md").read_text()
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
+    rows = re.findall(r"^\| `(--[a-z-]+)`", (Path(__file__).parent.parent / "docs" / "discovery.md").read_text(), re.M)
+    for command in ("agent", "discover"):
+        own = {option.opts[0] for option in commands.commands[command].params} - {"--debug", "--code", "--help"}
+        assert own <= set(rows), command

@@ -78,7 +78,7 @@ def train(
     (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
     with contextlib.nullcontext() if watching is None else watching(folder):
         code = launcher.launch(
-            JOB, json.dumps(run.as_dict()), module=True, folder=folder, save_dir=run.save_dir,
+            JOB, json.dumps(run.as_dict()), module=True, folder=folder, mirror=folder, save_dir=run.save_dir,
             environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
         )  # fmt: skip
     bring_run(launcher, folder, 1)

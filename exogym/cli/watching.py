@@ -1,13 +1,12 @@
-"""A run on hosts, seen while it goes on: where it stands, as its folder on the master says."""
+"""A run on hosts, seen while it goes on: where it stands and how its hosts are, from its folder here."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,34 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
-from exogym.remote import HostsConfig
-from exogym.remote.session import Session, Unanswered
-from exogym.remote.world import RUNS
+from exogym.progress import readable_bytes
+from exogym.record.run_folder import read_object
+from exogym.remote.health import figures, read_hosts
 
-PAUSE_S = 1.0
-ANSWER_S = 20.0
+PAUSE_S = 0.5
 BAR = 30
 NUMBERS = ("step", "total_steps", "heartbeat_s", "started_s")  # of the status
 LOSS = re.compile(r"step \d+.*?(?:loss|val) ")
 
 
 class Watching:
-    """While it is entered, shows on stderr how far a run is, asked of the master once a second.
+    """While it is entered, shows on stderr how far a run is, and each host.
 
     Args:
-        hosts, folder: of the run; its files lie below the project's folder on the master.
+        folder: of the run, here; `exogym.remote.health` keeps it up to date.
         estimated_s: of its training.
     """
 
-    def __init__(self, hosts: HostsConfig, folder: Path, estimated_s: float):
-        self.hosts, self.folder, self.estimated_s = hosts, folder, estimated_s
+    def __init__(self, folder: Path, estimated_s: float):
+        self.folder, self.estimated_s = folder, estimated_s
         self._over = threading.Event()
-        self._status: dict[str, Any] = {}
         self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._live = Live(console=Console(file=sys.stderr), auto_refresh=False, transient=True)
 
     def __enter__(self) -> Watching:
         self._live.start()
-        self._live.update(self.table(), refresh=True)
         self._thread.start()
         return self
 
@@ -55,45 +50,54 @@ class Watching:
         self._thread.join()
         self._live.stop()
 
-    def table(self) -> Text:
+    def _watch(self) -> None:
+        while not self._over.wait(PAUSE_S):
+            self._live.update(self.shown(), refresh=True)
+
+    def shown(self) -> Text:
         """Return what is shown now."""
-        step, total = self._status.get("step", 0), self._status.get("total_steps", 0)
-        if not total:
-            return Text(f"starting on {len(self.hosts.hosts)} computers, since {time.monotonic() - self._begun:.0f} s")
-        done = min(step / total, 1.0)
-        gone_s = max(0.0, self._status.get("heartbeat_s", 0.0) - self._status.get("started_s", 0.0))
+        lines = [*self._steps(), *self._said(), *map(_host, read_hosts(self.folder).get("hosts", []))]
+        return Text("\n".join(map(_printable, lines)), no_wrap=True, overflow="ellipsis")
+
+    def _steps(self) -> Iterator[str]:
+        status = figures(read_object(self.folder / "status.json"), NUMBERS)
+        if len(status) < len(NUMBERS) or not status["total_steps"]:
+            yield f"starting, since {time.monotonic() - self._begun:.0f} s"
+            return
+        done = min(status["step"] / status["total_steps"], 1.0)
+        gone_s = max(0.0, status["heartbeat_s"] - status["started_s"])
         left = f", about {gone_s / done - gone_s:.0f} s left" if 0 < done < 1 else ""
         bar = "#" * round(done * BAR) + "-" * (BAR - round(done * BAR))
-        lines = [f"{bar} step {step} of {total}", f"training since {gone_s:.0f} s{left}"]
-        lines[1] += f"; estimated {readable_seconds(self.estimated_s)}"
-        return Text("\n".join([*lines, *self._said()]), no_wrap=True, overflow="ellipsis")
+        yield f"{bar} step {status['step']} of {status['total_steps']}"
+        yield f"training since {gone_s:.0f} s{left}; estimated {readable_seconds(self.estimated_s)}"
 
-    def _watch(self) -> None:
-        """Ask, and draw; a master that does not answer is asked again, by a new connection."""
-        while not self._over.is_set():
-            with contextlib.suppress(Unanswered, ExoGymError, OSError):
-                session = Session(self.hosts.master, ANSWER_S)
-                try:
-                    while not self._over.wait(PAUSE_S):
-                        self._take(session)
-                        self._live.update(self.table(), refresh=True)
-                finally:
-                    session.end()
-            self._over.wait(PAUSE_S)
-
-    def _take(self, session: Session) -> None:
-        place = f"{RUNS}/{self.folder.name}/status.json"
-        project = self.hosts.master.path or str(Path.cwd())
-        found = session.ask("file", path=place, folder=project, text=None)
-        with contextlib.suppress(ValueError, TypeError):
-            status = json.loads(found["text"])
-            if all(isinstance(status.get(name), int | float) for name in NUMBERS):
-                self._status = status
-
-    def _said(self) -> list[str]:
-        """Return the newest line of progress of rank 0, if there is one."""
-        with contextlib.suppress(OSError):
+    def _said(self) -> Iterator[str]:
+        """Yield the newest line of progress of rank 0, if there is one."""
+        try:
             lines = (self.folder / "training_rank_0.log").read_text("utf-8", "replace").splitlines()
-            found = next((line for line in reversed(lines) if LOSS.search(line)), "")
-            return ["".join(c if c.isprintable() else "?" for c in found)] if found else []
-        return []
+        except OSError:
+            return
+        yield from [line for line in lines if LOSS.search(line)][-1:]
+
+
+def _host(host: dict[str, Any]) -> str:
+    """Return a line about a host.
+
+    >>> _host({"address": "10.0.0.2", "state": "running", "cpu_use": 0.5, "tx_bps": 8e6})
+    '10.0.0.2 running, CPU 50 %, sends 1 MB/s'
+    """
+    parts = [f"{host.get('address')} {host.get('state')}"]
+    parts += [f"CPU {100 * host['cpu_use']:.0f} %"] if "cpu_use" in host else []
+    parts += [f"GPU {100 * gpu['use']:.0f} %" for gpu in host.get("gpus", []) if "use" in gpu]
+    parts += [f"memory {readable_bytes(host['run_memory_bytes'])}"] if "run_memory_bytes" in host else []
+    parts += [f"sends {readable_bytes(host['tx_bps'] / 8)}/s"] if "tx_bps" in host else []
+    return ", ".join(parts)
+
+
+def _printable(line: str) -> str:
+    """Return a line that draws nothing on a terminal.
+
+    >>> _printable("a\\x1b[2J")
+    'a?[2J'
+    """
+    return "".join(c if c.isprintable() else "?" for c in line)

@@ -34,7 +34,7 @@ from exogym.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
-SAVES = 5  # checkpoints of a run
+SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
 FIREWALL = (
     "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
@@ -76,6 +76,9 @@ def wizard(
         str | None, typer.Option(metavar="HOW", help="Share the load out by speed: nodes, batch or steps.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    save_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Checkpoints go here, five in a run, to go on from after a loss.")
+    ] = None,
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For all files of this run. [default: exogym-TASK]")
     ] = None,
@@ -113,7 +116,7 @@ def wizard(
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
-    wanted = Wanted(what, problem, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed)
+    wanted = Wanted(what, problem, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed, save_dir)
     place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data)
     run = Preparing(asker, wanted, place, yes)
     if not run.look():
@@ -151,6 +154,7 @@ class Wanted:
     lr: float | None
     balance: str | None
     seed: int
+    save_dir: str | None
 
     @property
     def batch(self) -> int:
@@ -160,9 +164,10 @@ class Wanted:
         """Return the profile's fields."""
         return {
             "task": self.name, "data": data, "strategy": plan.strategy, "steps": self.steps, "batch_size": self.batch,
-            "lr": self.lr, "balance": self.balance, "seed": self.seed, "save_dir": "checkpoints",
-            "checkpoint_interval": max(1, self.steps // SAVES), "max_restarts": 1, "retries": 2,
-        }  # fmt: skip
+            "lr": self.lr, "balance": self.balance, "seed": self.seed, "retries": RETRIES,
+        } | ({} if self.save_dir is None else {
+            "save_dir": self.save_dir, "checkpoint_interval": max(1, self.steps // SAVES), "max_restarts": RESTARTS,
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -335,7 +340,7 @@ def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
     begun, before = time.monotonic(), os.getcwd()
 
     def watching(folder: Path) -> Watching:
-        return Watching(session.hosts, folder, plan.seconds)
+        return Watching(folder, plan.seconds)
 
     os.chdir(session.folder)
     try:
