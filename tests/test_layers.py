@@ -33,6 +33,7 @@ FLOORS: list[set[str]] = [
         "runs",
         "sweep",
         "ui",
+        "wizard",
     },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself
