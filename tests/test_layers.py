@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
         "distributed",
         "launch",
         "advise",
+        "cluster",
         "remote",
         "reproduce",
         "runs",
