@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym import LocalTrainer
+from exogym.distributed.probing import measure, step_seconds
 from exogym.engine.wire import ProcessWire
 from exogym.network import Network, parse_bandwidth
 from exogym.testing import fingerprint
@@ -113,7 +114,7 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
     """Be a host: say when there is a namespace, then do as told until killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
-    the world), ("part", None), ("latency", None), ("probe", sizes in bytes) and ("train", job); each is answered.
+    the world), ("part", None), ("latency", None), ("step", task), ("probe", kinds), ("train", job); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     linux("unshare", CLONE_NEWNET)
@@ -138,7 +139,10 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
         elif order == "latency":
             pipe.send(message_s())
         elif order == "probe":
-            pipe.send({size: all_reduce_s(size) for size in given})
+            pipe.send(measure(kinds=given)[1])
+        elif order == "step":
+            with contextlib.chdir(Path(__file__).parent):  # where the script is a module
+                pipe.send(step_seconds(given))
         else:
             watch.spans, marks = [], []
 
@@ -162,19 +166,6 @@ def message_s(times: int = 100) -> float:
         seconds.append((time.perf_counter() - start) / 2)
     dist.barrier()
     return min(seconds, default=0.0)
-
-
-def all_reduce_s(size: int, times: int = 3) -> float:
-    """Return the least seconds that gloo's all-reduce of `size` bytes took, each as long as its slowest process."""
-    x, seconds = torch.zeros(size // 4), []
-    for _ in range(times + 1):  # the first one warms up
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(x)
-        took = torch.tensor([time.perf_counter() - start])
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        seconds.append(float(took))
-    return min(seconds[1:])
 
 
 # Hosts
@@ -258,9 +249,13 @@ class Hosts:
         """Return the seconds of a small message between the first two, which have met."""
         return self._order("latency", [None for _ in self._ranks])[0]
 
-    def probes(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Return the seconds of all-reduces of so many bytes among all, which have met."""
-        return self._order("probe", [list(sizes) for _ in self._ranks])[0]
+    def probes(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """Return what `exogym doctor --measure` writes of these hosts, which have met, for some collectives."""
+        return self._order("probe", [list(kinds) for _ in self._ranks])[0]
+
+    def steps_s(self, task: str) -> list[float]:
+        """Return the seconds of a step of a task on each host, all at once, as `exogym doctor --measure` has them."""
+        return self._order("step", [task for _ in self._ranks])
 
     def train(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Let all processes train; return what each saw: its "spans" on the wire, "marks", and "fingerprint"."""
@@ -272,6 +267,11 @@ class Hosts:
         for process in self.processes:
             process.join()
         subprocess.run(["ip", "link", "del", "bridge0"], capture_output=True, check=False)
+
+    @property
+    def pids(self) -> list[int]:
+        """The hosts' processes."""
+        return [process.pid for process in self.processes]
 
     @property
     def _ranks(self) -> range:
@@ -332,25 +332,23 @@ def memory_bytes_per_s(size: int = 4_000_000, times: int = 20) -> float:
     return 2 * size / min(seconds)
 
 
-def predict(
-    train: Train, job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float,
-    memory_bytes_per_s: float = 0.0, probes: dict[int, float] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def links(rate: str, latency_s: float, memory_bytes_per_s: float = 0.0) -> dict[str, Any]:
+    """Return the network of cables that carry `rate`; with the rate of memory, copies and sums take time."""
+    memory = 8 * memory_bytes_per_s or None
+    return Network(bits_per_s(rate) * PAYLOAD_SHARE, latency_s, memory=memory).describe()
+
+
+def predict(train: Train, job: dict[str, Any], network: dict[str, Any], step_s: Any) -> dict[str, Any]:
     """Return the seconds of a segment, "comm_s" and "run_s", as the clock has it, and the weights' "fingerprint".
 
-    The job is trained here, in one process; `rate_bps` and `latency_s` are of every link, `step_s` of a node's step.
-    With `memory_bytes_per_s` the copies and sums of the exact reduction take time; with `probes` all-reduces take what
-    they took on these links, and rate and latency are not used.
+    The job is trained here, in one process, on a network as `Network.describe` gives it; `step_s` is of a node's step.
     """
     seen: list[tuple[float, float]] = []
 
     def mark(loop: Any) -> None:
         seen.append((loop.timing.time_s, float(loop.timing.clock.seconds("sending")[0])))
 
-    network = Network(rate_bps * PAYLOAD_SHARE, latency_s, memory=8 * memory_bytes_per_s or None)
-    if probes is not None:
-        network = Network.measured(probes, num_nodes=job["hosts"])
-    trainer = train(job, mark, network=network, step_seconds=step_s)
+    trainer = train(job, mark, network=Network.of(network), step_seconds=step_s)
     run_s, comm_s = ((seen[-1][part] - seen[0][part]) / (len(seen) - 1) for part in (0, 1))
     return {"run_s": run_s, "comm_s": comm_s, "fingerprint": fingerprint(trainer.model)}
 

@@ -6,7 +6,7 @@ r"""Times that the clock predicts against times of the same training among real 
 Hosts are processes in network namespaces (see `namespaces.py`), which needs Linux, root, and Debian's iproute2. They
 ask for real-time priority; where they do not get it, what other programs do is measured too.
 
-**Measured.** gloo trains a linear model of 1,001,000 parameters (4 MB). Its forward pass sleeps for `--step`, so that
+**Measured.** gloo trains four linear layers of 1,002,000 parameters (4 MB). Their forward pass sleeps 100 ms, so that
 hosts compute at the same time although they share the machine's cores. Rank 0 marks the time every few steps; the first
 of these segments warms up, medians over the others are shown. A wrapper around the wire notes when each process enters
 and leaves a collective; all processes of a machine read the same clock. *comm* is the time from the entry of the last
@@ -20,57 +20,73 @@ The share: 1,448 bytes of a packet of 1,514 (Ethernet 14, IP 20, TCP with timest
 acknowledge every second packet (RFC 5681, section 4.2), which share the line with the data that goes that way. A ring,
 which the clock reckons with, and the exact reduction cost the same on the wire.
 
-With `--probe` the clock knows instead how long gloo's all-reduces of four sizes took on the limited links, just before;
-the latency and the rate are then not told. All strategies and rates that a prediction should hold for:
+With `--probe` the clock knows instead what `exogym doctor --measure --task` finds on the limited links, just before:
+how long collectives took, both reductions, and a step on all hosts at once; no rate, no latency, no size of the model.
 
-    python benchmarks/predicted.py --probe --hosts 2,4 --rates 50mbit,100mbit,200mbit,500mbit,1gbit --strategies \
-        ddp,diloco:H=10,streaming_diloco:H=10:num_fragments=1,sparta:p_sparta=0.1 --json predicted.json
+    python benchmarks/predicted.py --probe --hosts 2,4 --rates 50mbit,200mbit,1gbit --json predicted.json --strategies \
+        ddp,diloco:H=10,streaming_diloco:H=10:num_fragments=2,sparta:p_sparta=0.1
 
-The script fails where they differ by more than `--limit`.
+`--json` keeps each cell as it is done (see `cells.py`), so the command can be stopped and given again; `--turn 200`
+begins no cell later than so many seconds. What other programs did meanwhile is in each row; `--again disturbed`
+measures those again in which it was more than a quarter of a core. The script fails where a prediction is off by more
+than `--limit` in more than `--misses` of the cells.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import namespaces
 import torch
-from namespaces import bits_per_s, enter, hosts, load, measured, memory_bytes_per_s
+from cells import AGAIN, Cells
+from namespaces import Hosts, enter, hosts, links, load, measured, memory_bytes_per_s
 from torch import Tensor, nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.network import parse_seconds
+from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
+from exogym.tasks import Task
 
-PROBES = (4_000, 400_000, 1_000_000, 4_004_000)  # bytes; the last is the model
+SLEEP_S = 0.1
 STEPS = 4  # of a segment, or H where that is more
+LEAST, MOST = 3, 24  # segments that are measured, after one that is not
+KINDS = {"tree": "exact all_reduce", "native": "all_reduce"}  # which collective of a probe a reduction is
 
 
 class Wide(nn.Module):
-    """One linear layer of 1000 x 1000, whose forward pass takes `step_s` more."""
+    """Four linear layers of 500 x 500, whose forward pass takes `sleep_s` more."""
 
-    def __init__(self, step_s: float):
+    def __init__(self, sleep_s: float = SLEEP_S):
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.step_s = nn.Linear(1000, 1000), step_s
+        self.layers, self.sleep_s = nn.Sequential(*(nn.Linear(500, 500) for _ in range(4))), sleep_s
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        time.sleep(self.step_s)
+        time.sleep(self.sleep_s)
         x, y = batch
-        return nn.functional.mse_loss(self.layer(x), y)
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+def data() -> torch.utils.data.TensorDataset:
+    x = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(x, x.roll(1, 0))
+
+
+def task() -> Task:
+    """Return what is trained, for those who measure a step of it."""
+    settings = {"nodes": 2, "batch_size": 1, "steps": 10, "lr": 0.01, "H": 10, "inner_optim": "sgd"}
+    return Task("wide", "four layers that sleep", "drawn", data(), data(), Wide, **settings)
 
 
 def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> LocalTrainer:
     """Train as `job` says, calling `mark(loop)` after each segment; the last step is after them, as it is evaluated."""
     strategy = parse_strategy(job["strategy"], inner_optim="sgd", lr=0.01)
-    x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1))
-    trainer = LocalTrainer(Wide(job["step_s"]), torch.utils.data.TensorDataset(x, x.roll(1, 0)))
+    trainer = LocalTrainer(Wide(job["sleep_s"]), data())
     trainer.fit(
         strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=1,
         device="cpu",
@@ -80,49 +96,116 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     return trainer
 
 
-def predict(job: dict[str, Any], rate_bps: float, latency_s: float, step_s: float, **known: Any) -> dict[str, Any]:
+def predict(job: dict[str, Any], network: dict[str, Any], step_s: Any) -> dict[str, Any]:
     """Return what the clock says of a job, whose forward pass does not sleep here."""
-    return namespaces.predict(train, job | {"step_s": 0.0}, rate_bps, latency_s, step_s, **known)
+    return namespaces.predict(train, job | {"sleep_s": 0.0}, network, step_s)
 
 
-def compare(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each reduction, strategy and rate among `count` hosts."""
+def compare(count: int, cells: Cells, given: argparse.Namespace) -> None:
+    """Measure the cells of `count` hosts that are wanted."""
+    jobs = {
+        f"{count}/{rate}/{reduction}/{text}": (rate, job_of(count, reduction, text, given))
+        for rate, reduction, text in itertools.product(
+            given.rates.split(","), given.reduction.split(","), given.strategies.split(",")
+        )
+    }
+    if all(cells.has(key) for key in jobs) or cells.is_over:
+        cells.left += sum(not cells.has(key) for key in jobs)
+        return
     with hosts(count, train, urgent=True) as group:
         group.meet()
-        for reduction, text in itertools.product(given.reduction.split(","), given.strategies.split(",")):
-            job = {"strategy": text, "reduction": reduction, "hosts": count, "segments": given.repeat}
-            job["step_s"] = parse_seconds(given.step, "--step")
-            job["steps"] = max(STEPS, parse_strategy(text).given_arguments.get("H", 1))
-            group.limit(None)
-            latency_s, free = group.latency_s(), measured(group.train(job))
-            own_step_s = (free["run_s"] - free["comm_s"]) / job["steps"]
-            for rate in given.rates.split(","):
-                known = {"rate_bps": bits_per_s(rate), "latency_s": latency_s, "step_s": own_step_s}
-                if reduction == "tree":
-                    known["memory_bytes_per_s"] = memory_bytes_per_s()
-                group.limit(rate)
-                if given.probe:
-                    known["probes"] = group.probes(PROBES)
-                clock = predict(job, **known)
+        for key, (rate, job) in jobs.items():
+            if not cells.wants(key):
+                continue
+            known = (probed if given.probe else told)(group, cells, rate, job)
+            if known is None:
+                cells.left += 1
+                continue
+            job["segments"] = segments(job, known, given)
+            clock = predict(job, **known)
+            group.limit(rate)
+            with cells.watched(group.pids) as seen:
                 answers = group.train(job)
-                if reduction == "tree" and clock["fingerprint"] != answers[0]["fingerprint"]:
-                    raise SystemExit(f"predicted: {text} ended in other weights than predicted")
-                seen = measured(answers)
-                off = {part: clock[f"{part}_s"] / seen[f"{part}_s"] - 1 for part in ("comm", "run")}
-                yield {
-                    "job": job, "rate": rate, "known": known, "clock": clock, "measured": seen, "free": free, "off": off
-                }  # fmt: skip
+            if job["reduction"] == "tree" and clock["fingerprint"] != answers[0]["fingerprint"]:
+                raise SystemExit(f"predicted: {job['strategy']} ended in other weights than predicted")
+            times = measured(answers)
+            off = {part: clock[f"{part}_s"] / times[f"{part}_s"] - 1 for part in ("comm", "run")}
+            row = {"job": job, "rate": rate, "known": known, "clock": clock, "measured": times, "off": off}
+            cells.put(key, row | seen)
+            show(row | seen)
+
+
+def job_of(count: int, reduction: str, text: str, given: argparse.Namespace) -> dict[str, Any]:
+    steps = max(STEPS, parse_strategy(text).given_arguments.get("H", 1))
+    return {
+        "strategy": text, "reduction": reduction, "hosts": count, "segments": given.repeat, "steps": steps,
+        "sleep_s": SLEEP_S,
+    }  # fmt: skip
+
+
+def segments(job: dict[str, Any], known: dict[str, Any], given: argparse.Namespace) -> int:
+    """Return how many segments take as long as a cell is to take, going by a plain sum."""
+    if given.repeat:
+        return int(given.repeat)
+    reduction_s = Network.of(known["network"]).cost("all_reduce", 4e6, job["hosts"]).seconds
+    sums = job["steps"] if job["strategy"] == "ddp" else 1
+    taken_s = job["steps"] * SLEEP_S + sums * reduction_s
+    return max(LEAST, min(MOST, round(given.cell / taken_s)))
+
+
+def told(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Return what the clock is told: of the links their rate, and what is measured without limits."""
+    group.limit(None)
+    latency_s, free = group.latency_s(), measured(group.train(job | {"segments": LEAST}))
+    step_s = (free["run_s"] - free["comm_s"]) / job["steps"]
+    memory = memory_bytes_per_s() if job["reduction"] == "tree" else 0.0
+    return {"network": links(rate, latency_s, memory), "step_s": step_s}
+
+
+def probed(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the clock is told: what was measured of these hosts; None where the turn ends first."""
+    step = once(f"{job['hosts']}/step", group, cells, None, lambda: {"step_s": group.steps_s("predicted:task")})
+    network = once(f"{job['hosts']}/{rate}", group, cells, rate, lambda: {"network": group.probes([*KINDS.values()])})
+    if step is None or network is None or cells.is_over:
+        return None
+    return {"network": network["network"], "step_s": step["step_s"]}
+
+
+def once(
+    key: str, group: Hosts, cells: Cells, rate: str | None, find: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return what is found once for many cells, on links of a rate."""
+    if not cells.has(key):
+        if cells.is_over:
+            return None
+        group.limit(rate)
+        with cells.watched(group.pids) as seen:
+            found = find()
+        cells.put(key, found | seen)
+        print(f"{key}: probed in {seen['wall_s']:.0f} s, others took {seen['others_cores']:.2f} cores", flush=True)
+    return cells.rows[key]
 
 
 def show(row: dict[str, Any]) -> None:
-    job, seen, clock, known = row["job"], row["measured"], row["clock"], row["known"]
-    cells = [f"{job['hosts']:5d} {row['rate']:>8s} {job['strategy']:12s} {job['reduction']:9s}"]
-    cells += [
-        f"{seen[f'{part}_s']:8.3f} {clock[f'{part}_s']:9.3f} {row['off'][part]:+6.1%}" for part in ("comm", "run")
-    ]
-    cells += [f"{seen['waiting_s']:8.3f} {seen['small_s']:7.3f}"]
-    cells += [f"{1e3 * known['latency_s']:10.2f} {1e3 * known['step_s']:7.1f}"]
-    print(*cells, flush=True)
+    job, seen, clock = row["job"], row["measured"], row["clock"]
+    name = (
+        job["strategy"].replace("num_fragments", "F").replace("p_sparta", "p").replace("streaming_diloco", "streaming")
+    )
+    out = [f"{job['hosts']:5d} {row['rate']:>8s} {name:21s} {job['reduction']:9s}"]
+    out += [f"{seen[f'{part}_s']:8.3f} {clock[f'{part}_s']:9.3f} {row['off'][part]:+6.1%}" for part in ("comm", "run")]
+    out += [f"{seen['waiting_s']:8.3f} {seen['small_s']:7.3f} {row['others_cores']:8.2f}"]
+    print(*out, "disturbed" if row["is_disturbed"] else "", flush=True)
+
+
+def report(rows: Sequence[dict[str, Any]], limit: float) -> float:
+    """Print how many cells are within `limit`, and which are not; return the share of those."""
+    missed = [row for row in rows if max(map(abs, row["off"].values())) > limit]
+    for part in ("comm", "run"):
+        held = sum(abs(row["off"][part]) <= limit for row in rows)
+        worst = max(abs(row["off"][part]) for row in rows)
+        print(f"{part}: {held} of {len(rows)} within {limit:.0%}, the worst {worst:.1%} off")
+    print(f"both: {len(rows) - len(missed)} of {len(rows)}; disturbed: {sum(row['is_disturbed'] for row in rows)}")
+    return len(missed) / len(rows)
 
 
 def main() -> None:
@@ -131,28 +214,28 @@ def main() -> None:
     parser.add_argument("--rates", default="50mbit,100mbit,200mbit", help="of every cable, as tc writes them")
     parser.add_argument("--strategies", default="ddp,diloco:H=10", help="as exogym compare reads them")
     parser.add_argument("--reduction", default="tree,native", help="tree, native or both")
-    parser.add_argument("--repeat", type=int, default=5, help="segments measured, after one that is not")
+    parser.add_argument("--repeat", type=int, default=0, help="segments measured; 0: as many as --cell says")
+    parser.add_argument("--cell", type=float, default=12.0, help="seconds that the segments of a cell take, about")
     parser.add_argument("--probe", action="store_true", help="predict from probes of the limited links, not the rate")
-    parser.add_argument("--step", default="30ms", help="how long the forward pass sleeps")
     parser.add_argument("--limit", type=float, default=0.10, help="share by which a prediction may be off")
-    parser.add_argument("--json", help="file for the rows with all that was measured")
+    parser.add_argument("--misses", type=float, default=0.0, help="share of the cells that may be off by more")
+    parser.add_argument("--json", metavar="FILE", help="keeps what was measured; what is there is not measured again")
+    parser.add_argument("--again", choices=AGAIN, help="but these are")
+    parser.add_argument("--turn", type=float, help="seconds after which no cell is begun")
     given = parser.parse_args()
     enter()
+    cells = Cells(given.json, given.again, given.limit, given.turn)
     print(f"seconds of a segment ({STEPS} steps, or H); {load()}")
-    print("hosts     rate strategy     reduction     comm predicted    off      run predicted    off", end="")
-    print("  waiting   small message ms step ms")
-    rows = []
+    print("hosts     rate strategy              reduction     comm predicted    off      run predicted    off", end="")
+    print("  waiting   small   others, cores")
     for count in given.hosts.split(","):
-        for row in compare(int(count), given):
-            rows.append(row)
-            show(row)
+        compare(int(count), cells, given)
     print(load())
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump(rows, file)
-    worst = max(abs(off) for row in rows for off in row["off"].values())
-    if worst > given.limit:
-        raise SystemExit(f"predicted: {worst:.1%} off, more than {given.limit:.0%}")
+    if cells.left:
+        raise SystemExit(f"predicted: {cells.left} cells are left: give the command again")
+    missed = report([row for row in cells.rows.values() if "job" in row], given.limit)
+    if missed > given.misses:
+        raise SystemExit(f"predicted: {missed:.1%} of the cells are off, more than {given.limit:.0%}")
 
 
 if __name__ == "__main__":

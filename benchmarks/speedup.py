@@ -35,7 +35,7 @@ from typing import Any
 
 import namespaces
 import torch
-from namespaces import Hosts, bits_per_s, enter, hosts, load, measured
+from namespaces import Hosts, enter, hosts, load, measured
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
@@ -101,7 +101,7 @@ def rows_of(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             latency_s = group.latency_s()
             for link in given.links.split(","):
                 small = job | {"batch_size": 1, "segments": 1}  # the clock's time does not depend on the batch
-                clock = namespaces.predict(train, small, bits_per_s(link), latency_s, computing)
+                clock = namespaces.predict(train, small, namespaces.links(link, latency_s), computing)
                 group.limit(link)
                 seen = measured(group.train(job))
                 yield {

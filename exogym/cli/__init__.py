@@ -15,8 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from exogym.cli.advise import advise as advise_command
+from exogym.cli.agent import agent as agent_command
 from exogym.cli.cluster import app as cluster_app
 from exogym.cli.compare import compare as compare_command
+from exogym.cli.discover import discover as discover_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
 from exogym.cli.reproduce import reproduce as reproduce_command
@@ -44,6 +46,8 @@ app.command("ui")(ui_command)
 app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)
+app.command("agent")(agent_command)
+app.command("discover")(discover_command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(cluster_app, name="cluster")
 app.command("reproduce")(reproduce_command)

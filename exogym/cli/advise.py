@@ -15,7 +15,6 @@ from rich.console import Console
 from exogym.advise import Advice, simulate
 from exogym.advise import advise as predict
 from exogym.advise.failures import Failures
-from exogym.advise.plans import FORMULA_ONLY
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
 from exogym.cli.compare import NETWORK_HELP
@@ -86,8 +85,8 @@ def advise(
         str,
         typer.Option(
             metavar="LIST",
-            help="To choose from, as in 'ddp,diloco:H=50,streaming:H=100:bits=4'. "
-            f"Names: {', '.join([*sorted(STRATEGIES), *FORMULA_ONLY])}.",
+            help="To choose from, as in 'ddp,diloco:H=50,streaming_diloco:H=100:bits=4'. "
+            f"Names: {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
     target_utilisation: Annotated[

@@ -41,7 +41,8 @@ def doctor(
         typer.Option(metavar="NAME", help="With --measure: also a step of this task, a name or module:function."),
     ] = None,
     sizes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of --measure, bytes. [default: 4096,1048576,16777216]")
+        str | None,
+        typer.Option(metavar="LIST", help="Of --measure, bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,

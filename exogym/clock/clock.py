@@ -177,6 +177,15 @@ class Clock:
         self._flights[handle] = _Flight(members, cost, start + cost, f"{algorithm or event.algorithm} {event.kind}")
         return handle
 
+    def agree(self, times: int = 1) -> None:
+        """Let all nodes agree on a few bytes, so often in a row; on a network that does not say how long, nothing.
+
+        The processes of a run on several hosts do so before they communicate, and again to put losses together.
+        """
+        cost = times * round(self.network.message_s * TICKS_PER_S)
+        if cost and self.num_nodes > 1:
+            self._arrive(_Flight(slice(None), cost, int(self._ticks.max()) + cost, "agreement"))
+
     def wait(self, handle: int) -> None:
         """Make the members of a collective wait until it is done; what they computed meanwhile is not waited for.
 
@@ -185,7 +194,9 @@ class Clock:
         """
         if handle not in self._flights:
             raise ArgumentError(f"no collective {handle!r} is under way; there are {sorted(self._flights)}")
-        flight = self._flights.pop(handle)
+        self._arrive(self._flights.pop(handle))
+
+    def _arrive(self, flight: _Flight) -> None:
         here = self._ticks[flight.members]
         stall = np.maximum(flight.end - here, 0)
         sending = np.minimum(stall, flight.cost)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from exogym.compare.comparison import SINGLE
-from exogym.errors import ArgumentError, check_count, nearest
-from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
 from exogym.strategy.strategy import Inner, Strategy
 from exogym.tasks import Task
 
@@ -113,8 +113,8 @@ def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:
 def _parse(text: str, defaults: dict[str, Any]) -> Entry:
     name, colon, options = text.partition(":")
     name = name.strip().lower()
-    if name not in (known := {SINGLE, *STRATEGIES}):
-        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
+    if name not in (SINGLE, *STRATEGIES):
+        raise unknown(name, SINGLE)
     alone = name == SINGLE
     title = "one node alone" if alone else STRATEGIES[name].title or name
     title += f" ({options.replace(':', ', ')})" if options else ""

@@ -9,7 +9,7 @@ from typing import Any
 from exogym.base.files import replacing
 from exogym.distributed.group import destroy_process_group, get_distributed_info, init_process_group
 from exogym.distributed.measure import DEFAULT_SIZES_BYTES, self_test, table
-from exogym.distributed.probing import as_line, measure, step_seconds
+from exogym.distributed.probing import PROBED_BYTES, as_line, measure, step_seconds
 from exogym.errors import ArgumentError, DataError
 
 
@@ -20,7 +20,7 @@ def main() -> int:
         description="Check every collective against the known result, and measure its bandwidth and latency.",
         allow_abbrev=False,
     )
-    parser.add_argument("--sizes_bytes", type=int, nargs="+", help="sizes to measure (default 4 KiB, 1 MiB and 16 MiB)")
+    parser.add_argument("--sizes_bytes", type=int, nargs="+", help="sizes to measure (default 4 KiB to 16 MiB)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each size (default 5)")
     parser.add_argument("--json", metavar="FILE", help="write what predictions start from, for --network; - prints it")
     parser.add_argument(
@@ -35,11 +35,10 @@ def main() -> int:
         step_s = None if given.task is None else step_seconds(given.task, given.batch_size)
         init_process_group()
         try:
-            sizes = given.sizes_bytes or DEFAULT_SIZES_BYTES
             if given.json is None:
-                rows = self_test(sizes, given.repeats)
+                rows = self_test(given.sizes_bytes or DEFAULT_SIZES_BYTES, given.repeats)
             else:
-                rows, fields = measure(sizes, given.repeats, step_s, given.task)
+                rows, fields = measure(given.sizes_bytes or PROBED_BYTES, given.repeats, step_s, given.task)
             info = get_distributed_info()
         finally:
             destroy_process_group()

@@ -1,5 +1,7 @@
 """What a prediction starts from: every collective by size, warm and cold, every pair's link, the step of one's model.
 
+Collectives are those of a run: the communicator's, carried by the wire between processes, with the copies and sums that
+these make. Of all-reduces both are probed, the library's (`reduction="native"`) and the exact one ("exact all_reduce").
 The fields are those that `Network.of` reads (docs/network.md, "From measurements").
 """
 
@@ -14,24 +16,33 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.communicator import Communicator
 from exogym.distributed import wire
 from exogym.distributed.group import require_group
-from exogym.distributed.measure import DEFAULT_SIZES_BYTES, ITEM_BYTES, Row, self_test
+from exogym.distributed.measure import ITEM_BYTES, Row, self_test
 from exogym.distributed.operation import ReduceOp
 from exogym.engine.sockets import ports_closed_afterwards
-from exogym.errors import DataError, checked
+from exogym.engine.wire import ProcessWire
+from exogym.errors import DataError, check_choice, checked
 
 NAME_BYTES = 256  # of a host, at most
 PAIR_BYTES = 1 << 20  # of the message that measures a pair's bandwidth
 ROUND_TRIPS = 20
-OF_ALL_PARTS = ("all_gather", "gather")  # whose size in the self-test is that of all parts, where a payload is one
+PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+MOST_S = 1.0  # a collective of one size is timed for so long, but twice at least
+PAUSE_S = 0.01  # before each, in which lines come to rest, as they do while hosts compute
+MESSAGES = 20
+OF_ALL_PARTS = ("all_gather", "gather")  # of which a size is that of all parts together, where a payload is one
+COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # whose first time is measured, too
+KINDS = (*COLD, "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
+Call = Callable[[Tensor], Any]
 STEP = """
 import sys
 from exogym.compare import measured_step_s
@@ -45,21 +56,26 @@ print(measured_step_s(load_task(task), int(batch_size) if batch_size else None))
 
 @checked
 def measure(
-    sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
+    sizes_bytes: Sequence[int] = PROBED_BYTES,
     repeats: int = 5,
     step_s: float | None = None,
     task: str | None = None,
+    kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Run the self-test and probe the links; all processes call it, and all get the same.
+    """Check all collectives, time them and probe the links; all processes call it, and all get the same.
 
-    The first time of a kind is measured in a new group of all processes, whose connections no message has used. A
-    pair's latency is half the round trip of 4 bytes, its bandwidth that of 1 MiB less this; pairs take turns. What else
-    the hosts do only adds time, and more bytes never take less of it, so a probe that took longer than a larger one, or
-    than the first of all, has the time of that one.
+    The self-test runs at the smallest size. Then each collective is timed at every size, over connections that are in
+    use, and is as slow as its slowest process; the median counts. By how much the first one takes longer is measured in
+    a new group of all processes, at the smallest size. A pair's latency is half the round trip of 4 bytes, its
+    bandwidth that of 1 MiB less this; pairs take turns. What else the hosts do only adds time, and more bytes never
+    take less of it, so a probe that took longer than a larger one has the time of that one.
 
     Args:
-        sizes_bytes, repeats: as `self_test`.
+        sizes_bytes: to probe, beside 4 bytes for each process; of gathers the size is that of all parts together.
+            Rounded up to a multiple of 4 bytes times the processes.
+        repeats: most timed calls of each size; those of more than a second are timed twice.
         step_s, task: seconds of a step of one's model on this host, on all or on none, and what was trained.
+        kinds: which collectives, of `KINDS`.
 
     Returns:
         The rows of the self-test, and the fields of a file for `Network.of`, one node for each process.
@@ -68,8 +84,12 @@ def measure(
         GroupError, ArgumentError: as `self_test`.
     """
     require_group("measure")
-    rows = self_test(sizes_bytes, repeats)
-    return rows, _fields(rows, step_s, task)
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    rows = self_test([min(sizes_bytes)], repeats)
+    unit = ITEM_BYTES * dist.get_world_size()
+    sizes = sorted({-(-size // unit) * unit for size in (unit, *sizes_bytes)})
+    return rows, _fields(sizes, repeats, kinds, step_s, task)
 
 
 def step_seconds(task: str, batch_size: int | None = None) -> float:
@@ -93,28 +113,24 @@ def as_line(fields: dict[str, Any]) -> str:
     return json.dumps(fields)
 
 
-def _fields(rows: Sequence[Row], step_s: float | None, task: str | None) -> dict[str, Any]:
+def _fields(
+    sizes: Sequence[int], repeats: int, kinds: Sequence[str], step_s: float | None, task: str | None
+) -> dict[str, Any]:
     n = dist.get_world_size()
-    collectives: dict[str, dict[str, float]] = {}
-    for row in rows:
-        name = row["collective"]
-        if name == "send":
-            continue  # the pairs have it
-        parts = n if name in OF_ALL_PARTS else 1
-        table = collectives.setdefault(name, {str(ITEM_BYTES * n // parts): row["latency_s"]})
-        table[str(row["size_bytes"] // parts)] = row["time_s"]
-    largest = max(row["size_bytes"] for row in rows)
-    first = {name: _first(call) for name, call in _cold(largest // ITEM_BYTES).items()}
-    for name, table in collectives.items():
-        least_s = first.get(name, float("inf"))
-        for size in sorted(table, key=int, reverse=True):
-            least_s = table[size] = min(least_s, table[size])
+    calls = _calls(n)
+    tables: dict[str, dict[int, float]] = {}
+    for kind in kinds:
+        least_s, table = float("inf"), tables.setdefault(kind, {})
+        for size in reversed(sizes):
+            least_s = min(least_s, statistics.median(_times(calls[kind], _numbers(kind, size), repeats)))
+            table[size // (n if kind in OF_ALL_PARTS else 1)] = least_s
     fields: dict[str, Any] = {
         "num_nodes": n,
         "hosts": _hosts(),
         "pairs": _pairs(),
-        "collectives": collectives,
-        "first": first,
+        "collectives": {kind: {str(size): table[size] for size in sorted(table)} for kind, table in tables.items()},
+        "first": {kind: _first(kind, sizes[0], table) for kind, table in tables.items() if kind in COLD},
+        "message_s": _message_s(),
         "versions": {
             "torch": torch.__version__, "python": sys.version.split()[0], "backend": dist.get_backend(),
         },
@@ -129,6 +145,69 @@ def _fields(rows: Sequence[Row], step_s: float | None, task: str | None) -> dict
     return fields
 
 
+def _wire(n: int, group: dist.ProcessGroup | None = None, native: bool = False) -> ProcessWire:
+    return ProcessWire([[process] for process in range(n)], group, native)
+
+
+def _calls(n: int, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
+    """Return the collectives as strategies call them, one node in each process."""
+    native, exact = (Communicator([dist.get_rank()], n, _wire(n, group, is_native)) for is_native in (True, False))
+    return {
+        "all_reduce": lambda x: native.all_reduce(x, out=x),
+        "exact all_reduce": lambda x: exact.all_reduce(x, out=x),
+        "broadcast": exact.broadcast,
+        "all_gather": exact.all_gather,
+        "reduce": exact.reduce,
+        "reduce_scatter": exact.reduce_scatter,
+        "gather": exact.gather,
+        "scatter": exact.scatter,
+        "all_to_all": exact.all_to_all,
+    }
+
+
+def _numbers(kind: str, size: int) -> Tensor:
+    """Return what a node hands over in a collective of so many bytes."""
+    n, count = dist.get_world_size(), size // ITEM_BYTES
+    if kind in OF_ALL_PARTS:
+        return torch.zeros(1, count // n, device=wire.device())
+    x = torch.zeros(1, count, device=wire.device())
+    return x.view(1, n, -1) if kind in ("reduce_scatter", "scatter", "all_to_all") else x
+
+
+def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
+    """Return the seconds of a few calls, each as slow as its slowest process, after one that is not timed."""
+
+    def once() -> float:
+        time.sleep(PAUSE_S)
+        dist.barrier()
+        start = time.perf_counter()
+        call(x)
+        _finish()
+        return time.perf_counter() - start
+
+    (trial_s,) = _slowest([once()])
+    times = max(2, min(repeats, int(MOST_S / trial_s)))
+    return _slowest([once() for _ in range(times)])
+
+
+def _slowest(took: Sequence[float]) -> list[float]:
+    """Return the seconds of the slowest process for each of some calls."""
+    both = torch.tensor(took, dtype=torch.float64, device=wire.device())
+    found: list[float] = wire.all_reduce_(both, ReduceOp.MAX).tolist()
+    return found
+
+
+def _message_s() -> float:
+    """Return the seconds in which processes agree on a few bytes: whether to stop, and what the losses are."""
+    between = _wire(dist.get_world_size())
+
+    def both(x: Tensor) -> None:
+        between.agree(False)
+        between.rows(x, range(len(between.placement)))
+
+    return statistics.median(_times(both, torch.zeros(1, 1, device=wire.device()), MESSAGES)) / 2
+
+
 def _hosts() -> list[str]:
     """Return the name of each process's host."""
     name = socket.gethostname().encode()[:NAME_BYTES]
@@ -139,29 +218,20 @@ def _hosts() -> list[str]:
     return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
 
 
-def _cold(count: int) -> dict[str, Callable[[dist.ProcessGroup], Any]]:
-    """Return the collectives whose first time is measured, on `count` numbers."""
+def _first(kind: str, size: int, table: Mapping[int, float]) -> float:
+    """Return the seconds of the largest of a kind, were it the first of its group."""
     n = dist.get_world_size()
-    x = torch.zeros(count, device=wire.device())
-    parts = [torch.zeros(count // n, device=wire.device()) for _ in range(n)]
-    return {
-        "all_reduce": lambda group: dist.all_reduce(x, group=group),
-        "broadcast": lambda group: dist.broadcast(x, 0, group=group),
-        "all_gather": lambda group: dist.all_gather(parts, parts[0].clone(), group=group),
-    }
-
-
-def _first(call: Callable[[dist.ProcessGroup], Any]) -> float:
-    """Return the seconds of a collective that is the first of its group, as slow as its slowest process."""
     with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():
         group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    call, x = _calls(n, group)[kind], _numbers(kind, size)
     dist.barrier()
     start = time.perf_counter()
-    call(group)
+    call(x)
     _finish()
-    took = torch.tensor([time.perf_counter() - start], device=wire.device())
+    (took,) = _slowest([time.perf_counter() - start])
     dist.destroy_process_group(group)
-    return float(wire.all_reduce_(took, ReduceOp.MAX))
+    return table[max(table)] + max(0.0, took - table[min(table)])
 
 
 def _pairs() -> list[list[list[float] | None]]:

@@ -17,7 +17,7 @@ from exogym.errors import ArgumentError
 class Group:
     """Joins the process group; every process of the world makes the same calls."""
 
-    shares_memory, runs_again, is_here = False, False, True
+    shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
 
     def applies(self, options: EngineOptions) -> bool:
         return world_size() > 1

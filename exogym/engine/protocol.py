@@ -18,7 +18,7 @@ class EngineOptions:
     """What an engine is told of a run.
 
     Attributes:
-        num_nodes: N, a row each.
+        num_nodes: rows, one for each node or, where few nodes act at a time, for those.
         processes: how many share the rows; "auto": as many as pay, or as there are.
         device: of this process.
         native: reduce as torch does, instead of in the exact tree.
@@ -61,11 +61,13 @@ class Engine(Protocol):
     Attributes:
         shares_memory: whether all processes are on this machine, and share its memory.
         runs_again: whether `run` may be called again after it failed; else whoever started the processes starts again.
+        keeps_rows: whether a row belongs to one node all along; where not, `Wire.place` may give it to another.
         is_here: whether this process is one of those that hold rows; else what is run is pickled, and so is its result.
     """
 
     shares_memory: bool
     runs_again: bool
+    keeps_rows: bool
     is_here: bool
 
     def applies(self, options: EngineOptions) -> bool:

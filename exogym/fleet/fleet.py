@@ -83,9 +83,9 @@ class Fleet:
     def __init__(
         self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None
     ):
-        self.ranks = list(ranks)
         self.num_nodes = num_nodes
-        self.comm = Communicator(self.ranks, num_nodes, wire)
+        self.comm = Communicator(ranks, num_nodes, wire)
+        self.ranks = self.comm.ranks
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
         self.hidden = hidden_matrices(module)

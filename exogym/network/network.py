@@ -382,7 +382,7 @@ class Network:
         way = event.algorithm if algorithm is None else algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s)
-        return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind) if draw == 0 else 0.0)
+        return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)
 
     def _cost_of_links(self, event: Event) -> Cost:
         """Return what the messages of a mix cost, which go at once; those of a node share its line."""
@@ -442,8 +442,9 @@ class Network:
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
         names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
-        if self._measured(kind, names[0], len(self._members(members))) is not None:
-            names = names[:1]  # what was measured stands for the best that the library has
+        among = len(self._members(members))
+        measured = [name for name in names if self._measured(kind, name, among) is not None]
+        names = measured or names  # what was measured stands for the best that the library has
         if not isinstance(self.links, GroupLinks):
             names = [name for name in names if name != "hierarchical"]
         times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
@@ -458,9 +459,15 @@ class Network:
         bandwidth, latency = self.links.slowest(np.asarray(ids))
         return slow_start_s(payload_bytes, float(bandwidth), float(latency))
 
-    def set_up_s(self, kind: str) -> float:
+    def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
         """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""
-        return 0.0 if self.measurement is None else self.measurement.set_up_s(kind)
+        way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
+        return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
+
+    @property
+    def message_s(self) -> float:
+        """Seconds in which all nodes agree on a few bytes, as far as it was measured."""
+        return 0.0 if self.measurement is None else self.measurement.message_s
 
     def _measured(self, kind: str, way: str, members: int) -> Probes | None:
         return None if self.measurement is None else self.measurement.probes_for(kind, way, members)

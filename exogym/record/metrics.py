@@ -71,7 +71,7 @@ class Evaluator:
     def _batches(self) -> Iterator[Any]:
         left = self.limit
         for node in range(self.stream.num_nodes):
-            count = -(-int(self.stream.examples[node]) // self.stream.batch_size)
+            count = -(-self.stream.length(node) // self.stream.batch_size)
             for batch in self.stream.batches(node, 0, count):
                 if left is None:
                     yield batch

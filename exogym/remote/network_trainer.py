@@ -293,6 +293,7 @@ class NetworkTrainer(Trainer):
                 script, *sys.argv[1:], module=is_module, folder=self.folder,
                 environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
                 save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
+                mirror=results.run_folder_of(self.folder, number) if options.run_dir is None else None,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None

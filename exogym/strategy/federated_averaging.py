@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from exogym.base.rng import numpy_generator
@@ -61,7 +62,7 @@ class AveragingCommunicator(PeriodicModule):
             examples that differ, and buffers that training changes (they would be averaged as they are).
 
     The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
-    theta, else the mean of the rows (of the nodes that are there).
+    theta with the buffers that clients last brought, else the mean of the rows (of the nodes that are there).
     """
 
     weighted_means = True
@@ -127,9 +128,31 @@ class AveragingCommunicator(PeriodicModule):
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
 
+    @property
+    def asks_all_lengths(self) -> bool:
+        return self.local_epochs is not None
+
+    def seats(self, num_nodes: int) -> int | None:
+        clients, island = self._sizes(num_nodes)
+        if island < clients:
+            return None
+        if self.privacy is not None:  # each node by its own chance: never more in practice
+            mean = self.client_fraction * num_nodes
+            return min(num_nodes, math.ceil(mean + 8 * math.sqrt(mean) + 8))
+        return clients if clients < num_nodes else None
+
+    def seated(self, step: int) -> tuple[list[int], list[int]]:
+        if step == 0:
+            return self.clients(0), []
+        round_ = self.round_of(step)
+        return self.clients(round_ + 1), self.clients(round_)
+
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
+        self._drawn: dict[int, list[int]] = {}
         self.weights = example_weights(run, self.weighting)
+        if self.weighting == "examples" and not run.examples.all():
+            self.weights = torch.from_numpy(run.examples)  # which is filled in as nodes are seated
         self.work: np.ndarray | None = None
         if self.local_epochs is not None:
             self.work = self.local_epochs * -(-run.examples // run.batch_size)
@@ -144,6 +167,8 @@ class AveragingCommunicator(PeriodicModule):
             self._check_private(fleet)
         if self.samples:
             self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
+        if self.has_server:
+            self.shared_state |= {f"buffer.{name}": rows[:1].clone() for name, rows in fleet.buffers.items()}
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
@@ -162,6 +187,12 @@ class AveragingCommunicator(PeriodicModule):
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
+        if round_ not in self._drawn:
+            self._drawn = {r: clients for r, clients in self._drawn.items() if abs(r - round_) == 1}
+            self._drawn[round_] = self._draw(n, round_)
+        return self._drawn[round_]
+
+    def _draw(self, n: int, round_: int) -> list[int]:
         if self.privacy is not None:
             chance = numpy_generator(self.run.seed, "private clients", round_).random(n)
             return np.flatnonzero(chance < self.client_fraction).tolist()
@@ -188,6 +219,12 @@ class AveragingCommunicator(PeriodicModule):
         steps[absent] = 0
         return steps
 
+    def weights_among(self, nodes: Sequence[int]) -> Tensor | None:
+        """Return the (N,) weights by examples of a mean over `nodes`; None where they weigh alike."""
+        if self.weights is None or (self.samples and len(set(self.weights[list(nodes)].tolist())) == 1):
+            return None
+        return self.weights
+
     def communicate(self, fleet: Fleet, step: int) -> None:
         round_ = self.round_of(step)
         islands = {tuple(i for i in island if i in fleet.comm.present): island for island in self.islands(round_)}
@@ -197,8 +234,9 @@ class AveragingCommunicator(PeriodicModule):
         if self.privacy is not None and groups:
             theta = [self.shared_state[f"theta.{b}"] for b in range(len(fleet.blocks))]
             self.privacy.clip_rows(fleet, rows_of(fleet, groups[0]), theta)
+        w = self.weights_among([i for group in groups for i in group])
         for block in fleet.blocks if groups else ():
-            x, w = block.params, self.weights
+            x = block.params
             fleet.comm.all_reduce(x, "mean", groups=groups, weights=w, out=x, algorithm=way, expected=expected)
         if groups:
             fleet.synchronise_buffers(groups)
@@ -224,9 +262,11 @@ class AveragingCommunicator(PeriodicModule):
                 block.params[row] = theta[0]
         # theta's buffers; nodes that sit out have no use for their own until they get these
         lost = [i for i in {*clients, *self.clients(round_)} if i not in present]
-        for rows in fleet.buffers.values() if holder else ():
+        for name, rows in fleet.buffers.items() if holder else ():
             theirs = rows[rows_of(fleet, lost)]
-            rows.copy_(fleet.comm.wire.rows(rows, holder).clone())
+            of_server = self.shared_state[f"buffer.{name}"]
+            of_server.copy_(fleet.comm.wire.rows(rows, holder))
+            rows.copy_(of_server.expand_as(rows))
             rows[rows_of(fleet, lost)] = theirs
 
     def figures(self) -> dict[str, float]:
@@ -243,6 +283,9 @@ class AveragingCommunicator(PeriodicModule):
         if not self.has_server:
             return None
         return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
+
+    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
+        return {name: self.shared_state[f"buffer.{name}"][0] for name in fleet.buffers} if self.has_server else None
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):

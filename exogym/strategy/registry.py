@@ -11,6 +11,14 @@ from exogym.strategy.strategy import Strategy
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
 _WORDS = {"none": None, "true": True, "false": False}
+_ELSEWHERE = {  # methods that are an option of another, by the names that papers give them
+    "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
+    "hierarchical_diloco": "diloco:island_size=2:island_H=10", "delayed_nesterov": "async_diloco", "muon": "muloco",
+    "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
+    "fedadam": "fedopt:server_optim=adam", "fedyogi": "fedopt:server_optim=yogi",
+    "fedadagrad": "fedopt:server_optim=adagrad", "ef_signsgd": "signsgd:error_feedback=true", "dpsgd": "gossip",
+    "d_psgd": "gossip", "push_sum": "sgp", "int8": "qreduce:bits=8", "lookahead": "diloco",
+}  # fmt: skip
 
 
 def parse_strategy(text: str, **defaults: Any) -> Strategy:
@@ -34,7 +42,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     name, *parts = (part.strip() for part in text.split(":"))
     name = name.lower()
     if name not in STRATEGIES:
-        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
+        raise unknown(name)
     kind = STRATEGIES[name]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {}
@@ -58,6 +66,22 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         raise ArgumentError(f"strategy {text!r}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"strategy {text!r}: a value is of the wrong kind ({error})") from error
+
+
+def unknown(name: str, *further: str) -> ArgumentError:
+    """Return the error of a strategy's name that is not known, with the one that it has here, or the nearest.
+
+    Args:
+        further: names that are known beside `STRATEGIES`.
+
+    >>> print(unknown("fedadam"))
+    unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here
+    >>> print(unknown("dilco"))
+    unknown strategy 'dilco': did you mean 'diloco'?
+    """
+    here = _ELSEWHERE.get(name.replace("-", "_"))
+    said = nearest(name, [*STRATEGIES, *further]) if here is None else f"it is {here!r} here"
+    return ArgumentError(f"unknown strategy {name!r}: {said}")
 
 
 def table() -> str:

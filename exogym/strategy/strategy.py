@@ -175,6 +175,15 @@ class Strategy:
             f"no formula is known for {type(self).__name__}, which is written for one node: give a Plan of its traffic"
         )
 
+    def seats(self, num_nodes: int) -> int | None:
+        """Return how many of `num_nodes` nodes act in a round at most, where the others need no row; None: all do."""
+        return None
+
+    @property
+    def asks_all_lengths(self) -> bool:
+        """Whether it must know how many examples each node has before any acts."""
+        return False
+
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
         """Return the steps of each round, by module, of modules whose H is a function of the round."""
         return {}

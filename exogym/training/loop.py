@@ -22,6 +22,7 @@ from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError, Stopped
 from exogym.faults import Outages
 from exogym.fleet import Fleet
+from exogym.fleet.seats import Seats
 from exogym.fleet.state import Shared
 from exogym.progress import Progress
 from exogym.record.history import History
@@ -73,7 +74,8 @@ class TrainingLoop:
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before = 0.0
-        self.reports = Reports(observers, fleet.comm, agenda, [] if agenda.save_dir is None else [self._keep])
+        signs = [] if agenda.save_dir is None else [self._keep]
+        self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
         self._segments: Segments | None = None
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
@@ -169,10 +171,10 @@ class TrainingLoop:
             if losses is None:
                 return False
             self.step = last
-            losses = self.wire.rows(losses, range(self.fleet.num_nodes))
+            nodes, values = losses
             if not self.wire.is_hidden:
                 self.reports.stretch(
-                    self.history, (first, last), losses, self.driver.lr, before, self._standing(),
+                    self.history, (first, last), nodes, values, self.driver.lr, before, self._standing(),
                     self.timing is not None,
                 )  # fmt: skip
             self.reports.sent(self.step, before.sent)
@@ -191,7 +193,7 @@ class TrainingLoop:
             self.reports.sent(self.step, before.sent)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
-            for node in range(self.fleet.num_nodes):
+            for node in self.driver.seated:
                 self.history.add_evaluation(self.step, self.epoch, self.timing.values(node), node=node)
         self._call_back(every=False)
         self._log()
@@ -245,9 +247,12 @@ class TrainingLoop:
         return self.model_of(None)
 
     def rows(self) -> list[Tensor]:
-        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded."""
+        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded.
+
+        Where clients are sampled, of those at work: `fleet.comm.present`.
+        """
         self._ask("rows")
-        return [self.wire.rows(block.params, range(self.fleet.num_nodes)) for block in self.fleet.blocks]
+        return [self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks]
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
@@ -256,7 +261,7 @@ class TrainingLoop:
     def model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) vectors and buffers of the averaged (or outer) model, or of one node's, in every process."""
         if node is None:
-            return self.driver.consensus(), self.fleet.average_buffers()
+            return self.driver.consensus(), self.driver.consensus_buffers()
         rows = self.wire.rows
         vectors = [rows(block.params, [node])[0] for block in self.fleet.blocks]
         return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
@@ -374,6 +379,11 @@ class TrainingLoop:
         """Who was away when, where that is not planned but happens."""
         there = self.driver.attendance
         return there.faults if there is not None and isinstance(there.faults, Outages) else None
+
+    @property
+    def seats(self) -> Seats | None:
+        """Who has a row, where there are fewer rows than nodes."""
+        return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
         """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""

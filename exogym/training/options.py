@@ -79,6 +79,7 @@ class FitOptions:
     max_restarts: int = 0
     hang_s: float | None = 600.0
     run_dir: str | Path | None = None
+    client_state_memory: float | None = None
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -154,6 +155,13 @@ class FitOptions:
             if self.weighs_nodes:
                 self.balance.check_speeds(self.num_nodes, "nodes")
                 check_weighted(self.strategy, self.balance.kind)
+        if self.client_state_memory is not None:
+            if not (is_number(self.client_state_memory) and 0 <= self.client_state_memory < math.inf):
+                raise ArgumentError(
+                    f"client_state_memory={self.client_state_memory!r} must be bytes, at least 0, as 2e9"
+                )
+            if self.save_dir is None:
+                raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -22,6 +22,7 @@ from exogym.engine import Engine, EngineOptions, engine_for
 from exogym.engine.protocol import Moved
 from exogym.engine.wire import place
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
+from exogym.fleet.seats import rows_for
 from exogym.progress import notice
 from exogym.training.assembly import Subject, workplace
 from exogym.training.options import FitOptions
@@ -50,9 +51,9 @@ def run_placed(
     found = engine or engine_for(asked)
     if found is None or found.is_here:
         memories = 1 if found is None or found.shares_memory else found.processes(asked)
-        check_rows(subject.model, options.num_nodes, memories, device)
+        check_rows(subject.model, rows_of_run(options, memories, found), memories, device)
     if found is None:  # processes="auto", and nobody else has started others
-        asked = replace(asked, processes=chosen_processes(subject, options, asked))
+        asked = replace(asked, processes=chosen_processes(subject, options, asked, rows_of_run(options, 1)))
         found = engine_for(asked)
     assert found is not None
     dealt, weighed = _dealt(found, asked, options, subject)
@@ -65,6 +66,18 @@ def run_placed(
         return found.run(dealt, functools.partial(_begun, given, found.runs_again, body))
 
     return _restarted(subject.model, weighed, train) if found.runs_again else train(weighed)
+
+
+def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
+    """Return how many rows a run has: N, or fewer where few nodes act at a time and `engine` can seat others in them.
+
+    Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where half the rows
+    or more would be needed.
+    """
+    keeps = (engine is not None and engine.keeps_rows) or options.faults is not None or options.weighs_nodes
+    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(options.num_nodes)
+    rows = options.num_nodes if most is None else processes * rows_for(most, processes)
+    return rows if 2 * rows <= options.num_nodes else options.num_nodes
 
 
 def _begun(options: FitOptions, runs_again: bool, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
@@ -111,7 +124,8 @@ def _dealt(
     engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
     """Return what is asked with the ids of each process, and the options with their speeds where they decided."""
-    balance, nodes, processes = options.balance, options.num_nodes, engine.processes(asked)
+    balance, processes = options.balance, engine.processes(asked)
+    nodes = rows_of_run(options, processes, engine)
     even = replace(asked, placement=place(nodes, processes))
     if balance is None or balance.kind != "nodes" or processes == 1:
         return even, options

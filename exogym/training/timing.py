@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from exogym.fleet.state import Shared
 
 class Timing:
     """Drives a `Clock` with what the nodes of a fleet compute and send.
+
+    On a network that was measured, an all-reduce takes what the run's own takes: the exact one, unless it is native.
 
     Args:
         fleet: its communicator's events are taken into account from here on.
@@ -46,6 +49,7 @@ class Timing:
         self.fleet = fleet
         self.is_measured = step_seconds is None
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
+        self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         self.taken_s = np.zeros(len(fleet))
@@ -59,18 +63,24 @@ class Timing:
         for row, count in steps:
             self.taken_s[row] += taken_s * count / total
 
-    def computed(self, counts: np.ndarray | int) -> None:
-        """All nodes have taken `counts` steps, (N,) or one number, and are about to communicate."""
+    def computed(self, counts: np.ndarray | int, agreements: int = 0) -> None:
+        """All nodes have taken `counts` steps, (N,) or one number, agree so often, and are about to communicate."""
         counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
         if not self.is_measured:
             self.clock.advance(counts)
+            self.clock.agree(agreements)
             return
         mine = torch.from_numpy(self.taken_s.copy())[:, None]
-        taken_s = self.fleet.comm.wire.rows(mine, list(range(self.fleet.num_nodes)))[:, 0].numpy()
+        nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
+        taken_s = np.zeros(self.fleet.num_nodes)
+        taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()
         self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
         self.taken_s[:] = 0
+        self.clock.agree(agreements)
 
     def _hear(self, event: Event) -> None:
+        if self._is_exact and (event.kind, event.algorithm) == ("all_reduce", "ring"):
+            event = replace(event, algorithm="exact")
         self.clock.event(event)
 
     @property

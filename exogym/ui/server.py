@@ -73,7 +73,7 @@ def serve(
         starter = None if forms is None else Starter(folder, forms, allow_code)
         config = uvicorn.Config(
             application(Shelf(folder), host, token, starter), log_level="warning", server_header=False, lifespan="off",
-            ws="none", timeout_graceful_shutdown=1,
+            ws="none", http="h11", loop="asyncio", timeout_graceful_shutdown=1,  # the same whatever else is installed
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
         uvicorn.Server(config).run(sockets=[sock])

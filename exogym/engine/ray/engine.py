@@ -47,7 +47,7 @@ class Ray:
     'spread'
     """
 
-    shares_memory, runs_again, is_here = False, True, False
+    shares_memory, runs_again, keeps_rows, is_here = False, True, False, False
 
     @checked
     def __init__(

@@ -7,6 +7,7 @@ from exogym.reproduce.claim import Cell, Claim
 
 DDP, SINGLE = Cell("ddp"), Cell("single")
 DILOCO = Cell("diloco:H=30:outer_lr=0.7")  # 33 outer rounds in the 1,000 steps of the task
+MODERATE = Cell("diloco:H=30:outer_lr=0.4")
 
 CLAIMS = [
     Claim(
