@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
         "launch",
         "discovery",
         "advise",
+        "cluster",
         "remote",
         "reproduce",
         "runs",
