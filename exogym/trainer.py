@@ -141,6 +141,7 @@ class LocalTrainer(Trainer):
     """
 
     max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
+    spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
 
     @checked
@@ -282,4 +283,5 @@ class LocalTrainer(Trainer):
             loop.run()
         finally:
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            self.spent = loop.spent
             loop.end()
