@@ -1,4 +1,4 @@
-"""The pictures of docs/ui.md are of the page as it is: taken anew, there are as many, with the same elements on them."""
+"""The pictures of docs/ui.md are of the page as it is: taken anew they are as many, with the same elements on them."""
 
 import importlib.util
 import json
