@@ -1,7 +1,8 @@
 """A cluster of Ray's: reached or started, the room that it has, and whether all of it has the same versions.
 
 A cluster that is started here listens on the loopback only, asks for a token (one of its own, but where the script has
-imported Ray before: then Ray's, in ~/.ray), and ends with this process. Who reaches the ports of a cluster of Ray's, and has its token, runs what he likes there.
+imported Ray before: then Ray's, in ~/.ray), and ends with this process. Who reaches the ports of a cluster of Ray's,
+and has its token, runs what he likes there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # where this is 0, Ray take
 STORE_BYTES = 256 * 2**20  # of shared memory on a cluster that is started here: for data sets on their way
 
 _asked: tuple[str | None, Any] | None = None  # what the connection that was made here was asked for
+
+alike: set[str] = set()  # machines of the present connection that are known to have the versions that are here
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
@@ -53,6 +56,7 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
                 "change any more. Leave them out, or call ray.shutdown() before"
             )
         return
+    alike.clear()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "runtime_env": runtime_env and dict(runtime_env)}
     if given is None:
         _start(options)
