@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exogym.cli.agent import PACKAGES
+from exogym.cli.agent import needs_packages
 from exogym.cli.asking import Asker
 from exogym.cli.discover import agents, chosen, described
-from exogym.cli.values import needs_extra
 from exogym.errors import ArgumentError
 from exogym.progress import notice
 from exogym.remote import HostsConfig
@@ -50,7 +49,7 @@ class Finder:
             choices = {READ: f"those of {self.file}: {', '.join(known)}", LOOK: "look for others, too"}
             if self.asker.choose("--hosts", "Which computers?", choices, READ) == READ:
                 return
-        needs_extra("discover", *PACKAGES)
+        needs_packages()
         for one in self._chosen(computers, places):
             if one.address not in self._known():
                 self._pair(one, codes)

@@ -20,9 +20,9 @@ from exogym.cli.asking import Asker, count, pairs
 from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
-from exogym.cli.values import DATASETS, needs_extra
+from exogym.cli.values import DATASETS
 from exogym.cli.watching import Watching
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import Network
 from exogym.remote import HostsConfig, check_hosts
 from exogym.remote.measuring import measure_hosts
@@ -35,6 +35,7 @@ from exogym.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
+LABELS = {"val_wer": "word error rate"}
 FIREWALL = (
     "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
@@ -106,7 +107,7 @@ def wizard(
     proposes strategy, H and batch with the time they should take, and trains after your yes. Every question has an
     option, so all of it runs without a terminal, too; there --yes is the yes.
     """
-    needs_extra("wizard", "questionary")
+    needs("questionary", "wizard")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
@@ -353,7 +354,7 @@ def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
     rows = [row for row in history.rows(node=None) if row["val_loss"] is not None]
     for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
         if rows[0][name] is not None and rows[-1].get(name) is not None:
-            label = name.removeprefix("val_").replace("_", " ")
+            label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))
             console.print(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after", markup=False)
     if taken is not None:
         console.print(str(taken), markup=False, soft_wrap=True)
