@@ -44,7 +44,7 @@ class Paired:
 
 
 def pair(address: str, port: int, code: str, public_key: str, *, name: str | None = None) -> Paired:
-    """Pair with the agent at `address`, an IP address or a name, which shows `code`; afterwards who has `public_key` may log in there.
+    """Pair with the agent at `address`, which shows `code`; afterwards who has `public_key` may log in there.
 
     Raises:
         ArgumentError: `code` is none.
