@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from slurm import slurm
 from exogym.cli import main
 from exogym.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
 from exogym.cluster.yaml import document
+from exogym.communicator import Wire
 from exogym.errors import ArgumentError
+from exogym.training.interrupt import ONCE, Interrupt
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = [
@@ -66,6 +69,18 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     )
     assert current == str(folder) and len(secret) == 64
     assert not list(tmp_path.rglob("owned"))
+
+
+def test_sigterm_twice_in_a_job_is_sigterm_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM sends it to launcher and rank, and the launcher to the rank."""
+    assert f"{ONCE}=1" in job_script(SlurmJob("a.py"))
+    monkeypatch.setenv(ONCE, "1")
+    with Interrupt(Wire([0]), [signal.SIGINT, signal.SIGTERM]) as interrupt:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupt.received is signal.SIGTERM and interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # Ctrl-C still acts at once
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
