@@ -186,5 +186,18 @@ assert "no room for 1 process of 1 CPU, 1 GPU each" in found, found
 found = refused(engine="ray", device="cpu", processes=5)
 assert "every process needs a node" in found, found
 assert fingerprint(trained(engine=Ray(placement="spread")).model) == fingerprint(trained().model)
+
+from exogym.cli import main
+from exogym.sweep import sweep
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
+
+asked = dict(steps=10, seeds=2, nodes=2)
+here, there = sweep("digits", {"H": [2, 5]}, out="here", **asked), "there"
+words = ["sweep", "--dataset", "digits", "--sweep", "H=2,5", "--steps", "10", "--seeds", "2", "--nodes", "2"]
+assert main([*words, "--engine", "ray", "--out", there]) == 0
+assert Path("there/summary.csv").read_text() == Path("here/summary.csv").read_text()
+assert files("there") == files("here"), files("there") ^ files("here")
 print("all is well")
 """
