@@ -4,6 +4,7 @@ A process of Ray's takes seconds to start, so one script holds what the short te
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,23 @@ def test_the_example_on_three_raylets(tmp_path: Path, what: str) -> None:
     assert expected[what] in said, said
     simulated, away = ((tmp_path / f"{name}.safetensors").read_bytes() for name in ("simulated", "away"))
     assert simulated == away
+
+
+@pytest.mark.slow
+def test_the_page_word_for_word(tmp_path: Path) -> None:
+    """Its commands on a cluster started here; the example is cut short."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", page.split("## Ray\n")[1].split("## SLURM\n")[0], re.S)
+    install, example, sweep = "".join(blocks).splitlines()
+    assert install == "pip install 'exogym[ray]'"
+    assert example.startswith("python run/nanogpt_diloco.py ") and sweep.startswith("exogym sweep ")
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
+    ended(nanogpt(tmp_path, environment, "--max_steps", "10", *example.split()[2:]))
+    assert list((tmp_path / "runs" / "gpt").glob("step_*"))
+    given = environment | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "exogym", *sweep.split()[1:]]
+    subprocess.run(words, cwd=tmp_path, env=given, check=True, capture_output=True)
+    assert len(list((tmp_path / "runs" / "on_ray").glob("*/outcome.json"))) == 6
 
 
 @pytest.mark.slow
