@@ -10,9 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raylets import raylets
+from torch.nn.functional import mse_loss
+
+from exogym import LocalTrainer, NetworkTrainer
+from exogym.engine import Ray
+from exogym.errors import ArgumentError
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
 
 pytest.importorskip("ray")
 
@@ -25,7 +33,7 @@ import os, signal, sys, threading
 from pathlib import Path
 import torch
 from exogym import LocalTrainer
-from exogym.callbacks import Every
+from exogym.callbacks import Every, WeightAverage
 from exogym.engine import Ray
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.strategy import DiLoCoStrategy
@@ -70,6 +78,37 @@ def test_a_cluster_started_here(tmp_path: Path) -> None:
     assert "starting again from the last checkpoint (1 of 1)" in said
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"engine": "rai"}, "did you mean 'ray'"), ({"engine": 3}, "must be 'ray'"),
+        ({"cpus_per_process": 2}, "give engine='ray'"), ({"engine": "ray", "cpus_per_process": 0}, "at least 1"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused(wrong: dict[str, Any], said: str) -> None:
+    model, data = small_problem()
+    with pytest.raises(ArgumentError, match=said):
+        LocalTrainer(model, data, loss_fn=mse_loss).fit(DiLoCoStrategy(H=4), num_nodes=2, max_steps=2, **wrong)
+
+
+def test_hosts_of_a_file_are_not_ray() -> None:
+    model, data = small_problem()
+    with pytest.raises(ArgumentError, match="give it to LocalTrainer, without a hosts file"):
+        NetworkTrainer({"master": "localhost"}, model, data).fit(DiLoCoStrategy(H=4), max_steps=2, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"adress": "auto"}, "did you mean 'address'"), ({"address": ""}, "host:port"), ({"address": 1}, "host:port"),
+        ({"placement": "near"}, "is not one of 'pack', 'spread'"), ({"runtime_env": "."}, "must be a dict"),
+    ],
+)  # fmt: skip
+def test_clusters_that_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Ray(**wrong)
+
+
 LOCAL = """
 class Falls:
     '''Ends its process the hard way, once.'''
@@ -82,11 +121,15 @@ class Falls:
 def torn(loop):
     raise ExoGymError("torn on purpose")
 
-simulated = trained()
-away = trained(engine="ray", save_dir="kept", checkpoint_interval=4, max_restarts=1, callbacks=[Every(4, Falls())])
+expected, mean = (WeightAverage(decay=0.5) for _ in range(2))
+simulated = trained(callbacks=[expected])
+kept = dict(save_dir="kept", checkpoint_interval=4, max_restarts=1)
+away = trained(engine="ray", callbacks=[Every(4, Falls()), mean], **kept)
 assert Path("fell").exists()
 assert fingerprint(away.model) == fingerprint(simulated.model)
 assert away.traffic == simulated.traffic
+for name, x in expected.state().items():
+    assert mean.state()[name].equal(x), name
 losses = simulated.history.column("train_loss")[1]
 assert away.history.column("train_loss")[1].tolist() == losses.tolist()
 
