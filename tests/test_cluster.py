@@ -34,7 +34,7 @@ HOSTILE = [
 
 FAKE_SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
-SLURM_PROCID=1 exec "$@"
+SLURM_PROCID=1 SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 exec "$@"
 """
 FAKE_PYTHON = """#!/usr/bin/env python3
 import json, os, sys
@@ -50,7 +50,7 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     programs.mkdir()
     python = programs / "py'thon $x"
     for path, text in {
-        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN, programs / "scontrol": "#!/bin/sh\necho n1\n",
+        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN,
     }.items():  # fmt: skip
         path.write_text(text)
         path.chmod(0o755)
@@ -58,14 +58,14 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text(job_script(job))
     given = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen.json")}
-    given |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}
     done = subprocess.run(["bash", str(path)], env=given, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     words, current, secret = json.loads((tmp_path / "seen.json").read_text())
     at = words.index("--")
     assert words[at + 1 :] == ["./-m.py", *HOSTILE]
     assert " ".join(words[:at]) == (
-        "-m exogym.launch --node_rank 1 --nnodes 2 --nproc_per_node 1 --master_addr n1 --master_port 20007"
+        "-m exogym.launch --node_rank 1 --master_addr 10.0.0.1 --nnodes 2 --nproc_per_node 1 --master_port 20007"
     )
     assert current == str(folder) and len(secret) == 64
     assert not list(tmp_path.rglob("owned"))
