@@ -187,12 +187,12 @@ def test_the_image_is_built_from_the_wheel(tmp_path: Path) -> None:
 # A real SLURM
 
 TEXT = "\n\n".join(f"ANN:\nThe {i} bells of number {i * i} ring." for i in range(400))
-SHORT = "--num_nodes 4 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0 --max_steps 1200"
+SHORT = "--num_nodes 4 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0 --max_steps 800"
 
 
 @pytest.mark.slow
-def test_a_job_is_preempted_and_ends_in_the_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Preempted by a partition of higher priority, started again, told to save before its limit, started again."""
+def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """It is told that its limit is near, and started again; then preempted by a better one, and started again."""
     (tmp_path / "tinyshakespeare.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "slurm").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -202,23 +202,30 @@ def test_a_job_is_preempted_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
     subprocess.run([sys.executable, *words, "--save", "alone.safetensors"], check=True, capture_output=True)
     with slurm(tmp_path / "slurm") as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-        asked = ["cluster", "slurm", "--nodes", "2", "--time", "2", "--before", "60", "--submit"]
+        asked = ["cluster", "slurm", "--nodes", "2", "--time", "30", "--submit"]
         assert main([*asked, "--partition", "nowhere", *words]) == 2
         assert "invalid partition" in capsys.readouterr().err
         assert main([*asked, "--partition", "low", *words, "--checkpoints", "kept", "--save", "away.safetensors"]) == 0
         job = capsys.readouterr().out.split()[-1]
-        cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
-        cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
 
         def state() -> dict[str, str]:
             assert main(["cluster", "status", job]) == 0
             return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
 
+        def log() -> str:
+            return Path(f"exogym-{job}.log").read_text() if Path(f"exogym-{job}.log").exists() else ""
+
+        cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
+        cluster.run("scancel", "--batch", "--signal=USR1", job)  # as SLURM does before the limit
+        cluster.wait(lambda: "is to be started again" in log(), "the job to notice")
+        assert "stopped by SIGTERM after step" in log(), log()
+        cluster.wait(lambda: "going on from step" in log(), "the job to go on")
+        assert cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
         cluster.wait(lambda: state()["state"] in ("COMPLETED", "FAILED"), "the job to end")
-        assert state()["state"] == "COMPLETED", Path(f"exogym-{job}.log").read_text()
-        assert int(state()["restarts"]) >= 1
-        assert main(["cluster", "logs", job]) == 0
-        assert "going on from step" in capsys.readouterr().out
+        assert state()["state"] == "COMPLETED", log()
+        assert state()["restarts"] == "2"
+        assert main(["cluster", "logs", job, "--lines", "100000"]) == 0
+        assert capsys.readouterr().out.count("going on from step") == 2
         assert main(["cluster", "cancel", "999999"]) == 2
     assert Path("away.safetensors").read_bytes() == Path("alone.safetensors").read_bytes()
 
