@@ -19,7 +19,7 @@ from exogym.balance import Balance
 from exogym.base.devices import OneThread, resolve_device
 from exogym.base.rng import preserved_state
 from exogym.callbacks import Callback
-from exogym.clock import Clock
+from exogym.clock import TIMELINE, Clock, save_spans
 from exogym.communicator import Wire
 from exogym.compute.memory import check_rows
 from exogym.data.partition import Partitioner
@@ -32,7 +32,7 @@ from exogym.record.history import History
 from exogym.record.metrics import Metric
 from exogym.strategy.strategy import Strategy
 from exogym.training.assembly import Subject, assemble
-from exogym.training.options import FitOptions, option_names
+from exogym.training.options import FitOptions, asked_to_go_on, option_names
 from exogym.training.placement import run_placed
 
 
@@ -232,7 +232,7 @@ class LocalTrainer(Trainer):
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
                 measured here.
-            timeline: keep what each node did when, in `trainer.clock.spans`.
+            timeline: keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).
             log_interval: steps between records.
@@ -269,6 +269,7 @@ class LocalTrainer(Trainer):
         `engine="ray"` both are as they were before.
         """
         given = locals()
+        given["resume"] = asked_to_go_on(given)
         options = FitOptions(**{name: given[name] for name in option_names()})
         self._place(options)
         return self.model
@@ -320,6 +321,8 @@ class LocalTrainer(Trainer):
             loop.run()
         finally:
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            if options.timeline and options.run_dir is not None and wire.is_main and self.clock is not None:
+                save_spans(self.clock, Path(options.run_dir) / TIMELINE)
             loop.end()
 
 

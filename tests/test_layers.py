@@ -34,6 +34,7 @@ FLOORS: list[set[str]] = [
         "runs",
         "sweep",
         "ui",
+        "wizard",
     },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself

@@ -26,6 +26,7 @@ from exogym.cli.runs import app as runs_app
 from exogym.cli.sweep import sweep as sweep_command
 from exogym.cli.ui import ui as ui_command
 from exogym.cli.values import INTERRUPTED
+from exogym.cli.wizard import wizard as wizard_command
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
 
@@ -46,6 +47,7 @@ app.command("ui")(ui_command)
 app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)
+app.command("wizard")(wizard_command)
 app.command("agent")(agent_command)
 app.command("discover")(discover_command)
 app.add_typer(runs_app, name="runs")

@@ -47,6 +47,7 @@ def pair(address: str, port: int, code: str, public_key: str, *, name: str | Non
     """Pair with the agent at `address`, which shows `code`; afterwards who has `public_key` may log in there.
 
     Raises:
+        ArgumentError: `code` is none.
         PairingError: the codes differ, somebody stood between, or the agent could not; the message says what to do.
     """
     code = typed_code(code)

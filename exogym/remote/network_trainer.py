@@ -140,6 +140,7 @@ class NetworkTrainer(Trainer):
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
         run_dir: str | Path | None = None,
+        client_state_memory: float | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.

@@ -54,7 +54,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
             raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {nearest(option, known)}")
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
-        given[option] = _value(value)
+        given[option] = value_of(value)
     if "inner_lr" in given:
         defaults.pop("lr", None)
     if "outer_optim" in given:
@@ -96,7 +96,8 @@ def table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """Return the whole number, number, `true`, `false` or `none` that a text stands for, or else the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for read in (int, float):

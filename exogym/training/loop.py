@@ -315,6 +315,8 @@ class TrainingLoop:
         self.history.add_evaluation(self.step, self.epoch, values)
         self.observers.beat(self.step, {k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
+        if self.timing is not None:
+            self._tell("clock", **self.timing.parts())
 
     def _call_back(self, every: bool = True) -> None:
         due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
