@@ -200,7 +200,7 @@ class TrainingLoop:
         self._log()
         return True
 
-    def _advance(self, first: int, last: int) -> Tensor | None:
+    def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Take a stretch, and note the time: all of it, and this process's own, without the wire."""
         start, waited_s = time.perf_counter(), self.wire.waited_s
         losses = self.driver.advance(first, last)
