@@ -108,7 +108,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def checked(function: F) -> F:
     """Refuse unknown keyword arguments of `function` with the nearest real name.
 
-    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described.
+    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described; and
+    what the class says in `not_taken`, a dict, of an argument that others of its kind take is said instead of a name.
 
     Raises:
         ArgumentError: an argument that `function` does not take, or one it needs that is missing.
@@ -128,7 +129,8 @@ def checked(function: F) -> F:
         for name in kwargs:
             if name not in signature.parameters:
                 where = function.__qualname__.removesuffix(".__init__")
-                raise ArgumentError(f"{where}() has no argument {name!r}: {nearest(name, names)}")
+                known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
+                raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

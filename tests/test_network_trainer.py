@@ -401,7 +401,11 @@ def test_what_is_sent_to_hosts_runs_on_an_older_python() -> None:
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         strange = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-        assert strange <= {"exogym.remote.onhost.interfaces", "torch"}  # torch: only to ask it for its devices
+        assert strange <= {
+            "exogym.remote.onhost.interfaces",
+            "exogym.remote.onhost.health",
+            "torch",
+        }  # torch: only to ask it for its devices
 
 
 def test_a_folder_too_large_for_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

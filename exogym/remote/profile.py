@@ -35,6 +35,7 @@ from exogym.tasks import Task, load_task
 
 PREFIX = "distributed:"
 DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
+EVALUATIONS = 10  # of a run, beside the one at its start
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,17 @@ class Profile:
         with rng.preserved_state(cpu):
             rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
             return made[0](), made[1], made[2], None
+
+    def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
+        """Return what `NetworkTrainer.fit` is given beside the strategy; `evaluates`: there is a validation set."""
+        steps = self.steps or (task.steps if task else DEFAULT_STEPS)
+        return {
+            "num_nodes": self.nodes, "max_steps": steps,
+            "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
+            "balance": self.balance, "partitioner": task.partitioner if task else None,
+            "val_interval": max(1, steps // EVALUATIONS) if evaluates else None, "save_dir": self.save_dir,
+            "checkpoint_interval": self.checkpoint_interval, "max_restarts": self.max_restarts, "resume": self.resume,
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
