@@ -219,8 +219,8 @@ def whisper_task(
     """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
     `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
-    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held out at
-    most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
+    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
+    out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
     """
     from exogym.data.speech import find_speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
