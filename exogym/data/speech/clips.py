@@ -258,8 +258,9 @@ def find_speech(
     if data is not None:
         return speech(data, encode, window_s=window_s)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
-    for place in filter(None, (os.environ.get("EXOGYM_DATA"), cache)):
-        if (folder := Path(place).expanduser() / "speech").is_dir():
+    given = os.environ.get("EXOGYM_DATA")
+    for place in ([Path(given).expanduser()] if given else []) + [cache]:
+        if (folder := place / "speech").is_dir():
             return speech(folder, encode, window_s=window_s)
     train, val = lines_of_shakespeare(lines, held_out)
     read = speech({"train": spoken(train), "validation": spoken(val)}, encode, window_s=window_s)
