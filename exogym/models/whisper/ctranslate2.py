@@ -35,7 +35,7 @@ from torch import Tensor
 from exogym.errors import DataError
 
 VERSION, KIND = 6, "WhisperSpec"
-TYPES: dict[int, np.dtype[Any]] = {
+TYPES: dict[int, np.dtype[Any]] = {i: np.dtype(t) for i, t in enumerate(("<f4", "i1", "<i2", "<i4", "<f2"))}
     0: np.dtype("<f4"),
     1: np.dtype("i1"),
     2: np.dtype("<i2"),
