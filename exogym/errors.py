@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import signal
 import sys
@@ -166,3 +167,23 @@ def check_count(name: str, given: Any, least: int = 1) -> None:
     """Raise ArgumentError unless `given` is a whole number of at least `least`."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}")
+
+
+def needs(module: str, extra: str | None = None) -> Any:
+    """Return a module of an optional package.
+
+    Raises:
+        ExoGymError: it is not installed; the message names the extra that brings it, if one does.
+
+    >>> needs("surely_not_installed", "whisper")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ExoGymError: this needs surely_not_installed, which is not installed: pip install 'exogym[whisper]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        remedy = module if extra is None else f"'exogym[{extra}]'"
+        raise ExoGymError(f"this needs {module}, which is not installed: pip install {remedy}") from None

@@ -75,7 +75,8 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     """Federated averaging of normalised changes.
 
     Args:
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`; without
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`; without
             `local_steps` or `local_epochs` (or slow nodes) all take the same number of steps, and it is FedAvg.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; for plain SGD.
 
@@ -106,10 +107,14 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         super().__init__(
             inner_optim, [EqualisedWork(average), average], lr=lr, inner_lr=inner_lr, max_norm=max_norm,

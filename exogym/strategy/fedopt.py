@@ -129,7 +129,8 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         tau: the smaller, the more adaptive; 1e-3.
         initial_v: v before the first round; tau^2.
         bias_correction: of adam and yogi, as `torch.optim.Adam`.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy: as `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
 
     The evaluation model is theta.
@@ -171,10 +172,14 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         server = ServerStep(average, server_optim, server_lr, beta1, beta2, tau, initial_v, bias_correction)
         super().__init__(

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from exogym.clock import Clock
+from exogym.clock.clock import PARTS
+from exogym.clock.timeline import MOST_NODES
 from exogym.communicator import Event
 from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
@@ -87,6 +89,10 @@ class Timing:
     def time_s(self) -> float:
         """Predicted seconds until the last node is done with what happened so far."""
         return float(self.clock.time_s.max())
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the seconds that each node, of the first 64, has spent so far: computing, waiting, sending, down."""
+        return {part: self.clock.seconds(part)[:MOST_NODES].round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
         """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""
