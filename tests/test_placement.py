@@ -572,7 +572,7 @@ def test_a_fork_leaves_the_callers_garbage_alone(tmp_path, made_in_the_fork):
 class InAThread:
     """An engine of one's own: all rows in a thread of this process. It is this class, and an entry in the list."""
 
-    shares_memory, runs_again = True, True
+    shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
     def __init__(self):
         self.ran = 0

@@ -46,8 +46,8 @@ DEFAULT_STRATEGIES = (
     "sparta:p_sparta=0.005",
     "sparta_diloco:H=100:p_sparta=0.005",
     "async_diloco:H=100:dylu=true",
-    "streaming:H=100",
-    "eager:H=100",
+    "streaming_diloco:H=100:fragment_sync_delay=1:bits=4",
+    "diloco:H=100:eager=true",
 )
 # What collectives took over what was predicted of them, by formula and from probes: on links that others measured
 # (docs/predictions.md), warm ones
@@ -67,10 +67,10 @@ class Row:
         speedup: examples per second over those of the fastest node alone.
         goodput: share of its time that a node spends on computing what is kept, with failures; None without.
         speedup_range: least and most of it, if collectives take as much more or less as `SPREAD` says.
-        couples_every: steps after which all of the model has been exchanged once.
+        couples_every: steps after which all of the model has been exchanged once, and has arrived.
         algorithms: how each collective is carried out.
         meets_target: whether the slowest node computes for the target share of its time.
-        can_train: False where only the formula is known.
+        can_train: False of a `Plan` that says so: there is only the formula.
         simulated_steps, final_loss: steps of a simulation and its validation loss; None where there was none.
         target_s: predicted seconds until the simulation came to the target loss; None where it did not.
     """
@@ -144,7 +144,7 @@ class Advice:
             lines.append(f"its speed-up over one node: {best.speedup:.3g}, likely from {least:.3g} to {most:.3g}")
         lines += ["assumed:", *(f"- {a}" for a in self.assumptions)]
         if any(not row.can_train for row in self.rows):
-            lines.append("- † not ranked: known by its formula alone, no strategy of that name can be trained here")
+            lines.append("- † not ranked: a formula alone, which cannot be trained here")
         return lines
 
     def __str__(self) -> str:
@@ -195,8 +195,7 @@ def advise(
         speeds: of the nodes, over 0, where step_seconds is not a `StepTime`; 0.5 takes twice as long.
         flops: of a step of a node instead, from which `device` and `device_utilisation` make seconds.
         bytes_per_element: b on the wire: 4 for fp32, 2 for bf16.
-        strategies: text as on the command line ("diloco:H=20"), also "streaming:H=100:fragments=8:bits=4:overlap=1"
-            and "eager:H=100"; strategies; or `Plan`s of your own.
+        strategies: text as on the command line ("diloco:H=20"); strategies; or `Plan`s of your own.
         target_utilisation: share of its time that the slowest node must compute for a strategy to be good enough, over
             0 and up to 1.
         algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
@@ -289,7 +288,7 @@ def _assumptions(
         f"{num_nodes} nodes, {parameters:.4g} parameters of {b:g} bytes on the wire, {network!r}",
         f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; packing and adding up take no time",
         f"each collective by {how}; links are full duplex and carry nothing else",
-        "gradients are sent after the whole backward pass; only streaming and eager overlap with computation",
+        "gradients are sent after the whole backward pass; only averages that come late overlap with computation",
         "buffers (BatchNorm's) and the last synchronisation are left out",
         "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
     ]

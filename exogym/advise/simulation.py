@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from exogym.advise.plans import FORMULA_ONLY, plan_of
+from exogym.advise.plans import plan_of
 from exogym.advise.prediction import DEFAULT_STRATEGIES, Advice, Row, advise
 from exogym.compare import Standing, compare, measured_step_s, split_strategies
 from exogym.compare.comparison import Comparison
@@ -70,15 +70,11 @@ def simulate(
     )
     check_timed(network, step_seconds, speeds, target_loss, timeline=False)
     plans = _plans(task, setting, strategies)
-    slow = [
-        p.name
-        for p in plans
-        if p.can_train and min((t.every_steps for t in p.traffic), default=math.inf) * ROUNDS > setting.steps
-    ]
-    trained = [plan.name for plan in plans if plan.can_train and plan.name not in slow]
+    slow = [p.name for p in plans if min((t.every_steps for t in p.traffic), default=math.inf) * ROUNDS > setting.steps]
+    trained = [plan.name for plan in plans if plan.name not in slow]
     if not trained:
         raise ArgumentError(
-            f"none of strategies={','.join(plan.name for plan in plans)!r} can be trained and communicates twice in "
+            f"none of strategies={','.join(plan.name for plan in plans)!r} communicates twice in "
             f"steps={setting.steps}: name others, or give more steps"
         )
     forecast = forecast_of(
@@ -124,9 +120,6 @@ def _plans(task: Task, setting: Setting, strategies: str | Sequence[str]) -> lis
     """Return what each strategy sends, with the task's own values where its text leaves them open."""
     size, plans = parameters_of(task), []
     for text in split_strategies(strategies):
-        if text.partition(":")[0].lower() in FORMULA_ONLY:
-            plans.append(plan_of(text, size, setting.nodes))
-            continue
         (entry,) = entries_of([text], setting).values()
         if entry.alone:
             raise ArgumentError(f"strategies: {text!r} sends nothing, so there is nothing to advise: leave it out")
@@ -147,7 +140,7 @@ def _with_losses(
 
     rows = sorted(
         map(joined, advice.rows),
-        key=lambda row: (row.target_s is None, not row.can_train, row.target_s or row.seconds_per_step),
+        key=lambda row: (row.target_s is None, row.target_s or row.seconds_per_step),
     )
     target = f"a validation loss of {result.target_loss:.4g} ({result.description['forecast']['target']})"
     best, because = rows[0], f"it came first to {target}"

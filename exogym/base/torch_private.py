@@ -190,3 +190,16 @@ def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
         return None
     exitcode, local_rank, pid = record.args[:3]
     return int(str(local_rank)), int(str(pid)), int(str(exitcode))
+
+
+# Graphs
+
+
+def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+    """Return `function` as a graph of torch's operations on tensors like `inputs` (nested), backward passes included.
+
+    Nothing is computed: what asks a tensor for its numbers is an error. Tensors that are no inputs become constants.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)

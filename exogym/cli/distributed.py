@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +18,11 @@ from exogym.network import Network
 from exogym.progress import notice
 from exogym.remote import HostsConfig, SSHLauncher
 from exogym.remote.measuring import MEASURED_FILE
-from exogym.remote.profile import load_profile
+from exogym.remote.profile import Profile, load_profile
 from exogym.remote.results import bring, bring_run, description_of, history_of, names, write_seen
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
+
+JOB = "exogym.remote.job"
 
 
 def distributed_train(
@@ -51,34 +55,62 @@ def distributed_train(
     if run.nodes is not None and run.nodes < known.slots:
         raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
     expected = _measurement_of(known, network)
-    launcher = SSHLauncher(
-        known, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries
-    )
-    words = json.dumps(run.as_dict())
     if dry_run:
-        launcher.launch("exogym.remote.job", words, module=True, save_dir=run.save_dir, dry_run=True)
+        launcher_of(run, known, sync).launch(
+            JOB, json.dumps(run.as_dict()), module=True, save_dir=run.save_dir, dry_run=True
+        )
         return
-    folder = new_folder(Path(RUNS).absolute(), profile.replace("/", "-"))
+    folder = train(profile, run, known, sync)
+    description = description_of(folder, 1)
+    if expected is not None and "plan" in description:
+        print(held_against(expected, description, description["seen"]["step_s"]))
+    elif expected is None and (folder / MEASURED_FILE).exists():
+        print(f"nothing was predicted: exogym doctor --hosts {file} --measure, before a run, writes {MEASURED_FILE}")
+
+
+def launcher_of(run: Profile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
+    return SSHLauncher(
+        hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries, echo=echo
+    )
+
+
+def train(
+    name: str,
+    run: Profile,
+    hosts: HostsConfig,
+    sync: bool,
+    watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,
+) -> Path:
+    """Train a profile on hosts, from the current folder; return the new folder in runs/ with the results.
+
+    Args:
+        watching: entered with that folder while it trains, instead of printing what the ranks print.
+
+    Raises:
+        typer.Exit: a host failed; with its exit status.
+    """
+    launcher = launcher_of(run, hosts, sync, echo=watching is None)
+    folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
     (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
-    code = launcher.launch(
-        "exogym.remote.job", words, module=True, folder=folder, save_dir=run.save_dir,
-        environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
-    )  # fmt: skip
+    with contextlib.nullcontext() if watching is None else watching(folder):
+        code = launcher.launch(
+            JOB, json.dumps(run.as_dict()), module=True, folder=folder, mirror=folder, save_dir=run.save_dir,
+            environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
+        )  # fmt: skip
     bring_run(launcher, folder, 1)
     if code:
+        if watching is not None:
+            notice(f"{launcher.first_failure or f'the run ended with exit code {code}'}; logs in {folder}")
         raise typer.Exit(code)
     bring(launcher, folder, 1)
-    history, description = history_of(folder, 1), description_of(folder, 1)
-    seen = write_seen(folder, description, known.addresses)
+    history = history_of(folder, 1)
+    seen = write_seen(folder, description_of(folder, 1), hosts.addresses)
     history.to_csv(folder / "history.csv")
     last = next((row for row in reversed(history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
     files = [names(1)[0], "history.csv", *([] if seen is None else [seen.name]), "logs of all ranks"]
     print(f"{quality}written to {folder}/: {', '.join(files)}")
-    if expected is not None and "plan" in description:
-        print(held_against(expected, description, description["seen"]["step_s"]))
-    elif expected is None and seen is not None:
-        print(f"nothing was predicted: exogym doctor --hosts {file} --measure, before a run, writes {MEASURED_FILE}")
+    return folder
 
 
 def _measurement_of(hosts: HostsConfig, file: Path | None) -> Network | None:

@@ -10,7 +10,7 @@ import sys
 from exogym.errors import ArgumentError, check_choice
 
 INTERRUPTED = 130  # exit status after Ctrl-C
-DATASETS = ("digits", "mnist", "shakespeare", "cifar10")
+DATASETS = ("digits", "mnist", "shakespeare", "cifar10", "whisper")
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 

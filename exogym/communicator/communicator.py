@@ -46,9 +46,9 @@ class Communicator:
     """
 
     def __init__(self, ranks: Sequence[int], num_nodes: int, wire: Wire | None = None):
-        self.ranks = list(ranks)
+        self.wire = wire or Wire(ranks)
+        self.ranks = self.wire.ranks
         self.num_nodes = num_nodes
-        self.wire = wire or Wire(self.ranks)
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self.weights: Tensor | None = None
@@ -531,7 +531,7 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
-    mine = weights.double()[list(group)]
+    mine = weights[list(group)].double()
     total = mine.sum()
     if not (total > 0 and bool((mine >= 0).all())):
         raise ArgumentError(

@@ -88,11 +88,12 @@ class Wire:
     Every process of a run makes the same calls in the same order; the main one holds the first rows.
 
     Args:
-        ranks: global ids of the rows here, ascending.
+        ranks: global ids of the rows here, of row 0 first.
         native: reduce by torch's own sums, each process its rows and then all together, instead of the exact tree.
 
     Attributes:
         placement: the ids of each process; `process`: which of them this is, 0 being the main one.
+        owner: the process of each id.
         shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
             this run alone; else each is a script's own, and somebody may look at what it comes to.
         overlaps: whether `begin` sums while the caller goes on.
@@ -105,8 +106,19 @@ class Wire:
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
         self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
+        self.owner = dict.fromkeys(self.ranks, 0)
         self.native = native
         self.placement = [self.ranks]
+
+    def place(self, placement: Sequence[Sequence[int]]) -> None:
+        """From now on rows belong to these ids, of row 0 first, in each process; as many as before.
+
+        `ranks` stays the list that it is, so that those who hold it see the change.
+        """
+        self.placement = [list(ids) for ids in placement]
+        self.ranks[:] = self.placement[self.process]
+        self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
+        self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
 
     @property
     def is_main(self) -> bool:

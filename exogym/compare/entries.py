@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from exogym.compare.comparison import SINGLE
-from exogym.errors import ArgumentError, check_count, nearest
-from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
 from exogym.strategy.strategy import Inner, Strategy
 from exogym.tasks import Task
 
@@ -34,6 +34,11 @@ class Setting:
     max_norm: float | None
     H: int
     outer_lr: float | None
+    outer_momentum: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields; without the outer momentum where it is the strategies' own, as comparisons began."""
+        return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
 
     def val_interval(self, val_examples: int) -> int:
         """Return the steps between evaluations on `val_examples`."""
@@ -113,8 +118,8 @@ def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:
 def _parse(text: str, defaults: dict[str, Any]) -> Entry:
     name, colon, options = text.partition(":")
     name = name.strip().lower()
-    if name not in (known := {SINGLE, *STRATEGIES}):
-        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, known)}")
+    if name not in (SINGLE, *STRATEGIES):
+        raise unknown(name, SINGLE)
     alone = name == SINGLE
     title = "one node alone" if alone else STRATEGIES[name].title or name
     title += f" ({options.replace(':', ', ')})" if options else ""

@@ -42,9 +42,7 @@ class Loop:
     ):
         self.worker, self.inner, self.watch, self.fleet = worker, inner, watch, worker.fleet
         self.taken = np.zeros(len(self.fleet), dtype=np.int64)
-        self.nodes = [
-            TrainNode(rank, row, worker, stream, inner, watch, self.taken) for row, rank in enumerate(self.fleet.ranks)
-        ]
+        self.nodes = [TrainNode(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
         self.overflowed, self.spoilt = False, list[int]()
         if inner is not None:
             self.fleet.state.register("optimizer", inner)
@@ -58,7 +56,8 @@ class Loop:
         for span in spans:
             if may_stop and self.worker.should_stop():
                 return
-            losses.add(span.row, span.columns, self.nodes[span.row].train(len(span.columns), span.at, may_stop))
+            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
+            losses.add(span.row, span.columns, taken)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         for block in self.fleet.blocks:

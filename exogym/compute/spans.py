@@ -22,11 +22,13 @@ class Span:
         row: here.
         columns: (K,) the column of `Losses` into which the loss of each of the K steps falls.
         at: (K,) steps that the learning rate of each follows; None: the row's own count.
+        source: whose batches they are, and the step there of the first; None: the row's own.
     """
 
     row: int
     columns: Sequence[int] | np.ndarray
     at: np.ndarray | None = None
+    source: tuple[int, int] | None = None
 
 
 class Losses(Stateful):

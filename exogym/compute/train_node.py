@@ -19,20 +19,26 @@ class TrainNode:
     """One node: its row of the fleet, its share of the data, its optimizer state.
 
     Args:
-        rank: global id.
         row: the row here.
         worker, stream, inner, watch: shared by the nodes of this process; `inner` None: somebody else takes the steps.
         taken: (rows,) local steps of each row, counted here.
     """
 
     def __init__(
-        self, rank: int, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
+        self, row: int, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
         taken: np.ndarray,
     ):  # fmt: skip
-        self.rank, self.row, self.taken = rank, row, taken
+        self.row, self.taken = row, taken
         self.worker, self.stream, self.inner, self.watch = worker, stream, inner, watch
 
-    def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
+    @property
+    def rank(self) -> int:
+        """The global id of the node whose row it is now."""
+        return self.worker.fleet.ranks[self.row]
+
+    def train(
+        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
+    ) -> Tensor:
         """Take `count` local steps one after the other; return their losses, (count,).
 
         Told to stop, and if it `may_stop`, it ends after the step at hand, with fewer.
@@ -41,6 +47,7 @@ class TrainNode:
 
         Args:
             at: (count,) steps that the learning rate follows; None: the node's own.
+            source: the node whose batches it takes, and that one's step of the first; None: its own.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -51,7 +58,7 @@ class TrainNode:
         losses: list[Any] = []
         worker.point(row)
         inner.enter(row)
-        for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
+        for k, batch in enumerate(self.stream.batches(*((self.rank, first) if source is None else source), count)):
             worker.reseed(self.rank, first + k)
             loss: Any = worker.gradient(batch, row)
             if watch.at_once:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from exogym.base import rng
 from exogym.base.devices import total_memory_bytes
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.data.loading import Loading, check_dataloader_kwargs
+from exogym.data.made import Made
 from exogym.data.partition import Partitioner, check_shards, parse_partitioner
 from exogym.errors import ArgumentError, DataError, check_count, checked
 
@@ -39,7 +39,8 @@ class Stream:
 
     Args:
         dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`;
-            the third argument is passed by keyword if it is named `train_dataset`. A factory is called once per node.
+            the third argument is passed by keyword if it is named `train_dataset`. A factory is called once per
+            node, and again for a node whose data set was dropped (`kept`).
         num_nodes: N.
         batch_size: examples a node takes per step (`batch_size * gradient_accumulation` of a run).
         seed: of all orders and shards.
@@ -48,12 +49,17 @@ class Stream:
         is_train: what a factory is told.
         dataloader_kwargs: for the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...); if any are given,
             tensor data go through it too.
+        kept: hold so many data sets of a factory, those last used, and make the others again; None: all.
+        asks_all: make all data sets of a factory at once, to know their lengths. Where not, `length` makes one, and
+            `learn` is told what others found.
+        may_be_empty: a factory may return None for a node, which then has no examples.
 
     Attributes:
-        examples: (N,) examples of each node in one own epoch.
+        examples: (N,) examples of each node in one own epoch; 0 where it is not known.
+        empty: the nodes that are known to have none.
         total: examples of all nodes, D where they share one data set.
         batch_sizes: (N,) examples of a step of each node: `batch_size`, or as `share_out` was told.
-        steps_per_epoch: ceil(total / (N * batch_size)).
+        steps_per_epoch: ceil(total / (N * batch_size)); 0 where not all lengths are known.
 
     Raises:
         DataError: not a data set, one without examples or length, or a node without examples.
@@ -78,6 +84,9 @@ class Stream:
         partitioner: Partitioner | str | None = None,
         is_train: bool = True,
         dataloader_kwargs: dict[str, Any] | None = None,
+        kept: int | None = None,
+        asks_all: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
         check_count("num_nodes", num_nodes)
         check_count("batch_size", batch_size)
@@ -90,14 +99,19 @@ class Stream:
         self.num_nodes, self.batch_size, self.seed, self.shuffle = num_nodes, batch_size, seed, bool(shuffle)
         self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
         self._shards: list[np.ndarray] | None = None
+        self._kept = kept
+        self.empty: set[int] = set()
         if is_factory(dataset):
             if partitioner is not None:
                 raise ArgumentError(
                     f"partitioner={partitioner!r} was given with a data set factory, which already decides what each "
                     "node gets: give the whole data set, or leave out partitioner"
                 )
-            self._datasets = [_made(dataset, node, num_nodes, is_train) for node in range(num_nodes)]
-            self.examples = np.array([len(made) for made in self._datasets], dtype=np.int64)
+            check = check_or_none if may_be_empty else check_dataset
+            self._datasets: Sequence[Any] = Made(dataset, num_nodes, is_train, check, kept)
+            self.examples = np.zeros(num_nodes, dtype=np.int64)
+            if asks_all:
+                self.learn((node, self.length(node)) for node in range(num_nodes))
             self.total = int(self.examples.sum())
         else:
             self._datasets = [check_dataset(dataset)]
@@ -111,8 +125,8 @@ class Stream:
                 self._shards = check_shards(partitioner, shards, self.total)
                 self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
                 self.total = int(self.examples.sum())
-        self._dealt = len(self._datasets) == 1 and self._shards is None and not is_factory(dataset)
-        self._private = not self._dealt and self._shards is None  # each node has a data set of its own
+        self._private = isinstance(self._datasets, Made)  # each node has a data set of its own
+        self._dealt = not self._private and self._shards is None
         self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
         self.share_out([batch_size] * num_nodes)
         self._orders: dict[int, tuple[int, Tensor]] = {}
@@ -126,22 +140,19 @@ class Stream:
         wrapped round to whole ones of these. So every step, the last one too, holds examples in proportion to b.
         """
         self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
-        self._parts = (self.batch_sizes // np.gcd.reduce(self.batch_sizes)).tolist()
         if self._dealt:
+            self._parts = (self.batch_sizes // np.gcd.reduce(self.batch_sizes)).tolist()
             self.examples = -(-self.total // sum(self._parts)) * np.array(self._parts, dtype=np.int64)
-        sizes = self.batch_sizes.tolist()
-        self._own_steps = [-(-int(n) // size) for n, size in zip(self.examples, sizes, strict=True)]
         self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
 
     def _start(self) -> None:
         """Build what is not pickled: the ways into the data sets."""
-        bulk = not self._loader_kwargs
-        self._takes: list[Take | None] = [bulk_take(dataset) if bulk else None for dataset in self._datasets]
+        self._take = None if self._private or self._loader_kwargs else bulk_take(self._datasets[0])
         self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
         self._loading = Loading(self._datasets, self._private, self.seed, self._loader_kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_takes", "_loading", "_deals", "_orders")
+        dropped = ("_take", "_loading", "_deals", "_orders")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,7 +163,7 @@ class Stream:
     def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
         """Return what `node` sees at its own step `step` (from 0): indices into its data set, and its own epoch."""
         self._check(node, step)
-        epoch, within = divmod(step, self._own_steps[node])
+        epoch, within = divmod(step, self._own_steps(node))
         size = int(self.batch_sizes[node])
         return self._order(node, epoch)[within * size : (within + 1) * size].numpy().copy(), epoch
 
@@ -162,7 +173,13 @@ class Stream:
         Tensor batches are views of a chunk of several steps. Several iterators may be used at once.
         """
         self._check(node, first_step)
-        take = self._takes[node if self._private else 0]
+        if not self.length(node):
+            raise DataError(
+                f"node {node} has no examples, and a batch of it is needed: only sampled clients may have none"
+            )
+        take = self._take
+        if isinstance(self._datasets, Made) and not self._loader_kwargs:
+            take = self._datasets.takes(node)
         return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
 
     def close(self) -> None:
@@ -170,7 +187,7 @@ class Stream:
         self._loading.close()
 
     def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
-        end, size, own_steps = step + count, int(self.batch_sizes[node]), self._own_steps[node]
+        end, size, own_steps = step + count, int(self.batch_sizes[node]), self._own_steps(node)
         home = node if self._private else 0
         if (home, size) not in self._chunk_steps:
             bytes_per_step = batch_bytes(take(torch.tensor([0]))) * size
@@ -206,8 +223,41 @@ class Stream:
             return deal[node]
         kept = self._orders.get(node)
         if kept is None or kept[0] != epoch:
+            self._orders.pop(node, None)
             kept = self._orders[node] = (epoch, self._shard_order(node, epoch))
+            while self._kept is not None and len(self._orders) > self._kept:
+                self._orders.pop(next(iter(self._orders)))  # the one that was put first
         return kept[1]
+
+    def length(self, node: int) -> int:
+        """Return how many examples `node` has, making its data set where that is not known."""
+        if not self.examples[node] and node not in self.empty:
+            made = self._datasets[node]
+            self.learn([(node, 0 if made is None else len(made))])
+        return int(self.examples[node])
+
+    def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
+        """Return (nodes,) the examples that each takes in a step: of its batch, or all it has where these are fewer."""
+        return np.minimum(self.batch_sizes, self.examples)[list(nodes)]
+
+    def learn(self, lengths: Iterable[tuple[int, int]]) -> None:
+        """Take in (node, examples) that were found elsewhere."""
+        for node, examples in lengths:
+            self.examples[node] = examples
+            if not examples:
+                self.empty.add(node)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return which nodes are known to have no examples, (nodes,)."""
+        return {"nodes": torch.tensor(sorted(self.empty), dtype=torch.int64)}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state` returned."""
+        self.learn((node, 0) for node in tensors["nodes"].tolist())
+
+    def _own_steps(self, node: int) -> int:
+        """Return the steps of one epoch of the node's own."""
+        return -(-self.length(node) // int(self.batch_sizes[node]))
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
         """Deal one epoch to all nodes; with equal batches as `DistributedSampler` does: perm[i::N], wrapped round."""
@@ -221,7 +271,7 @@ class Stream:
         return tuple(part.reshape(-1).contiguous() for part in wrapped.split(self._parts, 1))
 
     def _shard_order(self, node: int, epoch: int) -> Tensor:
-        count = int(self.examples[node])
+        count = self.length(node)
         shard = torch.arange(count) if self._shards is None else torch.from_numpy(self._shards[node])
         if not self.shuffle:
             return shard
@@ -230,6 +280,11 @@ class Stream:
     def _check(self, node: int, step: int) -> None:
         if not (0 <= node < self.num_nodes and step >= 0):
             raise ArgumentError(f"node={node}, step={step}: wanted a node in 0..{self.num_nodes - 1} and a step from 0")
+
+
+def check_or_none(made: Any, origin: str) -> Any:
+    """Return what a factory made for a node: None, for one without examples, or as `check_dataset`."""
+    return None if made is None else check_dataset(made, origin)
 
 
 def is_factory(dataset: Any) -> bool:
@@ -271,24 +326,8 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
             f"a part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length == 0:
-        raise DataError(f"{origin} ({kind}) is empty: give at least one example")
-    return dataset
-
-
-def _made(factory: Any, node: int, num_nodes: int, is_train: bool) -> Any:
-    """Call a data set factory for one node."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # a builtin
-        return check_dataset(factory(node, num_nodes, is_train), f"the factory's data set for node {node}")
-    named = "train_dataset" in signature.parameters
-    args, kwargs = ((node, num_nodes), {"train_dataset": is_train}) if named else ((node, num_nodes, is_train), {})
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(factory, "__name__", type(factory).__name__)
         raise DataError(
-            f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
-            "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
-        ) from None
-    return check_dataset(factory(*args, **kwargs), f"the factory's data set for node {node}")
+            f"{origin} ({kind}) is empty: give at least one example (a factory may return None for a client that is to "
+            "be left out, where clients are sampled)"
+        )
+    return dataset

@@ -1,6 +1,6 @@
-"""Where the blocks of the fleet live: in this process, in several, under torchrun.
+"""Where the blocks of the fleet live: in this process, in several, under torchrun, on a cluster of Ray's.
 
-Another place (Ray, SLURM) is one more file here, with a class as `exogym.engine.protocol.Engine` describes it, and its
+Another place is one more file here, with a class as `exogym.engine.protocol.Engine` describes it, and its
 entry in `ENGINES`. It needs a wire between its processes: `ProcessWire`, where they are in a process group of torch's.
 """
 
@@ -8,10 +8,11 @@ from exogym.engine.alone import Alone
 from exogym.engine.forked import Forked
 from exogym.engine.group import Group
 from exogym.engine.protocol import Engine, EngineOptions
+from exogym.engine.ray import Ray
 
-__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "engine_for"]
+__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for"]
 
-ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
+ENGINES: list[Engine] = [Ray(), Group(), Forked(), Alone()]  # the first that applies takes the run
 
 
 def engine_for(options: EngineOptions) -> Engine | None:

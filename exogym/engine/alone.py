@@ -11,7 +11,7 @@ from exogym.engine.protocol import EngineOptions, Result
 class Alone:
     """Runs here, where nothing needs to move."""
 
-    shares_memory, runs_again = True, True
+    shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
     def applies(self, options: EngineOptions) -> bool:
         return options.processes == 1

@@ -13,7 +13,7 @@ from exogym.errors import ArgumentError
 class Forked:
     """Forks this process, which is the main one and holds the first rows."""
 
-    shares_memory, runs_again = True, True
+    shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
     def applies(self, options: EngineOptions) -> bool:
         return options.processes not in (1, "auto")

@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -30,8 +29,9 @@ import torch
 
 from exogym.base import pulse
 from exogym.engine.hangs import shows_stacks
+from exogym.engine.reports import held, packed, unpacked
 from exogym.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
-from exogym.errors import TrainingError, WorkerError
+from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
 PATIENCE_S, POLL_S = 2.0, 0.01  # for processes that were asked to stop; between looks at whether one has ended
@@ -194,14 +194,8 @@ def die_with(parent: int) -> None:
 
 
 def _report(pipe: int, error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    try:
-        given = pickle.dumps(error)
-        pickle.loads(given)
-    except Exception:
-        given = pickle.dumps(TrainingError(f"{type(error).__name__}: {error}"))
     with contextlib.suppress(OSError):
-        os.write(pipe, pickle.dumps((given, text[-40_000:])))
+        os.write(pipe, pickle.dumps(packed(error)))
 
 
 class _Child:
@@ -245,8 +239,7 @@ class _Child:
         return WorkerError(text + (f". Where it stood:\n{found}" if found else ""))
 
     def who(self, nodes: Sequence[int]) -> str:
-        held = f"nodes {nodes[0]} to {nodes[-1]}" if len(nodes) > 1 else f"node {nodes[0]}"
-        return f"worker process {self.process} ({held})"
+        return f"worker process {self.process} ({held(nodes)})"
 
     def why(self, nodes: Sequence[int]) -> BaseException:
         """Return the error to raise for a process that is gone."""
@@ -255,9 +248,7 @@ class _Child:
         who = self.who(nodes)
         if self.report:
             given, text = pickle.loads(self.report)
-            error: BaseException = pickle.loads(given)
-            error.add_note(f"raised in {who}:\n{text}")
-            return error
+            return unpacked(given, text, who)
         if os.WIFSIGNALED(self.status):
             name = signal.Signals(os.WTERMSIG(self.status)).name
             cause = "; the system does so when memory runs out" if name == "SIGKILL" else ""

@@ -17,7 +17,7 @@ from exogym.errors import ArgumentError
 class Group:
     """Joins the process group; every process of the world makes the same calls."""
 
-    shares_memory, runs_again = False, False
+    shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
     wire: type[ProcessWire] = ProcessWire
 
     def applies(self, options: EngineOptions) -> bool:

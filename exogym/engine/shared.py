@@ -62,8 +62,9 @@ class SharedWire(Wire):
         native: bool = False,
         hang_s: float | None = None,
     ):
+        self.process = process
         super().__init__(placement[process], native)
-        self.placement, self.process = [list(ids) for ids in placement], process
+        self.place(placement)
         self.pipes, self.memory = list(pipes), memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._turn, self._first_byte = 0, first_byte(len(placement))

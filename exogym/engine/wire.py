@@ -59,8 +59,7 @@ class ProcessWire(Wire):
     ):
         self.group, self.process = group, dist.get_rank(group)
         super().__init__(placement[self.process], native)
-        self.placement = [list(ids) for ids in placement]
-        self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
+        self.place(placement)
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -119,7 +118,12 @@ class ProcessWire(Wire):
         sizes = np.diff(cuts).tolist()
         outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
         incoming = self._all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
-        part = reduce_rows(torch.cat(incoming).view(len(members), sizes[here]), sorted(members), op, weights)
+        rows = torch.cat(incoming).view(len(members), sizes[here])
+        held = [i for process in team for i in self.placement[process] if i in members]
+        if held != (ordered := sorted(members)):
+            place = {i: k for k, i in enumerate(held)}
+            rows = rows[[place[i] for i in ordered]]
+        part = reduce_rows(rows, ordered, op, weights)
         size = part.element_size()
         parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])

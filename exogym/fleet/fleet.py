@@ -83,9 +83,9 @@ class Fleet:
     def __init__(
         self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None
     ):
-        self.ranks = list(ranks)
         self.num_nodes = num_nodes
-        self.comm = Communicator(self.ranks, num_nodes, wire)
+        self.comm = Communicator(ranks, num_nodes, wire)
+        self.ranks = self.comm.ranks
         self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
         self.buffers: dict[str, Tensor] = {}
         self.hidden = hidden_matrices(module)
@@ -99,6 +99,11 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    @property
+    def there(self) -> list[int]:
+        """The ids of the nodes that are there; where nobody is, of all that have a row."""
+        return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
 
     @property
     def parameter_bytes(self) -> int:
@@ -116,13 +121,13 @@ class Fleet:
 
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
-        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
+        wire, everyone = self.comm.wire, self.there
         share = self.comm.share(everyone)
         return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
         """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
-        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
+        wire, everyone = self.comm.wire, self.there
         result = {}
         for name, rows in self.buffers.items():
             if rows.is_floating_point():

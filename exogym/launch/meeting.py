@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from exogym.base.shelf import SENSELESS, LineStore, Shelf, packed
 from exogym.launch.door import Door, knock, listen
-from exogym.launch.shelf import SENSELESS, LineStore, Shelf, packed
 
 LOOPBACK = "127.0.0.1"
 NODE, STORE = "node", "store"  # what one may come to the door for

@@ -27,10 +27,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from exogym.base.shelf import unpacked
 from exogym.errors import ArgumentError
 from exogym.launch.door import SECRET, listen
 from exogym.launch.meeting import LEFT, LOOPBACK, Host, Link, Relay
-from exogym.launch.shelf import unpacked
 from exogym.progress import notice
 
 NAME = "exogym"

@@ -121,7 +121,8 @@ class RunFolder(Observer):
         self._end_torn_line()
         (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
         self._step = run.get("resumed_step") or 0
-        about = {"description": described, "command": sys.argv, "versions": versions(), "process": self._process}
+        about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
+        about["process"] = self._process
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
             _write(self.folder / "run.json", about | {"started_s": self._started} | self.more)
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))

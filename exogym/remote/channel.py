@@ -14,6 +14,7 @@ from typing import IO, TextIO
 
 from exogym.progress import notice
 from exogym.remote import ssh
+from exogym.remote.health import Board
 from exogym.remote.orders import Order
 
 # What torch says of every host that has no name in the network, and, with a stack trace, of each that leaves after the
@@ -98,13 +99,15 @@ class Channel:
 
     Args:
         number: of the host in the file.
+        board: takes the host's reports.
         ended: called with this channel, in another thread, once the order has ended; `status` holds its exit status.
     """
 
-    def __init__(self, number: int, order: Order, logs: Logs, ended: Callable[[Channel], None]):
-        self.number, self.order, self.logs, self._ended = number, order, logs, ended
+    def __init__(self, number: int, order: Order, logs: Logs, board: Board, ended: Callable[[Channel], None]):
+        self.number, self.order, self.logs, self.board, self._ended = number, order, logs, board, ended
         self.status: int | None = None
-        self.process = ssh.start(order.host, "guard", order.given())
+        board.started(order)
+        self.process = ssh.start(order.host, "guard", order.given(board.asked_of(order)))
         assert self.process.stdin is not None
         self._input: int | None = self.process.stdin.fileno()
         os.set_blocking(self._input, False)
@@ -144,9 +147,18 @@ class Channel:
         return True
 
     def _read(self, stream: IO[bytes], terminal: TextIO) -> None:
+        mark, begun = self.board.mark.encode(), b""
         for raw in stream:
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
+            before, found, report = raw.partition(mark)
+            if found:  # behind what may be half a line that a rank printed
+                self.board.take(self.order, report.decode("utf-8", "replace"))
+                begun += before
+                continue
+            line = (begun + raw).decode("utf-8", "replace").rstrip("\r\n")
+            begun = b""
             self.logs.take(self.number, self.order.host.address, line, terminal)
+        if begun:
+            self.logs.take(self.number, self.order.host.address, begun.decode("utf-8", "replace"), terminal)
         stream.close()
 
     def _wait(self) -> None:

@@ -22,6 +22,7 @@ from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.channel import Logs
 from exogym.remote.fetching import fetch
+from exogym.remote.health import Board
 from exogym.remote.hosts import Host, HostsConfig
 from exogym.remote.inspection import Check
 from exogym.remote.orders import Order, inside, orders
@@ -101,6 +102,7 @@ class SSHLauncher:
         save_dir: str | None = None,
         dry_run: bool = False,
         folder: Path | None = None,
+        mirror: Path | None = None,
     ) -> int:
         """Run `script` with `args` in every slot of every host, wait, and return the exit code.
 
@@ -114,6 +116,8 @@ class SSHLauncher:
             save_dir: where the script keeps checkpoints, one folder for all hosts or each host's own.
             dry_run: print every command that would be run, and run none.
             folder: for the logs, instead of a new one in `out`.
+            mirror: below `folder`, the run folder that rank 0 writes on the master, as `runs/...` in the project's
+                folder; it is filled here while it is written there.
 
         Returns:
             0, or the exit code of the host that failed first.
@@ -143,12 +147,15 @@ class SSHLauncher:
             self.folder = folder or new_folder(self.out, Path(target).stem)
             self._describe(target, args)
             logs = Logs(self.folder, self.echo)
+            there = None if mirror is None else os.path.join(RUNS, mirror.relative_to(self.folder.parent))
+            board = Board(self.folder, mirror, there)
             slots, hosts = self.config.slots, len(self.config.hosts)
             count = f"{slots} process{'es' * (slots > 1)} on {hosts} host{'s' * (hosts > 1)}"
             notice(f"the hosts are ready; starting {count}; logs in {from_here(self.folder)}")
             try:
-                return self._run(parts, logs, save_dir)
+                return self._run(parts, logs, board, save_dir)
             finally:
+                board.close()
                 self.first_failure = None if logs.first is None else logs.first[1]
                 logs.close()
         return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
@@ -196,11 +203,11 @@ class SSHLauncher:
                     folder.rmdir()
             raise
 
-    def _run(self, parts: Callable[[int], list[Order]], logs: Logs, save_dir: str | None) -> int:
+    def _run(self, parts: Callable[[int], list[Order]], logs: Logs, board: Board, save_dir: str | None) -> int:
         """Run the parts; where a host was lost, all again after a pause, as often as `retries` says."""
         retry = 0
         while True:
-            watch = Watch(parts(retry), logs, goes_on=self.min_hosts is not None)
+            watch = Watch(parts(retry), logs, board, goes_on=self.min_hosts is not None)
             code = watch.run()
             self.finished = watch.finished
             while code and watch.lost and retry < self.retries:

@@ -121,6 +121,8 @@ class NetworkTrainer(Trainer):
         devices: Sequence[int] | None = None,
         compute: str = "loop",
         processes: int | str = 1,
+        engine: str | None = None,
+        cpus_per_process: int = 1,
         reduction: str = "tree",
         balance: Balance | str | None = None,
         faults: Faults | None = None,
@@ -140,6 +142,7 @@ class NetworkTrainer(Trainer):
         max_restarts: int = 0,
         hang_s: float | None = 600.0,
         run_dir: str | Path | None = None,
+        client_state_memory: float | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
@@ -147,7 +150,7 @@ class NetworkTrainer(Trainer):
         Args:
             num_nodes: None: one for each slot of the hosts file. More are shared out, as even as possible.
             device: "auto": what the hosts file says of each host.
-            processes: leave it out; the slots of the hosts file say how many there are.
+            processes, engine, cpus_per_process: leave them out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
             save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
             run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
@@ -164,6 +167,10 @@ class NetworkTrainer(Trainer):
         """
         given = locals()
         given = {name: given[name] for name in option_names()}
+        if engine is not None:
+            raise ArgumentError(
+                f"engine={engine!r} has hosts of its own: give it to LocalTrainer, without a hosts file"
+            )
         given["save_dir"] = folder_of_checkpoints(given)
         number, part = next(_fits), Part.of_this_process()
         if part is not None:
@@ -290,6 +297,7 @@ class NetworkTrainer(Trainer):
                 script, *sys.argv[1:], module=is_module, folder=self.folder,
                 environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
                 save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
+                mirror=results.run_folder_of(self.folder, number) if options.run_dir is None else None,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None

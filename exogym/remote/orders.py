@@ -39,12 +39,13 @@ class Order:
     environment: dict[str, str] = field(default_factory=dict)
     alone: bool = False
 
-    def given(self) -> dict[str, Any]:
-        """Return what `onhost/guard.py` is given."""
+    def given(self, reports: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what `onhost/guard.py` is given; `reports`: what it is to report (see `exogym.remote.health`)."""
         return {
             "words": self.words, "folder": self.folder, "environment": self.environment,
             "address": None if self.alone else self.host.address,
             "is_loopback": self.host.is_loopback, "silence_s": SILENCE_S, "stop_s": STOP_S,
+            "reports": reports,
         }  # fmt: skip
 
     def shown(self) -> str:

@@ -42,7 +42,11 @@ for name, text in d[1]:
 sys.exit(module.main(d[2], i))
 """
 FOLDER = Path(__file__).with_name("onhost")
-NEEDS = {"guard": ("interfaces", "guard"), "probe": ("interfaces", "probe"), "fetch": ("fetch",)}
+NEEDS = {
+    "guard": ("interfaces", "health", "guard"),
+    "probe": ("interfaces", "probe"),
+    "fetch": ("fetch",),
+}
 
 
 def command(host: Host, words: Sequence[str]) -> list[str]:

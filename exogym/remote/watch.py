@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from exogym.progress import notice
 from exogym.remote import ssh
 from exogym.remote.channel import Channel, Logs
+from exogym.remote.health import Board
 from exogym.remote.hosts import Host
 from exogym.remote.onhost.guard import TRY_AGAIN
 from exogym.remote.orders import STOP_S, Order
@@ -40,7 +41,7 @@ class Watch:
 
     Args:
         orders: one for each host, and the membership server's where `goes_on`.
-        logs: where what is printed goes.
+        logs: where what is printed goes. board: what is known of the hosts.
         goes_on: the run goes on without a lost host, which is started again when it can be reached.
 
     Attributes:
@@ -48,8 +49,8 @@ class Watch:
         lost: whether a connection was lost, so that another try may do better.
     """
 
-    def __init__(self, orders: Sequence[Order], logs: Logs, goes_on: bool = False):
-        self.orders, self.logs, self.goes_on = orders, logs, goes_on
+    def __init__(self, orders: Sequence[Order], logs: Logs, board: Board, goes_on: bool = False):
+        self.orders, self.logs, self.board, self.goes_on = orders, logs, board, goes_on
         self.channels: list[Channel] = []
         self.finished: list[Host] = []
         self.lost = False
@@ -75,7 +76,7 @@ class Watch:
             self._end()
 
     def _start(self, number: int) -> None:
-        self.channels.append(Channel(number, self.orders[number], self.logs, self._ended.put))
+        self.channels.append(Channel(number, self.orders[number], self.logs, self.board, self._ended.put))
 
     def _running(self) -> list[Channel]:
         """Return the channels of hosts, not of the membership server, that have not ended."""
@@ -113,6 +114,10 @@ class Watch:
     def _take(self, channel: Channel) -> None:
         """See what the end of a host's part means for the run."""
         assert channel.status is not None
+        if channel.status == 0:
+            self.board.ended(channel.order, "done")
+        else:
+            self.board.ended(channel.order, "lost" if _was_cut_off(channel) else "failed", _why(channel, self.logs))
         if channel.status == 0 and channel.order.ranks:
             self.finished.append(channel.order.host)
             if self.goes_on:

@@ -255,7 +255,7 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     """Load a checkpoint if all processes can; else say why not, and which folder (from, to) has what another lacks."""
     found, trouble, lacking, mark = None, None, [], ""
     try:
-        found = load(path, wire.ranks if wire.is_shared else None)
+        found = load(path, _rows_of(wire) if wire.is_shared else None)
         mark = sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
     except CheckpointError as error:
         trouble, lacking = str(error), error.files if isinstance(error, RowsElsewhere) else []
@@ -273,6 +273,15 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
             troubles += [] if where in troubles else [where]
             copies |= dict.fromkeys((holder, keepers.places[process]) for holder in holders or ["OTHER_HOST:FOLDER"])
     return (None if troubles else found), "; ".join(troubles), list(copies)
+
+
+def _rows_of(wire: Wire) -> set[int]:
+    """Return the ids of the rows that this process takes: its own, and its share of those that nobody else does.
+
+    Where there are fewer rows than nodes, another number of processes may have had more.
+    """
+    total = sum(map(len, wire.placement))
+    return {*wire.ranks, *range(total + wire.process, 2 * total + len(wire.placement), len(wire.placement))}
 
 
 def _advice(name: str, copies: list[tuple[str, str]]) -> str:

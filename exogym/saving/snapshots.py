@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,12 +21,14 @@ from torch import Tensor
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.fleet import Fleet
+from exogym.fleet.seats import Seats, by_node
 from exogym.fleet.state import below
 from exogym.record.history import History
 from exogym.saving.checkpoint_files import SHARED, Snapshot
 from exogym.saving.segments import Segments
 
 MARK = "mark"
+Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
 # May come and go: what a user's own strategy keeps in its attributes, and callbacks
 FREE = ("program.", "callback ")
 
@@ -43,6 +45,8 @@ class Running(Protocol):
     def segments(self) -> Segments: ...
     @property
     def outages(self) -> Outages | None: ...
+    @property
+    def seats(self) -> Seats | None: ...
     def may_be_away(self, node: int, step: int) -> bool: ...
     def counters(self) -> dict[str, Any]: ...
     def stand(self, counters: dict[str, Any]) -> None: ...
@@ -83,7 +87,8 @@ def _is_marked(name: str) -> bool:
 
 def _without_history(loop: Running) -> Snapshot:
     state = loop.fleet.state
-    rows, shared = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)}, state.shared()
+    seats, shared = loop.seats, state.shared()
+    rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()
     counters = loop.counters()
     if loop.outages is not None:  # planned faults are known without being told
         counters["outages"] = loop.outages.state()
@@ -96,7 +101,10 @@ def put_back(loop: Running, snapshot: Snapshot) -> None:
     if loop.outages is not None:
         loop.outages.load(meta["outages"])
     loop.stand(meta)
-    for row, rank in enumerate(fleet.ranks):
+    if loop.seats is not None:
+        with _blamed_on(snapshot, min(snapshot.rows, default=None)):
+            loop.seats.load(snapshot.rows)
+    for row, rank in enumerate(fleet.ranks if loop.seats is None else ()):
         if rank in snapshot.rows or not loop.may_be_away(rank, meta["step"]):
             with _blamed_on(snapshot, rank):
                 fleet.state.load_row(row, snapshot.rows[rank])
@@ -126,14 +134,15 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
         CheckpointError: it is not what this run would save where it stands; the message names the file.
     """
     path, meta = snapshot.path, snapshot.meta
-    wanted, comes_and_goes = list(loop.fleet.ranks), loop.outages is not None
+    seats, comes_and_goes = loop.seats, loop.outages is not None
+    wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)
     if ("outages" in meta) != comes_and_goes:
         raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
     if comes_and_goes:
         wanted = [rank for rank in wanted if rank in snapshot.rows]  # those that were away may have none
     if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
         raise CheckpointError(f"{path} has no row of node {lacking[0]}")
-    parts = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
+    parts: list[Part] = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
     parts.append((f"{path}/{SHARED}", "the", snapshot.shared))
     for file, whose, tensors in parts:
         if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
@@ -145,10 +154,24 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
     again = snapshot_of(loop)
-    saved = [again.rows[rank] for rank in wanted] + [again.shared]
+    saved: Sequence[Mapping[str, Tensor]]
+    if seats is None:
+        saved = [again.rows[rank] for rank in wanted] + [again.shared]
+    else:
+        parts, saved = _node_by_node(snapshot, parts[-1], again)
     for (file, whose, tensors), now in zip(parts, saved, strict=True):
         if unlike := _unlike(tensors, now):
             raise CheckpointError(f"{file} does not hold what this run would save: {whose} {unlike}")
+
+
+def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
+    """Return what was saved of the nodes that are here again, and what would be saved of them now; `shared` last."""
+    parts, saved = [], []
+    for before, now in zip(by_node(snapshot.rows), by_node(again.rows), strict=True):
+        for node in sorted(before.keys() & now.keys()):
+            parts.append((snapshot.path, f"node {node}'s", before[node]))
+            saved.append(now[node])
+    return [*parts, shared], [*saved, again.shared]
 
 
 def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:

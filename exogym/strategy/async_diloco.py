@@ -148,6 +148,8 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
         dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second: all nodes
             come back at about the same time.
+        shard_sampling: a node draws a shard of the data for each round, p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j
+            n_j, 0) with n_i the examples handed out of shard i, so that shards get on alike although nodes do not.
         grace_s: after an arrival wait so many virtual seconds for others; those that come are applied one after the
             other, and all pull the same theta. math.inf waits for all. 0: nobody waits.
         period: K; N if None.
@@ -156,11 +158,12 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             (arXiv:1609.08326); 0 is none.
         max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`. A schedule follows
-            the fleet's step, so that it ends for fast and slow nodes alike.
+            the fleet's step, so that it ends for fast and slow nodes alike; with `shard_sampling` that of the shard.
 
     Bytes: P b up and P b down for each round of a node, payload P b (T_w / H_w times over T_w local steps of node w).
     One step of the fleet is N local steps, whoever takes them. The evaluation model is theta. Every node draws from its
-    own share of the data, and a fast one more of it. Memory: a node costs one row more, the theta it pulled.
+    own share of the data, and a fast one more of it, but with `shard_sampling`: then every node must be able to read
+    every share, and the bytes of that are not counted. Memory: a node costs one row more, the theta it pulled.
 
     Steps taken since a node's last push are pushed at the end of training (`final_sync`); those nodes pull once more,
     the others do not, so as many bytes go up as down. `fedbuff` then takes the step that fewer than K pushes wait for,
@@ -187,6 +190,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         outer_momentum: float = 0.9,
         rule: str = "delayed_nesterov",
         dylu: bool = False,
+        shard_sampling: bool = False,
         grace_s: float = 0.0,
         period: int | None = None,
         activation: float = 0.0,
@@ -212,8 +216,9 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
             ("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf),
         )  # fmt: skip
-        if not isinstance(dylu, bool):
-            raise ArgumentError(f"dylu={dylu!r} must be True or False")
+        for name, flag in (("dylu", dylu), ("shard_sampling", shard_sampling)):
+            if not isinstance(flag, bool):
+                raise ArgumentError(f"{name}={flag!r} must be True or False")
         if activation and rule != "delayed_nesterov":
             raise ArgumentError(f"activation={activation} is of rule='delayed_nesterov', not of {rule!r}: leave it out")
         super().__init__(
@@ -221,6 +226,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             warmup_steps=warmup_steps,
         )  # fmt: skip
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
+        self.shard_sampling = shard_sampling
         self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
         self.period, self.activation, self.delay_compensation = period, activation, delay_compensation
 

@@ -49,6 +49,7 @@ class ClockedStrategy(Strategy):
         H: local steps of a round; with `dylu` of the fastest node.
         grace_s: virtual seconds that the server waits for others once there are enough.
         max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
+        shard_sampling: nodes draw a shard of the data for each round (`exogym.training.shards`).
         delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise.
     """
 
@@ -58,6 +59,7 @@ class ClockedStrategy(Strategy):
     grace_s: float
     max_staleness: int | None = None
     delay_compensation = 0.0
+    shard_sampling = False
 
     def server(self, fleet: Fleet) -> Server:
         """Return the server at the start of training."""

@@ -268,6 +268,27 @@ class CommunicateOptimizeStrategy(Strategy):
         plans = [p for m in self.communication_modules if (p := m.local_steps(first, last)) is not None]
         return np.minimum.reduce(plans) if plans else None
 
+    def seats(self, num_nodes: int) -> int | None:
+        """Return how many nodes act in a round at most, where the others need no row; None: all have one."""
+        if self.gradient_modules or self.updates is not None or self.tuning is not None:
+            return None
+        most = [module.seats(num_nodes) for module in self.communication_modules]
+        known = [count for count in most if count is not None]
+        return max(known) if known and len(known) == len(most) else None
+
+    @property
+    def asks_clients(self) -> bool:
+        return any(module.asks_clients for module in self.communication_modules)
+
+    @property
+    def asks_all_lengths(self) -> bool:
+        return any(module.asks_all_lengths for module in self.communication_modules)
+
+    def seated(self, step: int) -> tuple[list[int], list[int]]:
+        """Return who acts in the round after `step`, and who in the one that `step` is in; with seats only."""
+        found = [module.seated(step) for module in self.communication_modules]
+        return sorted({i for after, _ in found for i in after}), sorted({i for _, now in found for i in now})
+
     def transform_gradients(self, fleet: Fleet, step: int, lr: float) -> None:
         if not fleet.comm.present:
             return
@@ -284,7 +305,7 @@ class CommunicateOptimizeStrategy(Strategy):
     def communicate(self, fleet: Fleet, step: int) -> bool:
         """Let the modules whose turn it is act. Returns whether inner states are to start afresh."""
         fresh = False
-        if not fleet.comm.present:
+        if not fleet.comm.present and not self.asks_clients:
             return fresh
         acting = [m for m, module in enumerate(self.communication_modules) if module.next_event(step - 1) == step]
         if self.updates is not None and acting:
@@ -335,7 +356,7 @@ class CommunicateOptimizeStrategy(Strategy):
         return self.needs_gradients or forget
 
     def finish(self, fleet: Fleet, step: int) -> None:
-        if not fleet.comm.present:
+        if not fleet.comm.present and not self.asks_clients:
             return
         if self.updates is not None and self.communication_modules and step > max(self.last_events):
             self.updates.before_parameters(fleet, step)
@@ -349,6 +370,10 @@ class CommunicateOptimizeStrategy(Strategy):
             if outer is not None:
                 return outer
         return None
+
+    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
+        found = (module.consensus_buffers(fleet) for module in reversed(self.communication_modules))
+        return next((buffers for buffers in found if buffers is not None), None)
 
     def _clip(self, fleet: Fleet) -> None:
         if self.inner.max_norm is None:

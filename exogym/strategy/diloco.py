@@ -97,6 +97,9 @@ class DiLoCoCommunicator(OuterModule):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
 
+    def couples_every(self, N: int) -> float:
+        return self.interval_steps + self.delay
+
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         rounds, weights = self.round_of(run.total_steps) + 1, example_weights(run, self.weighting)

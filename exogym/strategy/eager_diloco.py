@@ -67,6 +67,9 @@ class EagerCommunicator(PeriodicModule):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.interval_steps)]
 
+    def couples_every(self, N: int) -> float:
+        return 2 * self.interval_steps if N > 1 else self.interval_steps
+
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self.weights = example_weights(run, self.weighting)

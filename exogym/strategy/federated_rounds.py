@@ -37,6 +37,12 @@ class RoundModule(CommunicationModule):
     def next_event(self, step: int) -> int:
         return self.average.next_event(step)
 
+    def seats(self, num_nodes: int) -> int | None:
+        return self.average.seats(num_nodes)
+
+    def seated(self, step: int) -> tuple[list[int], list[int]]:
+        return self.average.seated(step)
+
     def members(self, fleet: Fleet, step: int) -> list[int]:
         """Return the clients of the round that ends after `step` that are there."""
         return [i for i in self.average.clients(self.average.round_of(step)) if i in fleet.comm.present]

@@ -131,6 +131,16 @@ class CommunicationModule(Module):
 
     fresh_inner_state = False
 
+    @property
+    def asks_clients(self) -> bool:
+        """Whether a server asks some of the nodes to take part in a round, who may not be there."""
+        return False
+
+    @property
+    def asks_all_lengths(self) -> bool:
+        """Whether it must know how many examples each node has before any acts."""
+        return False
+
     @abstractmethod
     def next_event(self, step: int) -> int:
         """Return the first step after `step` at which this module must act."""
@@ -160,6 +170,18 @@ class CommunicationModule(Module):
         """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
         return nodes
 
+    def seats(self, num_nodes: int) -> int | None:
+        """Return how many nodes act in a round at most; None: each needs a row all the time, which is the default.
+
+        For a module that gives the nodes of a round their parameters when it begins, and looks at no others: then only
+        these, and those of the next round when it ends, have rows.
+        """
+        return None
+
+    def seated(self, step: int) -> tuple[list[int], list[int]]:
+        """Return the nodes of the round after `step`, and of the round that `step` is in; where there are `seats`."""
+        raise NotImplementedError
+
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         """Synchronise what is left at the end; `since` steps passed after the last event."""
         if since:
@@ -167,6 +189,10 @@ class CommunicationModule(Module):
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
         """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        return None
+
+    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
+        """Return the buffers of the outer parameters, by name, or None where these have the mean of the rows'."""
         return None
 
 

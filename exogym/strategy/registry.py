@@ -9,8 +9,16 @@ from exogym.errors import ArgumentError, nearest
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
-DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
+DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
 _WORDS = {"none": None, "true": True, "false": False}
+_ELSEWHERE = {  # methods that are an option of another, by the names that papers give them
+    "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
+    "hierarchical_diloco": "diloco:island_size=2:island_H=10", "delayed_nesterov": "async_diloco", "muon": "muloco",
+    "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
+    "fedadam": "fedopt:server_optim=adam", "fedyogi": "fedopt:server_optim=yogi",
+    "fedadagrad": "fedopt:server_optim=adagrad", "ef_signsgd": "signsgd:error_feedback=true", "dpsgd": "gossip",
+    "d_psgd": "gossip", "push_sum": "sgp", "int8": "qreduce:bits=8", "lookahead": "diloco",
+}  # fmt: skip
 
 
 def parse_strategy(text: str, **defaults: Any) -> Strategy:
@@ -20,7 +28,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
             `false`, `none`, or else text.
         **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise.
-            `outer_lr` is only for the outer optimizer of the paper.
+            `outer_lr` is only for the outer optimizer of the paper, `outer_momentum` only beside it.
 
     Raises:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
@@ -34,7 +42,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     name, *parts = (part.strip() for part in text.split(":"))
     name = name.lower()
     if name not in STRATEGIES:
-        raise ArgumentError(f"unknown strategy {name!r}: {nearest(name, STRATEGIES)}")
+        raise unknown(name)
     kind = STRATEGIES[name]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {}
@@ -46,11 +54,13 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
             raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {nearest(option, known)}")
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
-        given[option] = _value(value)
+        given[option] = value_of(value)
     if "inner_lr" in given:
         defaults.pop("lr", None)
     if "outer_optim" in given:
         defaults.pop("outer_lr", None)
+    if "outer_optim" in given or "outer_lr" in given:
+        defaults.pop("outer_momentum", None)
     given = {option: value for option, value in defaults.items() if option in known and value is not None} | given
     try:
         return kind(**given)
@@ -58,6 +68,22 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         raise ArgumentError(f"strategy {text!r}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"strategy {text!r}: a value is of the wrong kind ({error})") from error
+
+
+def unknown(name: str, *further: str) -> ArgumentError:
+    """Return the error of a strategy's name that is not known, with the one that it has here, or the nearest.
+
+    Args:
+        further: names that are known beside `STRATEGIES`.
+
+    >>> print(unknown("fedadam"))
+    unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here
+    >>> print(unknown("dilco"))
+    unknown strategy 'dilco': did you mean 'diloco'?
+    """
+    here = _ELSEWHERE.get(name.replace("-", "_"))
+    said = nearest(name, [*STRATEGIES, *further]) if here is None else f"it is {here!r} here"
+    return ArgumentError(f"unknown strategy {name!r}: {said}")
 
 
 def table() -> str:
@@ -72,7 +98,8 @@ def table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """Return the whole number, number, `true`, `false` or `none` that a text stands for, or else the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for read in (int, float):

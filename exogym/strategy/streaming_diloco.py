@@ -83,7 +83,7 @@ class StreamingCommunicator(CommunicationModule):
         return [Traffic(kind, P / F * size, self.H / F, overlap_steps=self.delay)]
 
     def couples_every(self, N: int) -> float:
-        return self.H
+        return self.H + self.delay
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)

@@ -36,8 +36,8 @@ class Plan:
     """What a strategy sends.
 
     Attributes:
-        couples_every: the steps after which all of the model has been exchanged once.
-        can_train: False where only the formula is known, and no strategy of that name can be trained here.
+        couples_every: the steps after which all of the model has been exchanged once, and has arrived.
+        can_train: False where there is only the formula, so that `advise` shows it and never recommends it.
         local_steps: of a strategy whose nodes do not wait for each other, (N,) seconds of a step to (N,) steps of a
             round; `traffic` is then of one node and one round.
     """

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from exogym.callbacks import Callback
 from exogym.saving.keepers import Keepers
 
@@ -19,7 +17,7 @@ class Agenda:
     Attributes:
         evaluates: whether there is a validation set; val_interval None: after each epoch.
         description: what decides the run.
-        examples_per_step: of each node.
+        examples_of: returns the examples of a step of each of some nodes.
 
     >>> agenda = Agenda(total_steps=100, steps_per_epoch=40, evaluates=True)
     >>> [agenda.stretch_end(step, next_event=step + 30) for step in (0, 30, 75)]
@@ -36,7 +34,7 @@ class Agenda:
     final_sync: bool = True
     max_stretch: int | None = None
     description: dict[str, Any] = field(default_factory=dict)
-    examples_per_step: np.ndarray | int = 1
+    examples_of: Callable[[Sequence[int]], Any] = lambda nodes: 1
     keepers: Keepers | None = None
     evaluates: bool = False
     callbacks: Sequence[Callable[[Any], Any]] = ()

@@ -16,6 +16,7 @@ from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.faults import Attendance
 from exogym.fleet import Fleet
+from exogym.fleet.store import Store
 from exogym.strategy.strategy import Inner, Run, Strategy
 from exogym.training.timing import Timing
 
@@ -28,6 +29,8 @@ class Setting:
         how: the way of computing, as `fit(compute=)`.
         attendance: who is there, where faults are planned; timing: the virtual clock, where there is a network.
         watch: what is done about numbers that are not finite.
+        store: what nodes without a row keep, where there are fewer rows than nodes; arrived: told, in every process,
+            the nodes that are seated here for the first time.
     """
 
     fleet: Fleet
@@ -38,6 +41,8 @@ class Setting:
     attendance: Attendance | None
     timing: Timing | None
     watch: Watch
+    store: Store | None = None
+    arrived: Callable[[Sequence[int]], None] | None = None
 
     def compute(
         self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Correction] = ()
@@ -92,6 +97,10 @@ class Algorithm:
         """
         return None
 
+    def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return who must have a row from `step` on, where there are fewer than nodes: who acts next, who acts now."""
+        raise NotImplementedError
+
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
         """Return the local steps of the stretch of `losses` that are still to be computed before `act`.
 
@@ -135,6 +144,10 @@ class Algorithm:
 
     def outer(self) -> list[Tensor] | None:
         """Return the model that nodes have in common, (P,) per block; None where it is the mean of the rows."""
+        return None
+
+    def outer_buffers(self) -> dict[str, Tensor] | None:
+        """Return the buffers of that model, by name; None where they are the mean of the rows'."""
         return None
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from exogym.balance import Balance
 from exogym.base.devices import total_memory_bytes
 from exogym.base.rng import seed_torch, stream_seed
 from exogym.callbacks import Callback
+from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
@@ -31,12 +32,15 @@ from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
 from exogym.faults import Faults
 from exogym.fleet import Fleet
+from exogym.fleet.state import Shared
+from exogym.fleet.store import Store
 from exogym.logger import combine
 from exogym.progress import Progress, notice
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, Metric
 from exogym.record.observers import Logging, Observer, Observers, Showing
 from exogym.record.run_folder import RunFolder
+from exogym.record.steps import steps_here
 from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import on_main
 from exogym.saving.snapshots import restore
@@ -54,6 +58,7 @@ from exogym.training.resuming import Refused, agree, matching_snapshot, open_fol
 from exogym.training.speeds import node_speeds
 from exogym.training.timing import Timing
 
+KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
 EVALUATION_BATCH = 256
 ALGORITHMS: dict[str, Callable[[Any, Setting], Algorithm]] = {  # by what a strategy says in `driven_by`
     "rounds": Compositions,
@@ -107,9 +112,11 @@ def _assemble(
     with contextlib.ExitStack() as undo:
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         model, fleet = worker.model, worker.fleet
-        total_steps = bar.total_steps = options.total_steps(stream.steps_per_epoch)
+        steps_per_epoch = stream.steps_per_epoch or options.max_steps or 1  # of unknown data all steps are one epoch
+        total_steps = bar.total_steps = options.total_steps(steps_per_epoch)
 
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
+        observers.all += steps_here()
 
         snapshot: Snapshot | None = None
         complaints: list[str] = []
@@ -129,7 +136,11 @@ def _assemble(
         balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
-        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes)
+        step_s = None if options.step_seconds is None else _step_seconds(options)
+        availability = None if options.faults is None else options.faults.trace
+        run = Run(
+            options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
+        )
         timing = None
         if options.network is not None:
             timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
@@ -138,17 +149,18 @@ def _assemble(
         undo.callback(driver.close)
         if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
-        if wire.is_main and not is_factory(subject.train_dataset) and options.num_nodes > stream.total:
+        acting = len(driver.seated)
+        if wire.is_main and not is_factory(subject.train_dataset) and acting > stream.total:
             warnings.warn(
-                f"{options.num_nodes:,} nodes share {stream.total:,} examples: some train on the same ones at every "
+                f"{acting:,} nodes share {stream.total:,} examples: some train on the same ones at every "
                 "step, and an epoch is one step; lower num_nodes, or bring more data",
                 stacklevel=4,
             )
         agenda = Agenda(
-            total_steps, stream.steps_per_epoch, val_interval=options.val_interval, log_interval=options.log_interval,
+            total_steps, steps_per_epoch, val_interval=options.val_interval, log_interval=options.log_interval,
             checkpoint_interval=options.checkpoint_interval, save_dir=folder,
             keep_checkpoints=options.keep_checkpoints, final_sync=options.final_sync, max_stretch=max_stretch,
-            description=description, examples_per_step=np.minimum(stream.batch_sizes, stream.examples),
+            description=description, examples_of=lambda nodes: stream.examples_of(nodes),
             keepers=keepers, evaluates=subject.val_dataset is not None, callbacks=list(options.callbacks),
         )  # fmt: skip
         evaluator = _evaluator(subject, options, worker)
@@ -184,9 +196,15 @@ def workplace(
     subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
 ) -> tuple[Stream, Worker, Any]:
     """Return the data's stream, a worker bound to the fleet of the rows here, and the first batch; `undo` unbinds."""
+    rows = sum(map(len, wire.placement))
+    asks_all = True
+    if rows < options.num_nodes and is_factory(subject.train_dataset):
+        asks_all = _asks_all(options, wire)
     stream = Stream(
         subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
         shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
+        kept=None if rows == options.num_nodes else max(KEPT_DATA_SETS, 2 * len(wire.ranks)), asks_all=asks_all,
+        may_be_empty=options.strategy.asks_clients,
     )  # fmt: skip
     undo.callback(stream.close)
     model = subject.model.to(device)
@@ -198,6 +216,28 @@ def workplace(
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
+
+
+def _step_seconds(options: FitOptions) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given."""
+    given = options.step_seconds
+    return (given if isinstance(given, StepTime) else StepTime(given)).mean_s(options.num_nodes)
+
+
+def _asks_all(options: FitOptions, wire: Wire) -> bool:
+    """Say whether a factory is to make each node's data set for its length, though few nodes act at a time.
+
+    Raises:
+        ArgumentError: it would have to, and nobody has asked for that.
+    """
+    if options.num_epochs is None and options.max_steps is None:
+        raise ArgumentError(
+            f"a data set factory and sampled clients need max_steps: how long an epoch is depends on the data of all "
+            f"{options.num_nodes:,} nodes, which are not made before they act (num_epochs makes them all, for that)"
+        )
+    if options.num_epochs is not None:
+        wire.say(f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
+    return options.num_epochs is not None or options.strategy.asks_all_lengths
 
 
 def _share_out(balance: Balance, stream: Stream, fleet: Fleet) -> np.ndarray | None:
@@ -225,10 +265,21 @@ def make_driver(
     """Return what takes the strategy, copied so that it starts fresh, through training."""
     strategy = copy.deepcopy(options.strategy)
     uneven = [share for share in shares if share < 1]
-    faults = Faults() if options.faults is None and uneven else options.faults
+    faults = options.faults if options.may_be_away else (Faults() if uneven else None)
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
-    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
+    wire, store, arrived = fleet.comm.wire, None, None
+    if sum(map(len, wire.placement)) < options.num_nodes:
+        folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
+        store = Store(options.client_state_memory, folder)
+
+        def arrived(nodes: Sequence[int]) -> None:
+            found = wire.gather([[node, stream.length(node)] for node in nodes])
+            stream.learn((node, examples) for told in found for node, examples in told)
+
+    if strategy.asks_clients:
+        fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
+    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch, store, arrived)
     return Driver(ALGORITHMS[strategy.driven_by](strategy, setting), setting)
 
 
@@ -253,7 +304,7 @@ def _description(
 ) -> dict[str, Any]:
     rounds = _rounds(options, total_steps)
     model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
-    shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16]
+    shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
@@ -286,9 +337,9 @@ def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
         limit = options.max_memory_usage * total_memory_bytes(worker.device)
-        micro = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * options.num_nodes * row)
+        micro = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
-    compute = _time_compute(worker, stream, options.num_nodes) if options.compute == "auto" else options.compute
+    compute = _time_compute(worker, stream, len(worker.fleet)) if options.compute == "auto" else options.compute
     return {"compute": compute, "micro_batch_size": micro}
 
 

@@ -23,6 +23,7 @@ from exogym.network import Network
 from exogym.strategy.clocked import ClockedStrategy
 from exogym.training.algorithm import Algorithm, Setting
 from exogym.training.order import ARRIVAL, STEP, Order, seconds_of_steps
+from exogym.training.shards import Shards
 from exogym.training.timing import Timing
 
 NO_WAIT_BPS = 1e30
@@ -72,6 +73,10 @@ class ByClock(Algorithm):
         fleet.state.register("rounds", _Kept(self))
         fleet.state.register("server", Shared(self.server.state, self.server.load_state))
         fleet.state.register("order", Shared(self.order.state, self.order.load_state))
+        self.shards: Shards | None = None
+        if strategy.shard_sampling:
+            self.shards = Shards(setting.stream, setting.run)
+            fleet.state.register("shards", Shared(self.shards.state, self.shards.load_state))
         self._give(range(fleet.num_nodes))
 
     # What the driver asks
@@ -146,11 +151,18 @@ class ByClock(Algorithm):
         self.computed = self.order.taken.copy()
 
     def _behind(self, losses: Losses) -> list[Span]:
-        """Return the steps of nodes here that are noted and not computed; rates follow the fleet's step."""
+        """Return the steps of nodes here that are noted and not computed; rates follow the fleet's step, or a shard's.
+
+        Whoever pulls has computed all its steps, so those of a node are of one round.
+        """
         spans = []
         for row, rank in enumerate(self.fleet.ranks):
             columns = np.repeat(np.arange(self.columns.shape[1]), self.columns[rank])[losses.done(row) :]
-            if len(columns):
+            if len(columns) and self.shards is not None:
+                shard, first = self.shards.source(rank, int(self.order.done[rank]) - len(columns))
+                at = self.shards.rates_at(shard, first, len(columns))
+                spans.append(Span(row, columns, at, (shard, first)))
+            elif len(columns):
                 spans.append(Span(row, columns, losses.first + columns))
         return spans
 
@@ -211,6 +223,9 @@ class ByClock(Algorithm):
     def _give(self, nodes: Sequence[int]) -> None:
         self.versions[list(nodes)] = self.server.version
         rows = rows_of(self.fleet, nodes)
+        if self.shards is not None:
+            for node in sorted(nodes):
+                self.shards.draw(node, int(self.order.work[node]))
         for theta, pulled, block in zip(self.server.theta, self.pulled, self.fleet.blocks, strict=True):
             for row in rows:
                 pulled[row] = theta

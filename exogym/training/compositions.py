@@ -33,6 +33,9 @@ class Compositions(Algorithm):
     def work(self, first: int, last: int) -> np.ndarray | None:
         return self.strategy.local_steps(first, last)
 
+    def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        return self.strategy.seated(step)
+
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         if not skip:
             self.strategy.transform_gradients(self.fleet, step, self.lr(step - 1))
@@ -62,6 +65,9 @@ class Compositions(Algorithm):
 
     def finish(self, step: int) -> None:
         self.strategy.finish(self.fleet, step)
+
+    def outer_buffers(self) -> dict[str, Tensor] | None:
+        return self.strategy.consensus_buffers(self.fleet)
 
     def outer(self) -> list[Tensor] | None:
         return self.strategy.consensus(self.fleet)

@@ -19,6 +19,7 @@ from exogym.compute.finite import is_finite
 from exogym.compute.spans import Losses, Span
 from exogym.errors import TrainingError
 from exogym.fleet.presence import rows_of
+from exogym.fleet.seats import Seats
 from exogym.training.algorithm import Algorithm, Setting
 
 AGREEMENTS = 2  # of processes in a stretch: whether to stop, and the losses; where gradients meet, whose there are
@@ -31,6 +32,7 @@ class Driver:
     Attributes:
         losses: of the stretch under way.
         attendance: who is there, where faults are planned.
+        seats: who has a row, where there are fewer rows than nodes.
         before_sync: called in `advance` at its last step, before communication changes any parameters there; may be
             set anew for every stretch.
     """
@@ -43,6 +45,11 @@ class Driver:
         self.before_sync: Callable[[], None] | None = None
         self._skips = self.watch.skips and algorithm.leaves_out
         self.fleet.state.register("losses", self.losses)
+        self._told: tuple[Sequence[int], Tensor] | None = None
+        self.seats: Seats | None = None
+        if setting.store is not None:
+            self.seats = Seats(self.fleet, setting.store, setting.arrived)
+            self._seat(0)
 
     def next_event(self, step: int) -> int:
         """Return the last step up to which `advance` may go from `step`."""
@@ -52,14 +59,14 @@ class Driver:
     def lr(self, step: int) -> float:
         return self.algorithm.lr(step)
 
-    def advance(self, first: int, last: int) -> Tensor | None:
+    def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Train from step `first` to `last`, at most up to the next event, and communicate if it is one.
 
         A stretch that was stopped in the middle goes on where it stands in `losses`.
 
         Returns:
-            (rows, last - first): the mean loss of the local steps that a node took in each step of the fleet, NaN
-            where it took none; None where the run is to stop before the stretch is done.
+            The ids of nodes, and (nodes, last - first) the mean loss of the local steps that each took in each step of
+            the fleet, NaN where it took none; None where the run is to stop before the stretch is done.
         """
         if not self.losses.under_way:
             self._begin(first, last)
@@ -78,8 +85,14 @@ class Driver:
             self._charge(first, last, work)
         with torch.no_grad():
             self._act(last, left_out)
+        told, self._told = self._told or self._losses(), None
+        return told
+
+    def _losses(self) -> tuple[Sequence[int], Tensor]:
+        """End the losses of the stretch; return those of all nodes that have a row, with their ids."""
         losses = self.losses.end()
-        return losses.where(losses != torch.inf, torch.nan) if self.watch.skips else losses
+        losses = losses.where(losses != torch.inf, torch.nan) if self.watch.skips else losses
+        return self.seated, self.fleet.comm.wire.rows(losses, self.seated)
 
     def finish(self, step: int) -> None:
         """Synchronise what is left at the end of training.
@@ -92,9 +105,11 @@ class Driver:
         present = there if self.attendance is None else self.attendance.present(step)
         with torch.no_grad():
             self.meet([i for i in present if i not in spoilt])
+            self._seat(step)
             self.algorithm.finish(step)
             if spoilt:
                 self._take_in(spoilt, there, step)
+        there = self._up(step)
         self.meet(there)
         here = rows_of(self.fleet, there)[:1]
         held = [block.params[row] for row in here for block in self.fleet.blocks] or None
@@ -106,10 +121,17 @@ class Driver:
         outer = self.algorithm.outer()
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
+    def consensus_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers of the model to evaluate, by name."""
+        outer = self.algorithm.outer_buffers()
+        return self.fleet.average_buffers() if outer is None else {name: x.clone() for name, x in outer.items()}
+
     def close(self) -> None:
         """Leave nothing behind."""
         self.before_sync = None
         self.algorithm.close()
+        if self.seats is not None:
+            self.seats.store.close()
 
     # Who is present
 
@@ -123,8 +145,19 @@ class Driver:
         finite = [rank for row, rank in enumerate(fleet.ranks) if all(is_finite(b.params[row]) for b in fleet.blocks)]
         self.meet([i for i in fleet.comm.present if i in finite] or fleet.comm.present)
 
+    @property
+    def seated(self) -> Sequence[int]:
+        """The ids of the nodes that count: all, or those at work where there are fewer rows than nodes."""
+        return range(self.fleet.num_nodes) if self.seats is None else self.seats.working
+
     def _up(self, step: int) -> list[int]:
-        return list(range(self.fleet.num_nodes)) if self.attendance is None else self.attendance.up(step)
+        return list(self.seated) if self.attendance is None else self.attendance.up(step)
+
+    def _seat(self, step: int) -> None:
+        """Where there are fewer rows than nodes, seat those who act next beside those who have come to `step`."""
+        if self.seats is not None:
+            self.seats.take(*self.algorithm.seated(step))
+            self.meet(self.seats.nodes)
 
     def _begin(self, first: int, last: int) -> None:
         """Begin a stretch; nodes that were away at `first` and are there now take over what the others hold."""
@@ -199,13 +232,16 @@ class Driver:
                 self.meet([i for i in there if i not in spoilt])
                 self.before_sync()
                 self.meet(meeting)
+            if self.seats is not None:
+                self._told = self._losses()
+                self._seat(step)
 
         self.meet(meeting)
         met = self.algorithm.act(step, self.losses, before_mixing)
         if met and spoilt:
             self._take_in(spoilt, there, step)
         else:
-            self.meet([i for i in there if i not in spoilt])
+            self.meet([i for i in (there if self.seats is None else self.seats.working) if i not in spoilt])
 
     # What it takes
 

@@ -22,6 +22,7 @@ from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError, Stopped
 from exogym.faults import Outages
 from exogym.fleet import Fleet
+from exogym.fleet.seats import Seats
 from exogym.fleet.state import Shared
 from exogym.progress import Progress
 from exogym.record.history import History
@@ -74,7 +75,8 @@ class TrainingLoop:
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before = 0.0
-        self.reports = Reports(observers, fleet.comm, agenda, [] if agenda.save_dir is None else [self._keep])
+        signs = [] if agenda.save_dir is None else [self._keep]
+        self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
         self._segments: Segments | None = None
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
@@ -170,10 +172,10 @@ class TrainingLoop:
             if losses is None:
                 return False
             self.step = last
-            losses = self.wire.rows(losses, range(self.fleet.num_nodes))
+            nodes, values = losses
             if not self.wire.is_hidden:
                 self.reports.stretch(
-                    self.history, (first, last), losses, self.driver.lr, before, self._standing(),
+                    self.history, (first, last), nodes, values, self.driver.lr, before, self._standing(),
                     self.timing is not None,
                 )  # fmt: skip
             self.reports.sent(self.step, before.sent)
@@ -192,13 +194,13 @@ class TrainingLoop:
             self.reports.sent(self.step, before.sent)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
-            for node in range(self.fleet.num_nodes):
+            for node in self.driver.seated:
                 self.history.add_evaluation(self.step, self.epoch, self.timing.values(node), node=node)
         self._call_back(every=False)
         self._log()
         return True
 
-    def _advance(self, first: int, last: int) -> Tensor | None:
+    def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Take a stretch, and note the time: all of it, and this process's own, without the wire."""
         start, waited_s = time.perf_counter(), self.wire.waited_s
         losses = self.driver.advance(first, last)
@@ -256,9 +258,12 @@ class TrainingLoop:
         return self.model_of(None)
 
     def rows(self) -> list[Tensor]:
-        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded."""
+        """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded.
+
+        Where clients are sampled, of those at work: `fleet.comm.present`.
+        """
         self._ask("rows")
-        return [self.wire.rows(block.params, range(self.fleet.num_nodes)) for block in self.fleet.blocks]
+        return [self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks]
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
@@ -267,7 +272,7 @@ class TrainingLoop:
     def model_of(self, node: int | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) vectors and buffers of the averaged (or outer) model, or of one node's, in every process."""
         if node is None:
-            return self.driver.consensus(), self.fleet.average_buffers()
+            return self.driver.consensus(), self.driver.consensus_buffers()
         rows = self.wire.rows
         vectors = [rows(block.params, [node])[0] for block in self.fleet.blocks]
         return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
@@ -321,6 +326,8 @@ class TrainingLoop:
         self.history.add_evaluation(self.step, self.epoch, values)
         self.observers.beat(self.step, {k: values[k] for k in ("val_loss", "val_accuracy") if k in values})
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
+        if self.timing is not None:
+            self._tell("clock", **self.timing.parts())
 
     def _call_back(self, every: bool = True) -> None:
         due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
@@ -385,6 +392,11 @@ class TrainingLoop:
         """Who was away when, where that is not planned but happens."""
         there = self.driver.attendance
         return there.faults if there is not None and isinstance(there.faults, Outages) else None
+
+    @property
+    def seats(self) -> Seats | None:
+        """Who has a row, where there are fewer rows than nodes."""
+        return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
         """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""

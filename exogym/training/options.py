@@ -17,13 +17,18 @@ from exogym.compute.finite import POLICIES
 from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
 from exogym.data.partition import Partitioner
+from exogym.engine import Ray
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
+RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
 COMPUTE = (*WAYS, "auto")
-COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints")
+COUNTS = (
+    *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
+    "cpus_per_process",
+)
 OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
@@ -54,6 +59,8 @@ class FitOptions:
     devices: Sequence[int] | None = None
     compute: str = "loop"
     processes: int | str = 1
+    engine: Any = None
+    cpus_per_process: int = 1
     reduction: str = "tree"
     balance: Any = None
     faults: Faults | None = None
@@ -73,6 +80,7 @@ class FitOptions:
     max_restarts: int = 0
     hang_s: float | None = 600.0
     run_dir: str | Path | None = None
+    client_state_memory: float | None = None
     dataloader_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +104,12 @@ class FitOptions:
         check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
         if self.processes != "auto":
             check_count("processes", self.processes)
+        if isinstance(self.engine, str):
+            check_choice("engine", self.engine, ("ray",))
+        elif not isinstance(self.engine, Ray | None):
+            raise ArgumentError(f"engine={self.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
+        if self.engine is None and self.cpus_per_process != 1:
+            raise ArgumentError("cpus_per_process is for processes that an engine starts elsewhere: give engine='ray'")
         if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
             raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
         if self.hang_s is not None and not (is_number(self.hang_s) and 0 < self.hang_s < math.inf):
@@ -122,15 +136,26 @@ class FitOptions:
             if not isinstance(getattr(self, name), str | os.PathLike | None) or getattr(self, name) == "":
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
         object.__setattr__(self, "save_dir", folder_of_checkpoints(vars(self)))
+        for name in ("save_dir", "run_dir"):  # a process elsewhere has another current folder
+            if self.engine is not None and getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)).absolute())
         if self.network is not None:
             object.__setattr__(self, "network", Network.of(self.network))
         for name in ("step_seconds", "timeline"):
-            if getattr(self, name) and self.network is None:
+            if getattr(self, name) and self.network is None and not (name[0] == "s" and self.strategy.asks_clients):
                 raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
         if not isinstance(self.faults, Faults | None):
             raise ArgumentError(
                 f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
             )
+        if self.faults is not None and self.faults.trace is not None:
+            if not self.strategy.asks_clients:
+                raise ArgumentError(
+                    f"faults: a trace says whom a server can ask, and {type(self.strategy).__name__} as it is asks "
+                    "nobody: take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= "
+                    "or drop_rate="
+                )
+            self.faults.trace.check(self.num_nodes)
         if self.faults is not None and self.faults.bad_nodes:
             self.faults.bad(self.num_nodes)
             object.__setattr__(self, "strategy", self.strategy.beside(self.faults))
@@ -139,12 +164,24 @@ class FitOptions:
             if self.weighs_nodes:
                 self.balance.check_speeds(self.num_nodes, "nodes")
                 check_weighted(self.strategy, self.balance.kind)
+        if self.client_state_memory is not None:
+            if not (is_number(self.client_state_memory) and 0 <= self.client_state_memory < math.inf):
+                raise ArgumentError(
+                    f"client_state_memory={self.client_state_memory!r} must be bytes, at least 0, as 2e9"
+                )
+            if self.save_dir is None:
+                raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
         for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether nodes may be away, or late, whatever a strategy asks; a trace is looked at by the strategy itself."""
+        return self.faults is not None and self.faults.trace is None
 
     @property
     def step_examples(self) -> int:
@@ -180,6 +217,8 @@ class FitOptions:
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
+        elif self.step_seconds is not None:
+            given |= {"step_seconds": describe(self.step_seconds)}
         given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
@@ -212,6 +251,17 @@ def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:
     if given["save_dir"] is None and asked and isinstance(given["run_dir"], str | os.PathLike):
         return Path(given["run_dir"]) / "checkpoints"
     return given["save_dir"]
+
+
+def asked_to_go_on(given: Mapping[str, Any]) -> bool:
+    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+
+    So a script that was stopped can be started again, as it is, to go on.
+    """
+    wanted, run_dir = os.environ.get(RESUME), given["run_dir"]
+    if wanted is None or not isinstance(run_dir, str | os.PathLike):
+        return given["resume"]
+    return given["resume"] or os.path.realpath(wanted) == os.path.realpath(run_dir)
 
 
 def is_number(value: Any) -> bool:

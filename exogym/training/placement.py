@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ import torch
 from torch import nn
 
 from exogym.balance import Balance, speeds_of
+from exogym.base.devices import resolve_device
 from exogym.communicator import Wire
 from exogym.compute.memory import check_rows
 from exogym.engine import Engine, EngineOptions, engine_for
+from exogym.engine.protocol import Moved
 from exogym.engine.wire import place
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
+from exogym.fleet.seats import rows_for
 from exogym.progress import notice
 from exogym.training.assembly import Subject, workplace
 from exogym.training.options import FitOptions
@@ -39,25 +43,45 @@ def run_placed(
         ArgumentError: a layout that cannot be.
         WorkerError, or what a process raised: after `max_restarts` new starts from the last checkpoint.
     """
-    native = options.reduction == "native"
-    asked = EngineOptions(options.num_nodes, options.processes, device, native, options.hang_s)
+    asked = EngineOptions(
+        options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
+        engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
+        cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
+    )  # fmt: skip
     found = engine or engine_for(asked)
-    memories = 1 if found is None or found.shares_memory else found.processes(asked)
-    check_rows(subject.model, options.num_nodes, memories, device)
+    if found is None or found.is_here:
+        memories = 1 if found is None or found.shares_memory else found.processes(asked)
+        check_rows(subject.model, rows_of_run(options, memories, found), memories, device)
     if found is None:  # processes="auto", and nobody else has started others
-        asked = replace(asked, processes=chosen_processes(subject, options, asked))
+        asked = replace(asked, processes=chosen_processes(subject, options, asked, rows_of_run(options, 1)))
         found = engine_for(asked)
     assert found is not None
-    asked, options = _dealt(found, asked, options, subject)
+    dealt, weighed = _dealt(found, asked, options, subject)
+    tries = itertools.count()
 
     def train(given: FitOptions) -> Result:
-        return found.run(asked, functools.partial(_begun, given, found, body))
+        nonlocal dealt
+        if next(tries) and not found.is_here:  # there may be room for more processes than there was, or for fewer
+            dealt, _ = _dealt(found, asked, given, subject)
+        return found.run(dealt, functools.partial(_begun, given, found.runs_again, body))
 
-    return _restarted(subject.model, options, train) if found.runs_again else train(options)
+    return _restarted(subject.model, weighed, train) if found.runs_again else train(weighed)
 
 
-def _begun(options: FitOptions, engine: Engine, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
-    if wire.is_main and not engine.runs_again:
+def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
+    """Return how many rows a run has: N, or fewer where few nodes act at a time and `engine` can seat others in them.
+
+    Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where half the rows
+    or more would be needed.
+    """
+    keeps = (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
+    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(options.num_nodes)
+    rows = options.num_nodes if most is None else processes * rows_for(most, processes)
+    return rows if 2 * rows <= options.num_nodes else options.num_nodes
+
+
+def _begun(options: FitOptions, runs_again: bool, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
+    if wire.is_main and not runs_again:
         _say_who_restarts(options.max_restarts)
     return body(options, wire)
 
@@ -76,7 +100,7 @@ def _restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOption
     """Train; where a new start may cure what failed, again from the last checkpoint, `max_restarts` times at most."""
     for attempt, given in enumerate(_attempts(model, options)):
         try:
-            return train(given)
+            return _followed(given, train)
         except NOT_CURED:
             raise
         except Exception as error:
@@ -86,18 +110,30 @@ def _restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOption
     raise AssertionError
 
 
+def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
+    """Train, in other processes as often as the run moves."""
+    while True:
+        try:
+            return train(options)
+        except Moved as moved:
+            notice(str(moved))
+            options = replace(options, resume=options.resume or moved.begun)
+
+
 def _dealt(
     engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
     """Return what is asked with the ids of each process, and the options with their speeds where they decided."""
-    balance, nodes, processes = options.balance, options.num_nodes, engine.processes(asked)
+    balance, processes = options.balance, engine.processes(asked)
+    nodes = rows_of_run(options, processes, engine)
     even = replace(asked, placement=place(nodes, processes))
     if balance is None or balance.kind != "nodes" or processes == 1:
         return even, options
     balance.check_speeds(processes, "processes")
     if balance.speeds is None and nodes > processes:
         each = replace(asked, placement=[[k] for k in range(processes)], native=False)
-        seconds = engine.run(each, lambda wire: _process_seconds(wire, subject, options, asked.device))
+        device = asked.device if engine.is_here else None
+        seconds = engine.run(each, lambda wire: _process_seconds(wire, subject, options, device))
         balance = Balance("nodes", speeds_of(seconds))
     if balance.speeds is None:
         notice(f"balance='nodes' changes nothing: each of {processes} processes has one node")
@@ -109,8 +145,12 @@ def _dealt(
     return replace(asked, placement=placement), replace(options, balance=balance)
 
 
-def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
-    """Take a few training steps in each process, at the same time; return what one takes in each, everywhere."""
+def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: torch.device | None) -> list[float]:
+    """Take a few training steps in each process, at the same time; return what one takes in each, everywhere.
+
+    `device` None: of another machine, where it is looked for.
+    """
+    device = device or resolve_device(options.device)
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the run says it again

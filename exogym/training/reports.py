@@ -39,6 +39,7 @@ class Reports:
 
     Args:
         agenda: of the run; signs: further things to do now and then between two steps.
+        tells_who: whether to tell of nodes that come and go; not where only those at work have a row.
 
     Attributes:
         logged: the last step that was given to observers.
@@ -46,29 +47,31 @@ class Reports:
     """
 
     def __init__(
-        self, observers: Observers, comm: Communicator, agenda: Agenda, signs: Sequence[Callable[[], None]] = ()
-    ):
+        self, observers: Observers, comm: Communicator, agenda: Agenda, signs: Sequence[Callable[[], None]] = (),
+        tells_who: bool = True,
+    ):  # fmt: skip
         self.observers, self.comm, self.agenda, self.signs = observers, comm, agenda, list(signs)
         self.logged, self.examples = -1, 0
         self._there = set(comm.present)  # who was there when observers were last told
+        self._tells_who = tells_who
 
     def stretch(
-        self, history: History, steps: tuple[int, int], losses: Tensor, lr: Callable[[int], float],
-        before: Standing, after: Standing, has_clock: bool,
+        self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
+        lr: Callable[[int], float], before: Standing, after: Standing, has_clock: bool,
     ) -> None:  # fmt: skip
-        """Take the (N, K) losses of `steps` (first, last) into the history."""
+        """Take the (nodes, K) losses of `steps` (first, last) into the history."""
         first, last = steps
         agenda = self.agenda
         numbers = np.arange(first + 1, last + 1)
         logged = numbers[(numbers % agenda.log_interval == 0) | (numbers == agenda.total_steps)]
         values = losses.float().cpu().numpy()
         mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
-        self.examples += int((np.count_nonzero(~np.isnan(values), axis=1) * agenda.examples_per_step).sum())
+        self.examples += int((np.count_nonzero(~np.isnan(values), axis=1) * agenda.examples_of(nodes)).sum())
         self.observers.beat(last, {"loss": mean, "tx_bytes": after.payload_tx_rx[1]})
         payload, tx, rx = before.payload_tx_rx
         history.add_stretch(
             steps=logged, epochs=(logged - 1) // agenda.steps_per_epoch, losses=values[:, logged - first - 1],
-            lr=np.array([lr(int(s) - 1) for s in logged]), nodes=range(len(values)),
+            lr=np.array([lr(int(s) - 1) for s in logged]), nodes=nodes,
             payload_bytes=payload, tx_bytes=tx, rx_bytes=rx,
             final_bytes=after.payload_tx_rx, wall_s=(before.wall_s, after.wall_s), span=(first + 1, last),
             time_s=(before.time_s, after.time_s) if has_clock else None,
@@ -93,7 +96,7 @@ class Reports:
             since = {key: value - old.get(key, 0.0) for key, value in row.items()}
             if any(since.values()):
                 self.tell("communication", step, collective=name, **since)
-        there = set(self.comm.present)
+        there = set(self.comm.present) if self._tells_who else self._there
         for kind, nodes in (("away", self._there - there), ("back", there - self._there)):
             if nodes:
                 self.tell(kind, step, nodes=sorted(nodes))

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from exogym.clock import Clock
+from exogym.clock.clock import PARTS
+from exogym.clock.timeline import MOST_NODES
 from exogym.communicator import Event
 from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
@@ -74,7 +76,9 @@ class Timing:
             self.clock.agree(agreements)
             return
         mine = torch.from_numpy(self.taken_s.copy())[:, None]
-        taken_s = self.fleet.comm.wire.rows(mine, list(range(self.fleet.num_nodes)))[:, 0].numpy()
+        nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
+        taken_s = np.zeros(self.fleet.num_nodes)
+        taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()
         self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
         self.taken_s[:] = 0
         self.clock.agree(agreements)
@@ -92,6 +96,10 @@ class Timing:
     def time_s(self) -> float:
         """Predicted seconds until the last node is done with what happened so far."""
         return float(self.clock.time_s.max())
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the seconds that each node, of the first 64, has spent so far: computing, waiting, sending, down."""
+        return {part: self.clock.seconds(part)[:MOST_NODES].round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
         """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""

@@ -26,17 +26,17 @@ WORTH_IT = 0.8  # of the time of one process, or less
 TRIAL_S = 0.3
 
 
-def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions) -> int:
-    """Return how many processes pay, after a short trial; say which and why."""
+def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions, rows: int) -> int:
+    """Return how many processes pay, after a short trial with so many `rows` in one; say which and why."""
     device = asked.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cores, options.num_nodes)
     if most == 1 or device.type != "cpu" or not can_fork():
         notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
         return 1
-    trial = functools.partial(_trial, subject=subject, options=options, device=device)
+    trial = functools.partial(_trial, subject=subject, options=options, device=device, rows=rows)
     step_s, meetings, moved_bytes, steps = Forked().run(replace(asked, placement=[[0], [1]], native=False), trial)
-    nodes = options.num_nodes
+    nodes = options.num_nodes if rows == options.num_nodes else rows // 2
     alone_s = steps * nodes * step_s
     shared_s = START_S + steps * -(-nodes // most) * step_s
     shared_s += meetings * MEETING_S + moved_bytes / SHARED_BYTES_PER_S
@@ -48,7 +48,7 @@ def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions
     return chosen
 
 
-def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.device) -> list[float]:
+def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.device, rows: int) -> list[float]:
     """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps.
 
     What the run has to say, it says when it is run.
@@ -61,7 +61,7 @@ def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.devi
             options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
             resume=False, max_restarts=0, run_dir=None,
         )  # fmt: skip
-        loop = assemble(subject, quiet, device, None, Wire(range(options.num_nodes)))
+        loop = assemble(subject, quiet, device, None, Wire(range(rows)))
         total, first_event = loop.agenda.total_steps, min(loop.driver.next_event(0), loop.agenda.total_steps)
         seconds, start = [], time.perf_counter()
         for step in range(min(total, 20)):
@@ -71,6 +71,7 @@ def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.devi
             if time.perf_counter() - start > TRIAL_S:
                 break
         meetings = total / first_event
-        moved = meetings * 2.0 * options.num_nodes * loop.fleet.parameter_bytes
-        found[0] = torch.tensor([min(seconds) / options.num_nodes, meetings, moved, total])
+        acting = len(loop.driver.seated)
+        moved = meetings * 2.0 * acting * loop.fleet.parameter_bytes
+        found[0] = torch.tensor([min(seconds) / acting, meetings, moved, total])
     return wire.rows(found, [1])[0].tolist()

@@ -21,7 +21,7 @@ class Elastic:
         generation: the one that was joined before anything was trained; None: others are training already.
     """
 
-    shares_memory, runs_again = False, False
+    shares_memory, runs_again, keeps_rows, is_here = False, False, True, True
 
     def __init__(self, member: Member, size: int, generation: Generation | None):
         self.member, self.size, self.generation = member, size, generation

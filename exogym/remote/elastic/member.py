@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 
 from exogym.base import pulse
+from exogym.base.shelf import LineStore
 from exogym.engine.sockets import Sockets, shut, sockets
 from exogym.engine.world import join_group, leave_group
 from exogym.errors import WorkerError
 from exogym.launch.door import Refused, knock
-from exogym.launch.shelf import LineStore
 from exogym.progress import notice
 from exogym.remote.onhost.guard import TRY_AGAIN
 from exogym.remote.orders import SILENCE_S

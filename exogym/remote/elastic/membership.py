@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from exogym.base.shelf import SENSELESS, Shelf
 from exogym.launch.door import SECRET, Door, listen
-from exogym.launch.shelf import SENSELESS, Shelf
 from exogym.remote.elastic.member import DONE, MEMBERSHIP
 from exogym.remote.orders import SILENCE_S
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
+from exogym.remote.onhost.health import Reports
 from exogym.remote.onhost.interfaces import interface_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -33,10 +34,12 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
 
     Args:
         given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s (to
-            hear nothing for so long is to be alone) and stop_s (from SIGTERM to SIGKILL).
+            hear nothing for so long is to be alone), stop_s (from SIGTERM to SIGKILL) and reports (see `Reports`; None:
+            none are wanted).
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])
+    interface = "lo"
     if given.get("address"):
         try:
             interface = interface_of(given["address"], given["is_loopback"])
@@ -46,7 +49,13 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     folder = os.path.abspath(os.path.expanduser(given["folder"]))
     environment["EXOGYM_PROJECT"] = folder
     _adopt_orphans()
-    with _noted_signals() as noted:
+    reports = None
+    if given.get("reports"):
+        reports = Reports(given["reports"], folder, interface, lambda: _descendants(os.getpid()))
+        environment.update(reports.environment)
+    with _noted_signals() as noted, contextlib.ExitStack() as undo:
+        if reports is not None:
+            undo.callback(reports.close)
         try:
             child = subprocess.Popen(
                 [sys.executable, *given["words"]], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
@@ -54,6 +63,8 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
             )  # fmt: skip
         except OSError as error:
             return _refuse(f"the command cannot be started in {folder}: {error}")
+        if reports is not None:
+            reports.start()
         reason = _watch(child, stream.fileno(), given["silence_s"], noted)
         if reason:
             _say(f"{reason}: ending what runs here")

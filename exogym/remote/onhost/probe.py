@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -166,6 +167,7 @@ QUESTIONS: dict[str, Any] = {
     "file": _file,
     "make": _make,
     "remove": _remove,
+    "facts": lambda: importlib.import_module("exogym.discovery.facts").facts(),
     "connect": lambda others: _connect(others),
 }
 

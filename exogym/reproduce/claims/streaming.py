@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from exogym.reproduce.checks import bytes_are, late_order, lower, no_worse
 from exogym.reproduce.claim import Cell, Claim
-from exogym.reproduce.claims.diloco import DILOCO
+from exogym.reproduce.claims.diloco import DILOCO, MODERATE
 
 STREAMING = "streaming_diloco:H=30:outer_lr=0.7:num_fragments=3:fragment_sync_delay=1:fragment_update_alpha=0.5"
-MODERATE = "diloco:H=30:outer_lr=0.4"
+TWO = {
+    f"N=2, {label}": Cell(f"diloco:H=30:outer_lr=0.4{option}", nodes=2)
+    for label, option in (("no delay", ""), ("naive delay", ":delay=30"), ("eager", ":eager=true"))
+}
+FOUR = {
+    "N=4, no delay": MODERATE,
+    "N=4, naive delay": Cell(f"{MODERATE.strategy}:delay=30"),
+    "N=4, eager": Cell(f"{MODERATE.strategy}:eager=true"),
+}
 
 CLAIMS = [
     Claim(
@@ -25,14 +33,19 @@ CLAIMS = [
         "An average one round late: naive is much worse, eager nearly as good as none",
         "Kale et al., Eager updates, arXiv:2502.12996",
         "500M, H = 30, N = 2: no overlap 2.67, naive delay of a round 3.01 (2.73 at a lower outer rate), eager 2.69.",
-        "N = 4, H = 30, outer rate 0.4: is the naive delay at least 2 % worse than none and behind eager, and eager at "
-        "most 2 % worse than none?",
-        {
-            "no delay": Cell(MODERATE),
-            "naive delay": Cell(f"{MODERATE}:delay=30"),
-            "eager": Cell(f"{MODERATE}:eager=true"),
-        },
-        [lower("no delay", "naive delay", by=0.02), lower("eager", "naive delay"), no_worse("eager", "no delay", 0.02)],
+        "N = 2 as in the paper and N = 4, H = 30, outer rate 0.4: is the naive delay at least 2 % worse than none, and "
+        "behind eager, and eager with N = 2 at most 2 % worse than none? With N = 4 only a quarter of an eager "
+        "gradient is of this round.",
+        TWO | FOUR,
+        [
+            lower("N=2, no delay", "N=2, naive delay", by=0.02),
+            lower("N=2, eager", "N=2, naive delay"),
+            no_worse("N=2, eager", "N=2, no delay", 0.02),
+            lower("N=4, no delay", "N=4, naive delay", by=0.02),
+            lower("N=4, eager", "N=4, naive delay"),
+        ],
+        notes="The case of N = 2 was added before the training, after trials of 450 steps with one seed: with N = 4 "
+        "eager was further behind than the paper has it with N = 2.",
     ),
     Claim(
         "R11",

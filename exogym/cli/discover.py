@@ -1,0 +1,177 @@
+"""`exogym discover`: list the computers that wait for others in this network, and pair with one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from exogym.cli.agent import PORT, needs_packages
+from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.progress import readable_bytes
+from exogym.remote import Host, HostsConfig
+
+if TYPE_CHECKING:
+    from exogym.discovery import Found
+
+AT_ONCE = 16  # computers that are asked
+PLAIN_WIDTH = 160  # where there is no terminal
+
+
+def discover(
+    seconds: Annotated[float, typer.Option(metavar="S", help="How long to listen.")] = 3.0,
+    at: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
+    ] = None,
+    pair_with: Annotated[
+        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this one; needs the code it shows.")
+    ] = None,
+    code: Annotated[
+        str | None, typer.Option(metavar="CODE", help="That it shows. [default: asked for in the terminal]")
+    ] = None,
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="The hosts file in which those paired stand.")] = Path(
+        "distributed_hosts.json"
+    ),
+    key: Annotated[
+        str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")
+    ] = "~/.ssh/exogym_ed25519",
+    ssh_config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """List the computers on which exogym agent runs. Those in the hosts file are asked over SSH what they are.
+
+    With --pair the computer of that name goes into the hosts file, once you have typed the code that it shows.
+    """
+    needs_packages()
+    if seconds <= 0:
+        raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
+    if code is not None and pair_with is None:
+        raise ArgumentError("--code needs --pair: say which computer shows it")
+    from exogym.discovery import enrol, pair
+    from exogym.discovery.login import own_key
+
+    found = agents(seconds, at or [])
+    if pair_with is not None:
+        target = chosen(found, pair_with)
+        if code is None and not sys.stdin.isatty():
+            raise ArgumentError(f"--pair {pair_with} needs --code CODE where there is no terminal to ask in")
+        typed = code or typer.prompt(f"Code that {target.name} at {target.address} shows")
+        paired = pair(target.address, target.port, typed, own_key(key))
+        enrol(paired, hosts, key, ssh_config)
+        print(f"paired with {paired.name}: {described(paired.facts)}; it stands in {hosts}")
+        return
+    known = {host.address: host for host in HostsConfig.load(hosts).hosts} if os.path.exists(hosts) else {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        rows = list(pool.map(lambda one: _row(one, known.get(one.address)), found))
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows)
+
+
+def _row(found: Found, host: Host | None) -> dict[str, Any]:
+    """Return what is known of an agent: what it is, if it is the `host` of the hosts file that lets us in."""
+    from exogym.discovery.facts import cleaned
+    from exogym.discovery.pairing import ask
+
+    row = asdict(found) | {"paired": False, "facts": {}, "trouble": None}
+    if host is None:
+        return row
+    try:
+        return row | {"facts": cleaned(ask(host, "facts")), "paired": True}
+    except ExoGymError as error:
+        return row | {"trouble": str(error)}
+
+
+def agents(seconds: float, places: Sequence[str]) -> list[Found]:
+    """Return the agents at `places`, or those that announce themselves.
+
+    Raises:
+        ArgumentError: a place is no address with a port.
+    """
+    from exogym.discovery import Found, find
+    from exogym.discovery.announcing import name_at
+
+    if not places:
+        return find(seconds)
+    found = []
+    for place in places:
+        address, _, number = place.partition(":")
+        if number and not (number.isdecimal() and 0 < int(number) < 65536):
+            raise ArgumentError(f"--at={place!r}: wanted an address, and a port behind it if it is not {PORT}")
+        port = int(number or PORT)
+        try:
+            found.append(Found(name_at(address, port), address, port, True))
+        except OSError as error:
+            raise ExoGymError(
+                f"{address} port {port} does not answer ({error}): is exogym agent running there?"
+            ) from None
+    return found
+
+
+def chosen(found: Sequence[Found], name: str) -> Found:
+    """Return the one agent of that name, or at that address.
+
+    Raises:
+        ArgumentError: there is none, or more than one.
+    """
+    alike = [one for one in found if one.answers and name in (one.name, one.address)]
+    if len(alike) > 1:
+        places = ", ".join(one.address for one in alike)
+        raise ArgumentError(f"several computers call themselves {name}: give the address of yours: {places}")
+    if not alike:
+        names = [one.name for one in found if one.answers]
+        hint = nearest(name, names) if names else "none was found: start exogym agent there, or give --at ADDRESS"
+        raise ArgumentError(f"there is no computer {name!r}: {hint}")
+    return alike[0]
+
+
+def described(facts: dict[str, Any]) -> str:
+    """Return in words what a paired computer told.
+
+    >>> described({"device": "cpu", "cores": 8, "memory_bytes": 16e9, "speed_flops": 2e11, "torch": "2.13.0"})
+    'cpu, 8 cores, 16 GB, 200 GFLOP/s, torch 2.13.0'
+    """
+    parts = [str(facts["device"])] if "device" in facts else []
+    parts += [f"{facts['cores']:.0f} cores"] if "cores" in facts else []
+    parts += [readable_bytes(facts["memory_bytes"])] if "memory_bytes" in facts else []
+    parts += [f"{facts['speed_flops'] / 1e9:.3g} GFLOP/s"] if "speed_flops" in facts else []
+    parts += [f"{name} {facts[name]}" for name in ("exogym", "torch", "python") if name in facts]
+    return ", ".join([*parts, *([facts["system"]] if "system" in facts else [])])
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table of what was found."""
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=PLAIN_WIDTH, color_system=None)
+    if not rows:
+        console.print(
+            "none found: start exogym agent on the other computers of this network; where mDNS does not reach (guest "
+            "networks, firewalls on UDP 5353) give --at ADDRESS", soft_wrap=True,
+        )  # fmt: skip
+        return
+    table = Table("name", "address", "", box=None, pad_edge=False)
+    table.columns[2].overflow = "fold"
+    for row in rows:
+        state = "is there; exogym discover --pair to use it" if row["answers"] else "announced, and does not answer"
+        if row["paired"]:
+            state = f"paired: {described(row['facts'])}"
+        elif row["trouble"]:
+            state = f"is in the hosts file, but: {row['trouble']}"
+        table.add_row(Text(row["name"]), Text(f"{row['address']}:{row['port']}"), Text(state))
+    console.print(table)

@@ -1,0 +1,90 @@
+"""Data sets that a factory makes, one for each node, when they are first needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from exogym.data.bulk import Take, bulk_take
+from exogym.errors import DataError, ExoGymError
+
+
+class Made(Sequence[Any]):
+    """The data set of each node, made by `factory` when it is asked for; the last `kept` of them are held.
+
+    Args:
+        check: told (data set, where it is from), returns it or raises DataError.
+        kept: None: all that were made.
+
+    >>> made = Made(lambda rank, n, is_train: [rank] * (rank + 1), 1000, True, lambda made, origin: made, kept=2)
+    >>> made[5], len(made), made.takes(5)
+    ([5, 5, 5, 5, 5, 5], 1000, None)
+    """
+
+    def __init__(
+        self, factory: Any, num_nodes: int, is_train: bool, check: Callable[[Any, str], Any], kept: int | None = None
+    ):
+        self.factory, self.num_nodes, self.is_train, self.check, self.kept = factory, num_nodes, is_train, check, kept
+        self._here: OrderedDict[int, tuple[Any, Take | None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+    def __getitem__(self, node: Any) -> Any:
+        return self._entry(node)[0]
+
+    def takes(self, node: int) -> Take | None:
+        """Return what gathers many examples of the node's data set at once, where it can be."""
+        return self._entry(node)[1]
+
+    def _entry(self, node: int) -> tuple[Any, Take | None]:
+        if not 0 <= node < self.num_nodes:
+            raise IndexError(node)
+        if node in self._here:
+            self._here.move_to_end(node)
+            return self._here[node]
+        origin = f"the factory's data set for node {node}"
+        made = self.check(self._call(node), origin)
+        self._here[node] = made, None if made is None else bulk_take(made)
+        while self.kept is not None and len(self._here) > self.kept:
+            self._here.popitem(last=False)
+        return self._here[node]
+
+    def _call(self, node: int) -> Any:
+        """Call the factory for one node.
+
+        Raises:
+            DataError: it cannot be called as a factory, or it failed for this node.
+        """
+        args: tuple[Any, ...] = (node, self.num_nodes, self.is_train)
+        kwargs: dict[str, Any] = {}
+        name = getattr(self.factory, "__name__", type(self.factory).__name__)
+        try:
+            signature = inspect.signature(self.factory)
+        except (TypeError, ValueError):  # a builtin
+            signature = None
+        if signature is not None:
+            if "train_dataset" in signature.parameters:
+                args, kwargs = args[:2], {"train_dataset": self.is_train}
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise DataError(
+                    f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
+                    "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
+                ) from None
+        try:
+            return self.factory(*args, **kwargs)
+        except ExoGymError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"in the data set factory {name}, called for node {node} of {self.num_nodes:,}: try "
+                f"{name}{(node, self.num_nodes, self.is_train)} by itself"
+            )
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_here": OrderedDict()}

@@ -1,0 +1,69 @@
+"""What a computer is worth to a run: its device, memory, speed and versions. Told to paired computers only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+SIZE = 512  # of the square matrices that are multiplied
+MEASURED_S, LEAST = 0.2, 3
+TEXTS, NUMBERS = ("device", "exogym", "torch", "python", "system"), ("cores", "memory_bytes", "speed_flops")
+SHOWN, MOST = 120, 1e20  # characters of a text, and a number, that another computer may tell
+
+
+def facts() -> dict[str, Any]:
+    """Return them, as JSON holds them; takes half a second.
+
+    `speed_flops` is the speed of products of two 512 x 512 matrices in float32 on `device`, two operations for each
+    multiplication: it compares computers, and no training comes near it.
+
+    >>> sorted(facts())
+    ['cores', 'device', 'exogym', 'memory_bytes', 'python', 'speed_flops', 'system', 'torch']
+    """
+    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    name = torch.cuda.get_device_name(0) if kind == "cuda" else ""
+    return {
+        "device": f"{kind} {name}".strip(),
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "speed_flops": speed_flops(kind),
+        "exogym": version("exogym"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def speed_flops(device: str) -> float:
+    """Return operations per second of matrix products on `device`; see `facts`."""
+    x = torch.ones(SIZE, SIZE, device=device)
+    best_s, begun = float("inf"), time.perf_counter()
+    count = 0
+    while count < LEAST or time.perf_counter() - begun < MEASURED_S:
+        start = time.perf_counter()
+        float((x @ x)[0, 0])  # waits for the device
+        count, best_s = count + 1, min(best_s, time.perf_counter() - start)
+    return 2 * SIZE**3 / best_s
+
+
+def cleaned(told: Any) -> dict[str, Any]:
+    """Return what another computer told, with what is no fact left out: numbers, and short texts that can be printed.
+
+    >>> cleaned({"cores": 8, "device": "cpu\\x1b[2J", "memory_bytes": [1], "torch": 3})
+    {'device': 'cpu?[2J', 'cores': 8}
+    """
+    given = told if isinstance(told, dict) else {}
+    found: dict[str, Any] = {}
+    for name in TEXTS:
+        if isinstance(value := given.get(name), str):
+            found[name] = "".join(c if c.isprintable() else "?" for c in value[:SHOWN])
+    for name in NUMBERS:
+        value = given.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST:
+            found[name] = value
+    return found

@@ -1,0 +1,26 @@
+"""Loggers: where the records of a run go while it trains. CSV, JSON lines, W&B, Trackio, TensorBoard, or your own.
+
+A record is a row of the history, `exogym.record.history`: a dict with `step`, `node` (None: the averaged model),
+`train_loss`, ...; what is missing is None. Records come in the order of steps, the averaged model's first. Your own
+logger is a function of a record, or a class with `log`, and with `start` and `finish` if it needs them:
+
+>>> records = []
+>>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])
+"""
+
+from exogym.logger.base import NOT_IN_JSON, Logger, check_writable, combine, in_json
+from exogym.logger.files import CSVLogger, JSONLinesLogger
+from exogym.logger.services import TensorBoardLogger, TrackioLogger, WandbLogger
+
+__all__ = [
+    "NOT_IN_JSON",
+    "CSVLogger",
+    "JSONLinesLogger",
+    "Logger",
+    "TensorBoardLogger",
+    "TrackioLogger",
+    "WandbLogger",
+    "check_writable",
+    "combine",
+    "in_json",
+]

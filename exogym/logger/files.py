@@ -1,0 +1,194 @@
+"""Loggers that write a file: CSV, JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from exogym.base.files import cut_torn_line, replacing
+from exogym.errors import ArgumentError, checked
+from exogym.logger.base import Logger, Record, check_writable, in_json
+from exogym.progress import notice
+from exogym.record.history import plain
+
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once: half the time of a record
+
+
+class OnDisk(Logger):
+    """What is written to a disk. A full one does not end the training: that is said, once, and no more is written."""
+
+    _given_up = False
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._given_up:
+                notice(f"{path} is no longer written: {error}; the training goes on")
+            self._given_up = True
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Close what is open, without writing."""
+
+
+class FileLogger(OnDisk):
+    """Lines in a text file: a new run takes the file's place; a resumed one drops what came after its step and goes on.
+
+    The file is opened at the first record, and each record is in it, whole, when `log` returns.
+    """
+
+    suffix = ""
+
+    def __init__(self, path: str | os.PathLike[str] | None, experiment_name: str | None) -> None:
+        name = (experiment_name or "metrics") + self.suffix
+        self.path = Path(path if path is not None else name)
+        if os.path.isdir(self.path) or str(path).endswith(("/", os.sep)):
+            self.path = self.path / name
+        self._file: IO[str] | None = None
+        self._begun = False  # whether what the file holds is of this run
+        self._columns: list[str] = []
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Check that the file can be written; of a resumed run, drop the records after `run["resumed_step"]`."""
+        self.finish({})
+        self._columns, self._begun, self._given_up = [], False, False
+        check_writable(self.path.parent)
+        try:
+            os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:  # it cannot be a name
+            raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
+        try:
+            open(self.path, "a").close()
+            if (step := run.get("resumed_step")) is not None:
+                self._begun = True
+                self._keep(step)
+        except OSError as error:
+            raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
+        except (ValueError, AttributeError, csv.Error) as error:
+            raise ArgumentError(
+                f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot go on in it: name the "
+                "resumed run's log, or a new file"
+            ) from error
+
+    def _opened(self) -> IO[str]:
+        if self._file is None:
+            mode = "a" if self._begun else "w"
+            self._file = open(self.path, mode, buffering=1, encoding="utf-8", newline="")  # noqa: SIM115
+            self._begun = True
+        return self._file
+
+    def _whole_lines(self) -> Iterator[str]:
+        """Yield the lines of the file, without one that was torn when the run was killed."""
+        with open(self.path, encoding="utf-8", newline="") as file:
+            yield from (line for line in file if line.endswith("\n"))
+
+    _keep: Any  # (step) -> None: drop the records after step
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close the file."""
+        with self._writing(self.path):
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _abandon(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            cut_torn_line(self.path)
+
+    def log(self, record: Record) -> None:
+        """Write one record."""
+        with self._writing(self.path):
+            if not self._given_up:
+                self._add(record)
+
+    _add: Any  # (record) -> None
+
+
+class CSVLogger(FileLogger):
+    """Writes records to a CSV file with a header; missing values are empty.
+
+    A metric that comes late makes a new column: the file is rewritten then, and only then, so its header is right at
+    every moment. A file that is there already is replaced by a new run, and gone on with by a resumed one.
+
+    Args:
+        path: the file, or a folder for `<experiment_name>.csv`; default: that file in the current folder.
+        experiment_name: names the file where `path` does not; default: "metrics".
+
+    >>> logger = CSVLogger(path="runs/diloco.csv")
+    >>> CSVLogger(experiment_name="sparta").path.name
+    'sparta.csv'
+    """
+
+    suffix = ".csv"
+
+    @checked
+    def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
+        super().__init__(path, experiment_name)
+
+    def _add(self, record: Record) -> None:
+        if new := [name for name in record if name not in self._columns]:
+            self._columns += new
+            if self._begun:
+                self.finish({})
+                self._rewrite()
+            else:
+                csv.writer(self._opened(), lineterminator="\n").writerow(self._columns)
+        row = [plain(record.get(name)) for name in self._columns]
+        csv.writer(self._opened(), lineterminator="\n").writerow(row)
+
+    def _keep(self, step: int) -> None:
+        self._columns = next(csv.reader(self._whole_lines()), [])
+        if self._columns and "step" not in self._columns:
+            raise ValueError("it has no column 'step'")
+        self._begun = bool(self._columns)
+        self._rewrite(step)
+
+    def _rewrite(self, last: float = math.inf) -> None:
+        """Write the file anew with the columns of now and the rows up to step `last`."""
+        with replacing(self.path) as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            for row in csv.DictReader(self._whole_lines()):
+                if not row.get("step") or int(row["step"]) <= last:
+                    writer.writerow(row)
+
+
+class JSONLinesLogger(FileLogger):
+    """Writes each record as one line of JSON; numbers that JSON lacks are the texts "NaN", "Infinity", "-Infinity".
+
+    A file that is there already is replaced by a new run, and gone on with by a resumed one.
+
+    >>> logger = JSONLinesLogger("runs/diloco.jsonl")
+    """
+
+    suffix = ".jsonl"
+
+    @checked
+    def __init__(self, path: str | os.PathLike[str] | None = None, experiment_name: str | None = None) -> None:
+        super().__init__(path, experiment_name)
+
+    def _add(self, record: Record) -> None:
+        try:
+            line = _encode(dict(record))
+        except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
+            line = json.dumps(in_json(record), allow_nan=False)
+        self._opened().write(line + "\n")
+
+    def _keep(self, step: int) -> None:
+        with replacing(self.path) as file:
+            for line in self._whole_lines():
+                if (json.loads(line).get("step") or 0) <= step:
+                    file.write(line)

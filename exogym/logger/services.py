@@ -1,0 +1,222 @@
+"""Loggers for trackers of others: Weights & Biases, Trackio, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ExoGymError, checked
+from exogym.logger.base import Logger, Record, check_writable
+from exogym.logger.files import OnDisk
+from exogym.record.history import OF_THE_STEP, plain
+
+
+def _need(package: str, extra: str, name: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ExoGymError(f"{name} needs {package}, which is not installed: pip install 'exogym[{extra}]'")
+
+
+class _ByStep(Logger):
+    """Gathers the records of a step, and hands them on as {name: number}, a node's as `node_3/train_loss`."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._values: dict[str, Any] = {}
+        self._shared: Record = {}
+
+    def log(self, record: Record) -> None:
+        """Take one record; a step is handed on when the next one begins."""
+        if record["step"] != self._step:
+            self._flush()
+            self._step = record["step"]
+        node = record.get("node")
+        if node is None:
+            self._shared = record
+        prefix = "" if node is None else f"node_{node}/"
+        for name, value in record.items():
+            repeated = node is not None and name in OF_THE_STEP and value == self._shared.get(name)
+            if name not in ("step", "node") and value is not None and not repeated:
+                self._values[prefix + name] = plain(value)
+
+    def _flush(self) -> None:
+        if self._values and self._step is not None:
+            self._write(self._step, self._values)
+        self._step, self._values, self._shared = None, {}, {}
+
+    _write: Any  # (step, values) -> None
+
+
+class WandbLogger(_ByStep):
+    """Logs to Weights & Biases: one `log` a step, over the axis `step`; a node's values are `node_3/train_loss`.
+
+    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new W&B run of that name.
+
+    Args:
+        project, experiment_name: W&B's project and the name of the run in it.
+        mode: "online", "offline" (nothing is sent; `wandb sync` does it later) or "disabled"; default: W&B's settings.
+        config: added to the run's description in W&B's configuration.
+        dir: folder in which W&B makes its own; default: the current one.
+
+    Raises ExoGymError where wandb is not installed.
+
+    >>> logger = WandbLogger(project="diloco", experiment_name="H=100", mode="offline")
+    """
+
+    @checked
+    def __init__(
+        self, project: str | None = None, experiment_name: str | None = None, mode: str | None = None,
+        config: Mapping[str, Any] | None = None, dir: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _need("wandb", "wandb", "WandbLogger")
+        self.project, self.experiment_name, self.mode = project, experiment_name, mode
+        self.config, self.dir = dict(config or {}), None if dir is None else str(dir)
+        self._run: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Begin a W&B run, beside any that is active."""
+        import wandb
+
+        self.finish({})
+        if self.dir is not None:
+            check_writable(self.dir, "dir")
+        given: dict[str, Any] = {"project": self.project, "name": self.experiment_name, "mode": self.mode}
+        if wandb.run is not None:
+            given["reinit"] = "create_new"
+        self._run = wandb.init(config={**run, **self.config}, dir=self.dir, **given)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log({"step": step, **values})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Send what is left and end the W&B run."""
+        if self._run is not None:
+            self._flush()
+            self._run.summary.update({name: value for name, value in summary.items() if value is not None})
+            self._run.finish()
+            self._run = None
+
+
+class TrackioLogger(_ByStep):
+    """Logs to Trackio, which keeps runs on this machine: one `log` a step; a node's values are `node_3/train_loss`.
+
+    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new Trackio run of that name.
+    `trackio show` draws them. Nothing is sent anywhere, and nobody is asked who you are, unless Trackio's own variables
+    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a place; TRACKIO_DIR names the folder.
+
+    Args:
+        project, experiment_name: Trackio's project and the name of the run in it; default: one that Trackio makes up.
+        config: added to the run's description in Trackio's configuration.
+
+    Raises ExoGymError where trackio is not installed.
+
+    >>> logger = TrackioLogger(project="diloco", experiment_name="H=100")
+    """
+
+    @checked
+    def __init__(
+        self, project: str, experiment_name: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        _need("trackio", "trackio", "TrackioLogger")
+        self.project, self.experiment_name, self.config = project, experiment_name, dict(config or {})
+        self._run: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Begin a Trackio run, beside any that is active."""
+        import trackio
+        from trackio.utils import TRACKIO_DIR
+
+        self.finish({})
+        check_writable(TRACKIO_DIR, "TRACKIO_DIR")
+        given = {"name": self.experiment_name, "config": {**run, **self.config}, "embed": False}
+        begin = lambda: trackio.init(self.project, auto_log_cpu=False, auto_log_gpu=False, **given)  # noqa: E731
+        with _hub_not_asked():
+            # In a context of its own, since `init` ends the run that is active in the present one.
+            self._run = contextvars.Context().run(begin)
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values, step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write what is left and end the Trackio run."""
+        if self._run is not None:
+            self._flush()
+            self._run.finish()
+            self._run = None
+
+
+@contextlib.contextmanager
+def _hub_not_asked() -> Iterator[None]:
+    """While entered, Hugging Face's hub, which Trackio would ask for the user's name, is out of reach."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+class TensorBoardLogger(_ByStep, OnDisk):
+    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
+
+    Each run has a `folder` of its own, `run_1`, `run_2`, ... in `log_dir`; a resumed one goes on in the last, and hides
+    the events there after its step. Raises ExoGymError where tensorboard is not installed.
+
+    >>> logger = TensorBoardLogger("runs/diloco")
+    """
+
+    @checked
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        _need("tensorboard", "tensorboard", "TensorBoardLogger")
+        self.log_dir, self.folder = Path(log_dir), Path(log_dir)
+        self._writer: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Open an event file and write the description of the run into it, as text."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.finish({})
+        self._given_up = False
+        check_writable(self.log_dir, "log_dir")
+        step = run.get("resumed_step")
+        numbers = [int(path.name[4:]) for path in self.log_dir.glob("run_*") if path.name[4:].isdecimal()]
+        self.folder = self.log_dir / f"run_{max(max(numbers, default=0) + (step is None), 1)}"
+        self._writer = SummaryWriter(str(self.folder), purge_step=None if step is None else step + 1)
+        self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        with self._writing(self.log_dir):
+            if self._writer is None:
+                return
+            for name, value in values.items():
+                add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+                add(name, value, step)
+            self._writer.flush()
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write what is left and close the file."""
+        if self._writer is not None:
+            self._flush()
+        with self._writing(self.log_dir):
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None

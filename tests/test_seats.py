@@ -1,0 +1,160 @@
+"""Seats: a fleet with rows for those only that act is the fleet with all rows, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
+from processes import everywhere
+from torch.utils.data import TensorDataset
+
+from exogym.errors import ArgumentError, DataError, TrainingError
+from exogym.fleet.seats import Seats, rows_for
+from exogym.fleet.store import Store
+from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, SPARTADiLoCoStrategy
+
+
+@pytest.mark.parametrize("name", WITH_A_SERVER)
+def test_seats_are_all_rows(name: str) -> None:
+    make, norm = WITH_A_SERVER[name], name in ("fedavg", "scaffold", "fednova")
+    wanted = trained(make(), norm, faults=ALL_ROWS)
+    seated = trained(make(), norm)
+    assert same(seated, wanted)
+    for processes in (2, 3):
+        assert same(trained(make(), norm, processes=processes), wanted)
+    acted = {row["node"] for row in seated.history if row["node"] is not None}
+    assert acted == {row["node"] for row in wanted.history if row["node"] is not None}
+    assert 4 < len(acted) < CLIENTS
+
+
+@pytest.mark.parametrize("name", ["fedavg, momentum kept", "scaffold", "dp-fedavg"])
+@pytest.mark.parametrize("step", [8, 10], ids=["between rounds", "within a round"])
+def test_stopped_and_resumed_on_other_layouts(name: str, step: int, tmp_path: Path) -> None:
+    make = WITH_A_SERVER[name]
+    wanted = trained(make())
+    for before in (1, 3):
+        folder = tmp_path / str(before)
+        trained(make(), save_dir=folder, checkpoint_interval=1, keep_checkpoints=100, processes=before)
+        for after in (1, 2, 3):
+            there = tmp_path / f"{before} {after}"
+            shutil.copytree(folder / f"step_{step:010d}", there / f"step_{step:010d}")
+            assert same(trained(make(), save_dir=there, resume=True, processes=after), wanted)
+
+
+def test_a_store_that_is_full_goes_to_files(tmp_path: Path) -> None:
+    make = WITH_A_SERVER["scaffold"]
+    wanted = trained(make())
+    written: list[int] = []
+    write = Store._write
+
+    def seen(store: Store, node: int, tensors: Any) -> None:
+        write(store, node, tensors)
+        written.append(node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_write", seen)
+        assert same(trained(make(), save_dir=tmp_path, client_state_memory=0), wanted)
+    assert written
+    assert not list(tmp_path.glob(".clients*"))  # they are in the checkpoints, where there are any
+
+
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("exogym.fleet.store.save_file", full)
+    with pytest.raises(TrainingError, match=r"what node \d+ keeps could not be written .*No space left.*make room"):
+        trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
+    with pytest.raises(ArgumentError, match="client_state_memory needs save_dir"):
+        trained(WITH_A_SERVER["scaffold"](), client_state_memory=0)
+    with pytest.raises(ArgumentError, match="client_state_memory=-1 must be bytes"):
+        trained(WITH_A_SERVER["scaffold"](), client_state_memory=-1)
+
+
+@pytest.mark.parametrize("name", ["fedavg, momentum kept", "scaffold"])
+def test_what_is_not_kept_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the store, the bits are others."""
+    wanted = trained(WITH_A_SERVER[name]())
+    monkeypatch.setattr(Seats, "_kept", lambda seats, row: {})
+    assert not same(trained(WITH_A_SERVER[name]()), wanted)
+
+
+def test_rows_are_those_of_two_rounds_and_data_of_those_who_act() -> None:
+    made: list[int] = []
+
+    def noted(rank: int, num_nodes: int, is_train: bool) -> TensorDataset:
+        made.append(rank)
+        return client(rank, num_nodes, is_train)
+
+    found = trained(FedAvgStrategy("sgd", **SAMPLED | {"client_fraction": 4e-4}), data=noted, num_nodes=10_000)
+    assert found.description["placement"]["processes"] == 1 and rows_for(4, 1) == 8
+    acted = {row["node"] for row in found.history} - {None}
+    assert len(acted) > 16  # of six rounds
+    assert set(made) == acted | {0} or set(made) > acted  # node 0's first batch tries out the model
+    assert len(set(made)) <= 4 * 7 + 1  # and the clients of a next round, which did not come to act
+    rows = []
+    trained(
+        FedAvgStrategy("sgd", **SAMPLED | {"client_fraction": 4e-4}), num_nodes=10_000,
+        callbacks=[lambda loop: rows.append([len(loop.fleet), len(loop.rows()[0]), len(loop.fleet.comm.present)])],
+    )  # fmt: skip
+    assert rows and all(found == [8, 4, 4] for found in rows)
+
+
+def test_the_clock_knows_all_clients() -> None:
+    make, network = WITH_A_SERVER["fedavg"], {"network": "100Mbps,5ms", "step_seconds": 0.01}
+    one, other = trained(make(), **network), trained(make(), faults=ALL_ROWS, **network)
+    assert one.clock.time_s.tolist() == other.clock.time_s.tolist()
+    assert one.history.column("time_s")[1].tolist() == other.history.column("time_s")[1].tolist()
+
+
+def test_who_keeps_all_rows() -> None:
+    """Where others than the clients of a round need their rows, all have one."""
+    assert FedAvgStrategy(H=4, client_fraction=0.1).seats(1000) == 100
+    assert FedAvgStrategy(H=4).seats(1000) is None
+    assert FedAvgStrategy(H=4, client_fraction=0.1, island_size=2).seats(1000) is None
+    assert SPARTADiLoCoStrategy().seats(1000) is None
+    private = FedAvgStrategy(H=4, client_fraction=0.1, weighting="uniform", privacy=DifferentialPrivacy(1.0, 1.0))
+    assert 150 < (private.seats(1000) or 0) < 300
+
+
+def test_an_epoch_of_unknown_data() -> None:
+    with pytest.raises(ArgumentError, match="need max_steps"):
+        trained(WITH_A_SERVER["fedavg"](), max_steps=None)
+
+
+def test_an_epoch_asks_all_lengths(capfd: pytest.CaptureFixture[str]) -> None:
+    found = trained(WITH_A_SERVER["fedavg"](), max_steps=None, num_epochs=1)
+    assert found.history.last["step"] == -(-sum(len(client(i, CLIENTS, True)) for i in range(CLIENTS)) // (CLIENTS * 4))
+    assert "making the data sets of all 40 nodes once" in capfd.readouterr().err
+
+
+def test_a_factory_that_fails_says_for_whom() -> None:
+    def fails(rank: int, num_nodes: int, is_train: bool) -> TensorDataset:
+        if rank:
+            raise OSError("no such file")
+        return client(rank, num_nodes, is_train)
+
+    with pytest.raises(OSError) as failed:
+        trained(WITH_A_SERVER["fedavg"](), data=fails)
+    assert "called for node" in failed.value.__notes__[0]
+    with pytest.raises(DataError, match=r"the factory's data set for node \d+ .* is empty"):
+        trained(WITH_A_SERVER["fedavg"](), data=lambda rank, num_nodes, is_train: [] if rank else client(0, 1, True))
+
+
+def test_processes_that_meet_over_gloo(tmp_path: Path) -> None:
+    """As under torchrun: rows are sent, not shared."""
+    wanted = trained(WITH_A_SERVER["scaffold"]())
+
+    def member(rank: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        assert same(trained(WITH_A_SERVER["scaffold"]()), wanted)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
