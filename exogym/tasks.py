@@ -30,7 +30,7 @@ class Task:
         nodes, batch_size, steps: of the fleet, per node and step, and per run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
         H: inner steps between communications of the strategies that have them.
-        outer_lr: of DiLoCo's outer optimizer; None: its own default.
+        outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
         partitioner: who gets what, as on the command line; None deals anew each epoch.
     """
 
@@ -46,6 +46,7 @@ class Task:
     lr: float
     H: int
     outer_lr: float | None = None
+    outer_momentum: float | None = None
     inner_optim: str = "adamw"
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
@@ -206,7 +207,7 @@ def whisper_task(
     *,
     weights: Data = None,
     window_s: float | None = None,
-    lora_rank: int | None = 16,
+    lora_rank: int | None = 8,
     word_errors: bool = True,
     gradient_checkpointing: bool = False,
     language: str = "en",
@@ -238,12 +239,14 @@ def whisper_task(
         source.val,
         build,
         nodes=2,
-        batch_size=4,
-        steps=60,
+        batch_size=2,
+        steps=40,
         lr=1e-3 if lora_rank is not None else 1e-5,
-        H=10,
+        H=8,
+        outer_lr=1.0,
+        outer_momentum=0.0,  # plain averages: of a few rounds only, momentum has no time to settle
         lr_scheduler="cosine",
-        warmup_steps=6,
+        warmup_steps=4,
         max_norm=1.0,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
+from processes import everywhere
 from torch.utils.data import TensorDataset
 
 from exogym.errors import ArgumentError, DataError, TrainingError
@@ -141,3 +144,17 @@ def test_a_factory_that_fails_says_for_whom() -> None:
     assert "called for node" in failed.value.__notes__[0]
     with pytest.raises(DataError, match=r"the factory's data set for node \d+ .* is empty"):
         trained(WITH_A_SERVER["fedavg"](), data=lambda rank, num_nodes, is_train: [] if rank else client(0, 1, True))
+
+
+def test_processes_that_meet_over_gloo(tmp_path: Path) -> None:
+    """As under torchrun: rows are sent, not shared."""
+    wanted = trained(WITH_A_SERVER["scaffold"]())
+
+    def member(rank: int) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        assert same(trained(WITH_A_SERVER["scaffold"]()), wanted)
+        dist.destroy_process_group()
+
+    everywhere(2, member)

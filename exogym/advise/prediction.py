@@ -33,7 +33,8 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
-from exogym.strategy.traffic import Plan
+from exogym.strategy.traffic import Plan, Traffic
+from exogym.training.driver import AGREEMENTS
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -335,9 +336,7 @@ def _row_of_fleet(
     for traffic in plan.traffic:
         count = min(num_nodes if traffic.members is None else traffic.members, num_nodes)
         members: Any = count if count == num_nodes else np.linspace(0, num_nodes - 1, count).astype(int).tolist()
-        way = traffic.algorithm
-        if way is None and algorithm == "cheapest":
-            way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
+        way = _way(traffic, network, members, algorithm)
         fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
         cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
         idle_s = traffic.every_steps * step_s
@@ -348,6 +347,8 @@ def _row_of_fleet(
         factor = _tx_factor(traffic.kind, way, count)
         sent += factor * traffic.payload_bytes * of_all / traffic.every_steps
         names.append(f"{way or 'ring'} {traffic.kind}")
+    if num_nodes > 1 and math.isfinite(every):
+        stalls += scale * AGREEMENTS * network.message_s / every
     seconds = step_s + stalls
     mean_s = time.mean_s(num_nodes)
     computing, busiest = float(mean_s.mean()) / seconds, float(mean_s.max()) / seconds
@@ -355,6 +356,15 @@ def _row_of_fleet(
         plan.name, seconds, sent, 1 - computing, computing, num_nodes * float(mean_s.min()) / seconds,
         plan.couples_every, tuple(names), busiest >= target, plan.can_train,
     )  # fmt: skip
+
+
+def _way(traffic: Traffic, network: Network, members: Any, algorithm: str) -> str | None:
+    """Return how a collective is carried out; as exogym does it, an all-reduce that was measured is the exact one."""
+    if traffic.algorithm is not None:
+        return traffic.algorithm
+    if algorithm == "cheapest":
+        return network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
+    return "exact" if traffic.kind == "all_reduce" and network.measurement is not None else None
 
 
 def _row_of_rounds(

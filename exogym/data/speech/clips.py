@@ -26,6 +26,7 @@ MOST_LABELS = 448  # places of Whisper's decoder
 HELD_OUT_EVERY = 5  # clip is for validation where nobody says which
 QUIET = 1e-4  # of full scale: a clip that is nowhere louder is silence
 INT16 = 32767
+MARGIN_S = 1.0  # of silence behind the longest clip: Whisper is used to some
 
 
 class SpeechClips(BulkDataset):
@@ -76,7 +77,7 @@ class Speech:
         train, val: the clips to train on, and those held out.
         origin: where they came from.
         left_out: why clips are not there, and of each kind how many.
-        window_s: seconds that the longest one needs, in whole ones.
+        window_s: seconds that all fit into.
     """
 
     train: SpeechClips
@@ -98,7 +99,8 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             Hugging Face or the folder that its `save_to_disk` wrote, or a sequence of mappings with "audio" (a file, or
             {"array", "sampling_rate"}) and "text".
         encode: gives the labels of (text, seconds), as the `encode` of Whisper's `Tokens`.
-        window_s: leave out longer clips; None: the window is that of the longest clip, up to 30 s.
+        window_s: leave out longer clips; None: the window is a second longer than the longest clip, in whole
+            seconds, up to 30.
         most_labels: leave out clips with more.
 
     Held out is what the manifest or the data set says; else every fifth clip. Left out, counted and said are clips that
@@ -141,7 +143,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             "or more, with words, and no longer than the window"
         )
     if window_s is None:
-        window_s = float(-(-max(map(len, clips)) // SAMPLE_RATE))
+        window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
     held = [bool(entry.held_out) for entry in kept]
     if all(entry.held_out is None for entry in kept) or len(set(held)) == 1:
         held = [i % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(kept)) - 1 for i in range(len(kept))]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from exogym.errors import ArgumentError, DataError, check_count, checked, needs
-from exogym.models.whisper.decoding import WordErrors, greedy
+from exogym.models.whisper.decoding import WordErrors, greedy, unlooped
 from exogym.models.whisper.features import FRAMES_PER_SECOND, POSITIONS_PER_SECOND, SAMPLE_RATE, LogMel
 from exogym.models.whisper.tokens import Tokens
 from exogym.models.whisper.weights import Pretrained, load_pretrained, of_transformers
@@ -174,7 +174,8 @@ class WhisperModelWrapper(nn.Module):
             TOKENS_AT_LEAST + round(TOKENS_PER_SECOND * self.window_s),
             self.whisper_model.config.max_target_positions - len(self.tokens.prompt),
         )
-        return greedy(self.whisper_model, features, self.tokens, *self._suppressed, most)
+        written = greedy(self.whisper_model, features, self.tokens, *self._suppressed, most)
+        return [unlooped(ids, most) for ids in written]
 
     @torch.no_grad()
     def transcribe(self, clips: Sequence[Tensor | np.ndarray]) -> list[str]:

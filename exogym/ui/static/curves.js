@@ -3,7 +3,7 @@
 import { bytes, isNumber, look, make } from "./base.js";
 
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
-const HEIGHT = 220;
+const HEIGHT = 220, MOST_NAMED = 12;
 export const AXES = {
   step: "steps", tx_bytes: "bytes sent per node", wall_s: "seconds here", time_s: "predicted seconds",
 };
@@ -48,7 +48,7 @@ export function draw(holder, title, curves) {
   holder.replaceChildren(make("h3", {}, title));
   holder.key = key;
   holder.plot = new uPlot({
-    width: holder.clientWidth || 320, height: HEIGHT, scales: { x: { time: false } },
+    width: holder.clientWidth || 320, height: HEIGHT, legend: { show: shown.length <= MOST_NAMED }, scales: { x: { time: false } },
     axes: [{ ...style, label: AXES[look.axis], values: (_, found) => marks(look.axis, found) },
       { ...style, size: 62, values: (_, found) => marks(title.startsWith("bytes") ? "tx_bytes" : "", found) }],
     series: [{ label: AXES[look.axis] }, ...shown.map((curve, k) => ({
