@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import inspect
 import signal
 import sys
@@ -107,7 +108,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def checked(function: F) -> F:
     """Refuse unknown keyword arguments of `function` with the nearest real name.
 
-    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described.
+    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described; and
+    what the class says in `not_taken`, a dict, of an argument that others of its kind take is said instead of a name.
 
     Raises:
         ArgumentError: an argument that `function` does not take, or one it needs that is missing.
@@ -127,7 +129,8 @@ def checked(function: F) -> F:
         for name in kwargs:
             if name not in signature.parameters:
                 where = function.__qualname__.removesuffix(".__init__")
-                raise ArgumentError(f"{where}() has no argument {name!r}: {nearest(name, names)}")
+                known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
+                raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -164,3 +167,23 @@ def check_count(name: str, given: Any, least: int = 1) -> None:
     """Raise ArgumentError unless `given` is a whole number of at least `least`."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}")
+
+
+def needs(module: str, extra: str | None = None) -> Any:
+    """Return a module of an optional package.
+
+    Raises:
+        ExoGymError: it is not installed; the message names the extra that brings it, if one does.
+
+    >>> needs("surely_not_installed", "whisper")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ExoGymError: this needs surely_not_installed, which is not installed: pip install 'exogym[whisper]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        remedy = module if extra is None else f"'exogym[{extra}]'"
+        raise ExoGymError(f"this needs {module}, which is not installed: pip install {remedy}") from None

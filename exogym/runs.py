@@ -27,7 +27,9 @@ from exogym.base.processes import is_alive
 from exogym.compare.plots import Curve, check_matplotlib, plot_against_bytes, plot_against_steps, plot_against_time
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.logger import NOT_IN_JSON
+from exogym.record.notes import read_notes
 from exogym.record.run_folder import read_object, read_status
+from exogym.strategy.registry import STRATEGIES
 
 if TYPE_CHECKING:
     import pandas
@@ -47,12 +49,14 @@ class Listed:
         name: its folder below the one that was listed, "digits" or "comparison/ddp-seed-0".
         kind: "run", "comparison" or "sweep".
         state: running, done, stopped, failed or lost: it says that it is running, and its process is gone.
-        strategy, task: as written, or the name of the class; the task of a comparison or sweep, or of what it is in.
+        strategy, task: as written, or its short name, or that of the class where it has none; the task of a comparison
+            or sweep, or of what it is in.
         step, total_steps: of the run.
         loss, accuracy: of the averaged model at its newest evaluation.
         tx_bytes: sent by a node since the start, mean over nodes.
         wall_s, time_s: seconds of training here, and predicted on a network.
         started_s, heard_s: when it began, and when it was last heard of; seconds since 1970.
+        tags, note: that a reader gave it.
     """
 
     name: str
@@ -70,10 +74,12 @@ class Listed:
     time_s: float | None = None
     started_s: float | None = None
     heard_s: float | None = None
+    tags: Sequence[str] = ()
+    note: str = ""
 
     def to_json(self) -> Row:
         """Return it as JSON has it."""
-        return asdict(self) | {"path": os.fspath(self.path)}
+        return asdict(self) | {"path": os.fspath(self.path), "tags": builtins.list(self.tags)}
 
 
 @dataclass(frozen=True)
@@ -249,10 +255,10 @@ def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -
     description, task = about.get("description") or {}, (parent or {}).get("task")
     strategy = description.get("strategy")
     return Listed(
-        name, path, "run", _state(about, status), str(strategy["name"]) if isinstance(strategy, dict) else None, task,
+        name, path, "run", _state(about, status), short_name(strategy), task,
         status.get("step"), status.get("total_steps"), last.get("val_loss"), last.get("val_accuracy"),
         last.get("tx_bytes"), last.get("wall_s"), last.get("time_s"), status.get("started_s") or about.get("started_s"),
-        status.get("heartbeat_s"),
+        status.get("heartbeat_s"), **_notes(path),
     )  # fmt: skip
 
 
@@ -278,9 +284,27 @@ def _family(path: Path, name: str) -> builtins.list[Listed]:
             about.get("task"), sum(run.state == "done" for run in children), about.get("runs_wanted") or len(children),
             min((run.loss for run in children if run.loss is not None), default=None),
             wall_s=sum(spent) if spent else None, started_s=min(begun, default=None), heard_s=max(heard, default=None),
+            **_notes(path),
         ),
         *children,
     ]  # fmt: skip
+
+
+def _notes(path: Path) -> dict[str, Any]:
+    notes = read_notes(path)
+    return {"tags": notes.tags, "note": notes.note}
+
+
+def short_name(strategy: Any) -> str | None:
+    """Return what `--strategies` calls a strategy that a description tells of; the name of its class where it cannot.
+
+    >>> short_name({"name": "DiLoCoStrategy"}), short_name({"name": "Mine"}), short_name("x")
+    ('diloco', 'Mine', None)
+    """
+    if not isinstance(strategy, dict) or "name" not in strategy:
+        return None
+    name = str(strategy["name"])
+    return next((short for short, kind in STRATEGIES.items() if kind.__name__ == name), name)
 
 
 def _parent(path: Path, about: Row) -> str | None:
@@ -361,8 +385,7 @@ def to_table(runs: Iterable[tuple[str, Run]]) -> tuple[builtins.list[str], built
     rows = []
     for name, run in runs:
         last = run.summary or _newest(run.path / "records.jsonl")
-        strategy = run.description.get("strategy")
-        label = strategy.get("name") if isinstance(strategy, dict) else None
+        label = short_name(run.description.get("strategy"))
         values = [last.get(key) for key in ("val_loss", "val_accuracy", "tx_bytes", "time_s", "wall_s")]
         rows.append([name, label, run.state, run.status.get("step"), *values])
     return headers, rows

@@ -3,6 +3,7 @@
 python run/nanogpt_diloco.py --dataset shakespeare --num_nodes 4 --H 20
 torchrun --nproc_per_node 2 run/nanogpt_diloco.py --num_nodes 4
 python run/nanogpt_diloco.py --num_nodes 4 --hosts distributed_hosts.json
+python run/nanogpt_diloco.py --num_nodes 4 --engine ray --checkpoints runs/gpt
 """
 
 import argparse
@@ -33,6 +34,11 @@ def main() -> None:
     parser.add_argument("--n_embd", type=int, default=64)
     parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
+    parser.add_argument(
+        "--engine", choices=["ray"], help="train on a Ray cluster: that of RAY_ADDRESS, or one started here"
+    )
+    parser.add_argument("--checkpoints", help="folder to save into at each outer step; a run that is in it goes on")
+    parser.add_argument("--restarts", type=int, default=3, help="new starts from there, should a process be lost")
     parser.add_argument("--save", help="file for the final model (safetensors)")
     args = parser.parse_args()
 
@@ -45,9 +51,14 @@ def main() -> None:
     )  # fmt: skip
     data = source.train, source.val
     trainer = NetworkTrainer(args.hosts, model, *data) if args.hosts else LocalTrainer(model, *data)
+    kept = {}
+    if args.checkpoints:
+        kept = {
+            "save_dir": args.checkpoints, "checkpoint_interval": args.H, "resume": True, "max_restarts": args.restarts,
+        }  # fmt: skip
     trainer.fit(
         strategy, num_nodes=args.num_nodes, max_steps=args.max_steps, batch_size=args.batch_size,
-        val_interval=max(1, args.max_steps // 10),
+        val_interval=max(1, args.max_steps // 10), engine=args.engine, **kept,
     )  # fmt: skip
 
     if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks

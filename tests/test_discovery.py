@@ -31,6 +31,7 @@ from exogym.remote import HostsConfig
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2
 SECONDS = 20.0
+PAGE = Path(__file__).parent.parent / "docs" / "security.md"
 FACTS = {"device": "cpu", "cores": 2}
 
 
@@ -180,12 +181,29 @@ def test_what_is_announced_is_name_address_and_port(hosts: Hosts) -> None:
     assert info.port == 9000 and info.parsed_addresses() == [hosts[1].address]
 
 
+def listening(machine: Machine) -> set[tuple[str, str, int]]:
+    """Return (protocol, address, port) of all that listens on a machine, its sshd left out."""
+    found = set()
+    for protocol, state in (("tcp", "0A"), ("udp", "07")):
+        with machine.inside():
+            lines = [line.split() for line in Path(f"/proc/thread-self/net/{protocol}").read_text().splitlines()[1:]]
+        for _, place, _, now, *_ in lines:
+            address, port = place.split(":")
+            if now == state and int(port, 16) != 22:
+                found.add((protocol, socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16)))
+    return found
+
+
 def test_an_agent_listens_at_its_address_only(hosts: Hosts, waiting: Waiting) -> None:
-    with hosts[0].inside():
-        lines = [line.split() for line in Path("/proc/thread-self/net/tcp").read_text().splitlines()[1:]]
-        places = [line[1] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == waiting.agent.port]
-    packed = socket.inet_aton(waiting.agent.address)
-    assert places == [f"{struct.unpack('<I', packed)[0]:08X}:{waiting.agent.port:04X}"]
+    """But for mDNS, which is heard by all who want to hear it; the page says so."""
+    assert listening(hosts[0]) == {("tcp", *waiting.place)}
+    with hosts[0].inside(), announced("studio", *waiting.place):
+        heard = listening(hosts[0])
+    assert heard == {("tcp", *waiting.place), ("udp", "0.0.0.0", 5353), ("udp", hosts[0].address, 5353)}
+    rows = re.findall(r"^\| agent \| (.+?) \| (.+?) \| (.+?) \|", PAGE.read_text(), re.M)
+    assert rows == [
+        ("`exogym agent`", "its address", "8422, or `--port`"), ("`exogym agent`", "all addresses, UDP", "5353"),
+    ]  # fmt: skip
 
 
 # Pairing, and what does not pair

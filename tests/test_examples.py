@@ -53,6 +53,11 @@ def test_nanogpt_diloco(start, tmp_path: Path) -> None:  # type: ignore[no-untyp
     assert len(losses) == 11 and losses[-1] < 0.85 * losses[0]
 
 
+def test_federated_mnist_with_a_server(start) -> None:  # type: ignore[no-untyped-def]
+    done = start("federated_mnist.py", "--num_clients", "1000", "--per_round", "5", "--steps", "20")
+    assert "1000 clients, 5 a round" in done.stdout and "step   20" in done.stdout
+
+
 def test_federated_mnist(start) -> None:  # type: ignore[no-untyped-def]
     done = start("federated_mnist.py", "--num_clients", "20", "--island_size", "5", "--steps", "20")
     assert (done.returncode, done.stderr) == (0, "")

@@ -28,11 +28,13 @@ FLOORS: list[set[str]] = [
         "launch",
         "discovery",
         "advise",
+        "cluster",
         "remote",
         "reproduce",
         "runs",
         "sweep",
         "ui",
+        "wizard",
     },
     {"cli", "__main__"},
     {"__init__"},  # of exogym itself

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import world as in_a_world
 from torch import nn
 
 from exogym import LocalTrainer
@@ -400,7 +401,11 @@ def test_what_is_sent_to_hosts_runs_on_an_older_python() -> None:
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         strange = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-        assert strange <= {"exogym.remote.onhost.interfaces", "torch"}  # torch: only to ask it for its devices
+        assert strange <= {
+            "exogym.remote.onhost.interfaces",
+            "exogym.remote.onhost.health",
+            "torch",
+        }  # torch: only to ask it for its devices
 
 
 def test_a_folder_too_large_for_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,3 +597,36 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
 def test_a_key_that_is_not_there_is_refused_before_ssh_does_without_it(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"ssh_key_path='.*nokey' \(for 10.0.0.9\): there is no such file"):
         check_hosts({"master": "10.0.0.9", "ssh_key_path": str(tmp_path / "nokey")})
+
+
+SAME_START = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from torch import nn
+from exogym.distributed import destroy_process_group, get_rank, init_process_group
+from exogym.remote import world
+
+sent = []
+ship = world.ship
+world.ship = lambda wire, tensors, source: sent.extend(tensors) or ship(wire, tensors, source)
+init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+with torch.no_grad():
+    if get_rank() == 1:
+        model[1].bias += 1
+        model[2].num_batches_tracked += 2
+world.same_start(model)
+numbers = [float(x.double().sum()) for x in (*model.parameters(), *model.buffers())]
+print(f"rank {get_rank()} sent {sent} has {numbers}", flush=True)
+destroy_process_group()
+"""
+
+
+def test_only_numbers_that_differ_are_sent_at_the_start(tmp_path: Path) -> None:
+    """Pretrained weights that each host has read are not; those of any rank that differ are, to all."""
+    code, log = in_a_world(2, tmp_path / "world", SAME_START)
+    assert code == 0, log
+    first, second = sorted(line.removeprefix("rank ")[2:] for line in log.splitlines() if line.startswith("rank "))
+    assert first == second and first.startswith("sent ['1.bias', '2.num_batches_tracked'] has ")

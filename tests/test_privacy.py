@@ -14,7 +14,14 @@ from problems import Regressor, dyadic, fleet_of, run_of
 from exogym.data import QuantitySkew
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
-from exogym.strategy import FedAvgStrategy
+from exogym.strategy import (
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    FedNovaStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
+    ScaffoldStrategy,
+)
 from exogym.strategy.privacy import DifferentialPrivacy
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
@@ -177,3 +184,85 @@ def test_what_would_be_seen_in_the_clear_is_refused() -> None:
         train(private(), **RUN)
     with pytest.raises(ArgumentError, match="weighting='uniform'"):
         train(private(), model=plain_model(), partitioner=QuantitySkew(0.5), **RUN)
+
+
+# Server optimizers
+
+
+def server(rule: str, clip: float = 1.0, z: float = 1.0, **options: Any) -> FedOptStrategy:
+    given = {"H": 2, "lr": 0.05, "client_fraction": 0.5, "privacy": DifferentialPrivacy(clip, z, 1e-3)} | options
+    return FedOptStrategy("adamw", rule, **given)
+
+
+@pytest.mark.parametrize("rule", ["adam", "yogi", "adagrad", "momentum"])
+def test_a_server_optimizer_steps_along_the_blurred_mean(rule: str) -> None:
+    """The D of a round is what private FedAvg adds to theta, noise alone where nobody came; then the paper's step."""
+    n, eta, rounds = 4, 0.1, 8
+    strategy = server(rule, server_lr=eta, client_fraction=0.25, weighting="uniform")
+    start = dyadic(1, WIDTH)
+    fleet = fleet_of(start.expand(n, -1), model=Regressor())
+    strategy.start(fleet, run_of(n))
+    module = strategy.communication_modules[0]
+    privacy = DifferentialPrivacy(1.0, 1.0, 1e-3)
+    theta, m, v = start[0].clone(), torch.zeros(WIDTH).double(), torch.full((WIDTH,), 1e-6).double()
+    came = []
+    for round_ in range(rounds):
+        clients = module.clients(round_)  # type: ignore[attr-defined]
+        moves = torch.randn(n, WIDTH, dtype=torch.float64)
+        fleet.blocks[0].params[:] = theta + moves
+        strategy.communicate(fleet, 2 * (round_ + 1))
+        clipped = moves[clients] * (1 / moves[clients].norm(dim=1, keepdim=True)).clamp(max=1)
+        D = clipped.sum(0) / (0.25 * n) + privacy.noise(theta, 0.25 * n, 0, 0, round_)
+        b1 = 0.0 if rule == "adagrad" else 0.9
+        m = b1 * m + (D if rule == "momentum" else (1 - b1) * D)
+        if rule == "adagrad":
+            v = v + D**2
+        elif rule != "momentum":
+            v = 0.99 * v + 0.01 * D**2 if rule == "adam" else v - 0.01 * D**2 * (v - D**2).sign()
+        theta = theta + eta * (m if rule == "momentum" else m / (v.sqrt() + 1e-3))
+        torch.testing.assert_close(strategy.consensus(fleet)[0], theta, rtol=0, atol=1e-10)  # type: ignore[index]
+        for row in module.clients(round_ + 1):  # type: ignore[attr-defined]
+            assert torch.equal(fleet.blocks[0].params[row], strategy.consensus(fleet)[0])  # type: ignore[index]
+        came.append(len(clients))
+    assert 0 in came and max(came) > 0
+
+
+def test_a_plain_server_step_is_private_fedavg_and_fedprox_without_its_term_too() -> None:
+    wanted = train(private(client_fraction=0.5), model=plain_model(), **RUN)
+    same_ = [
+        server("momentum", beta1=0.0, server_lr=1.0),
+        FedProxStrategy("adamw", 0.0, 2, lr=0.05, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1.0, 1e-3)),
+    ]
+    others = [
+        server("momentum", beta1=0.0, server_lr=0.5),
+        FedProxStrategy("adamw", 5.0, 2, lr=0.05, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1.0, 1e-3)),
+    ]
+    for strategy in same_:
+        got = train(strategy, model=plain_model(), **RUN)
+        assert got.history.last["val_loss"] == pytest.approx(wanted.history.last["val_loss"], rel=1e-5)
+        assert got.history.last["epsilon"] == wanted.history.last["epsilon"] > 0
+    for strategy in others:
+        got = train(strategy, model=plain_model(), **RUN)
+        assert abs(got.history.last["val_loss"] / wanted.history.last["val_loss"] - 1) > 1e-4
+        assert got.history.last["epsilon"] == wanted.history.last["epsilon"]
+
+
+def test_a_private_server_optimizer_is_the_same_in_all_layouts_and_after_a_stop(tmp_path: Any) -> None:
+    def run(**options: Any) -> Any:
+        return outcome(train(server("adam"), model=plain_model(), **RUN | options))
+
+    whole = run()
+    assert run(processes=3) == whole
+    run(save_dir=tmp_path, max_steps=6, final_sync=False)
+    assert run(save_dir=tmp_path, resume=True) == whole
+
+
+def test_where_it_is_not_taken_the_error_says_why() -> None:
+    privacy = DifferentialPrivacy(1.0, 1.0)
+    for make, why in (
+        (ScaffoldStrategy, "control variate"),
+        (FedNovaStrategy, "numbers of steps that clients took"),
+        (DiLoCoStrategy, "take fedavg, fedopt"),
+    ):
+        with pytest.raises(ArgumentError, match=f"has no argument 'privacy': .*{why}"):
+            make(privacy=privacy)

@@ -72,7 +72,7 @@ def test_a_comparison_stands_before_its_runs(made: Path) -> None:
     above, one = found[parent.name], found["one"]
     assert (above.kind, above.state, above.task, above.strategy) == ("comparison", "done", "digits", "ddp,diloco:H=5")
     below = found[f"{parent.name}/ddp-seed-0"]
-    assert (below.state, below.task, below.strategy, below.step) == ("done", "digits", "SimpleReduceStrategy", 10)
+    assert (below.state, below.task, below.strategy, below.step) == ("done", "digits", "ddp", 10)
     assert above.loss == min(run.loss for run in found.values() if "/" in run.name)
     assert (one.kind, one.state, one.task, one.step, one.total_steps) == ("run", "done", None, 8, 8)
     assert one.tx_bytes > 0 and one.wall_s > 0 and one.time_s > 0.08
@@ -187,14 +187,14 @@ def test_the_list_and_one_run_on_the_command_line(made: Path, capsys: pytest.Cap
     assert main(["runs", "list", "--runs", str(made)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
-    assert lines[-1].split()[:4] == ["one", "done", "DiLoCoStrategy", "8/8"]
+    assert lines[-1].split()[:4] == ["one", "done", "diloco", "8/8"]
     assert main(["runs", "list", "--runs", str(made), "--state", "lost"]) == 0
     assert capsys.readouterr().out == ""
     assert main(["runs", "list", "--runs", str(made), "--json"]) == 0
     assert [run["name"] for run in json.loads(capsys.readouterr().out)][-1] == "one"
     assert main(["runs", "show", "one", "--runs", str(made)]) == 0
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert shown["num_nodes"] == "2" and shown["state"] == "done" and "DiLoCoStrategy" in shown["strategy"]
+    assert shown["num_nodes"] == "2" and shown["state"] == "done" and shown["strategy"].startswith('diloco {"H": 4')
     (parent,) = made.glob("digits-*")
     assert main(["runs", "show", parent.name, "--runs", str(made)]) == 2
     assert "name one of its runs, ddp-seed-0, diloco-H-5-seed-0" in capsys.readouterr().err

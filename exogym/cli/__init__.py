@@ -16,6 +16,7 @@ import typer
 
 from exogym.cli.advise import advise as advise_command
 from exogym.cli.agent import agent as agent_command
+from exogym.cli.cluster import app as cluster_app
 from exogym.cli.compare import compare as compare_command
 from exogym.cli.discover import discover as discover_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
@@ -25,6 +26,7 @@ from exogym.cli.runs import app as runs_app
 from exogym.cli.sweep import sweep as sweep_command
 from exogym.cli.ui import ui as ui_command
 from exogym.cli.values import INTERRUPTED
+from exogym.cli.wizard import wizard as wizard_command
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
 
@@ -45,9 +47,11 @@ app.command("ui")(ui_command)
 app.command("advise")(advise_command)
 app.command("distributed-train")(distributed_train_command)
 app.command("doctor")(doctor_command)
+app.command("wizard")(wizard_command)
 app.command("agent")(agent_command)
 app.command("discover")(discover_command)
 app.add_typer(runs_app, name="runs")
+app.add_typer(cluster_app, name="cluster")
 app.command("reproduce")(reproduce_command)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,15 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exogym.cli.agent import PACKAGES, PORT
-from exogym.cli.values import needs_extra
+from exogym.cli.agent import PORT, needs_packages
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.progress import readable_bytes
-from exogym.remote import HostsConfig
+from exogym.remote import Host, HostsConfig
 
 if TYPE_CHECKING:
     from exogym.discovery import Found
 
+AT_ONCE = 16  # computers that are asked
 PLAIN_WIDTH = 160  # where there is no terminal
 
 
@@ -55,14 +56,13 @@ def discover(
 
     With --pair the computer of that name goes into the hosts file, once you have typed the code that it shows.
     """
-    needs_extra("discover", *PACKAGES)
+    needs_packages()
     if seconds <= 0:
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:
         raise ArgumentError("--code needs --pair: say which computer shows it")
     from exogym.discovery import enrol, pair
     from exogym.discovery.login import own_key
-    from exogym.discovery.pairing import ask
 
     found = agents(seconds, at or [])
     if pair_with is not None:
@@ -75,21 +75,26 @@ def discover(
         print(f"paired with {paired.name}: {described(paired.facts)}; it stands in {hosts}")
         return
     known = {host.address: host for host in HostsConfig.load(hosts).hosts} if os.path.exists(hosts) else {}
-    rows = []
-    for one in found:
-        row = asdict(one) | {"paired": False, "facts": {}, "trouble": None}
-        if one.address in known:
-            from exogym.discovery.facts import cleaned
-
-            try:
-                row |= {"facts": cleaned(ask(known[one.address], "facts")), "paired": True}
-            except ExoGymError as error:
-                row["trouble"] = str(error)
-        rows.append(row)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        rows = list(pool.map(lambda one: _row(one, known.get(one.address)), found))
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         show(rows)
+
+
+def _row(found: Found, host: Host | None) -> dict[str, Any]:
+    """Return what is known of an agent: what it is, if it is the `host` of the hosts file that lets us in."""
+    from exogym.discovery.facts import cleaned
+    from exogym.discovery.pairing import ask
+
+    row = asdict(found) | {"paired": False, "facts": {}, "trouble": None}
+    if host is None:
+        return row
+    try:
+        return row | {"facts": cleaned(ask(host, "facts")), "paired": True}
+    except ExoGymError as error:
+        return row | {"trouble": str(error)}
 
 
 def agents(seconds: float, places: Sequence[str]) -> list[Found]:

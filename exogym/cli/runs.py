@@ -17,8 +17,9 @@ from exogym.cli.live import drawn
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
 from exogym.progress import notice, readable_bytes
+from exogym.record.notes import Notes, read_notes, write_notes
 
-app = typer.Typer(help="List, show, compare, export and remove what runs have left in their folders.")
+app = typer.Typer(help="List, show, note, compare, export and remove what runs have left in their folders.")
 Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")]
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 Names = Annotated[
@@ -27,6 +28,7 @@ Names = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 STATES = ("running", "done", "stopped", "failed", "lost")
 RUNS = Path("runs")
+LONGEST_LINE = 40  # of a note, in the list
 
 
 @app.callback(invoke_without_command=True)
@@ -39,6 +41,7 @@ def root(context: typer.Context) -> None:
 def list_runs(
     where: Where = RUNS,
     state: Annotated[str | None, typer.Option(metavar="S", help=f"Only those: {', '.join(STATES)}.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only those with this tag.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -51,6 +54,7 @@ def list_runs(
         check_choice("--state", state, STATES)
     none_yet = where == RUNS and not where.exists()
     found = [run for run in ([] if none_yet else runs.list(where)) if state in (None, run.state)]
+    found = [run for run in found if tag is None or tag in run.tags]
     if as_json:
         print(json.dumps([run.to_json() for run in found], indent=1))
         return
@@ -58,9 +62,10 @@ def list_runs(
         notice(f"no runs in {where}")
         return
     headers = ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
-    _print(headers, [
+    noted = any(run.tags or run.note for run in found)
+    _print(headers + ["tags", "note"] * noted, [
         [run.name, run.state, run.strategy or "", run.task or "", _steps(run), _number(run.loss), _bytes(run.tx_bytes),
-         _seconds(run.wall_s), _seconds(runs.age_s(run))]
+         _seconds(run.wall_s), _seconds(runs.age_s(run))] + [",".join(run.tags), _first_line(run.note)] * noted
         for run in found
     ])  # fmt: skip
 
@@ -76,14 +81,44 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RU
         return
     headers, rows = runs.to_table([(name, run)])
     facts = dict(zip(headers, _texts(rows[0]), strict=True))
+    notes = read_notes(run.path)
+    facts |= {"tags": ", ".join(notes.tags), "note": notes.note.replace("\n", " / ")}
     facts |= {"records": str(len(run.records)), "command": " ".join(map(str, run.about.get("command") or []))}
     for key, value in run.description.items():
         if key != "model" and value is not None:
             facts[key] = json.dumps(value) if isinstance(value, dict) else str(value)
+    if isinstance(strategy := run.description.get("strategy"), dict):
+        options = {name: x for name, x in strategy.items() if name != "name"}
+        facts["strategy"] = f"{runs.short_name(strategy)} {json.dumps(options)}"
     wide = max(map(len, facts))
     for key, value in facts.items():
         if value:
             print(plain(f"{key:<{wide}}  {value}"))
+
+
+@app.command()
+def note(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    where: Where = RUNS,
+    text: Annotated[str | None, typer.Option("--text", metavar="TEXT", help="The note; '' removes it.")] = None,
+    tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Add a tag; give it for several.")] = [],  # noqa: B006
+    untag: Annotated[list[str], typer.Option("--untag", metavar="TAG", help="Remove a tag.")] = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Give a run, comparison or sweep a note and tags, and print what it has."""
+    known = {run.name: run for run in runs.list(where)}
+    if name not in known:
+        raise ArgumentError(f"there is no run {name!r} in {where}: see exogym runs list")
+    before = read_notes(known[name].path)
+    if missing := [word for word in untag if word not in before.tags]:
+        raise ArgumentError(f"{name} has no tag {missing[0]!r}: it has {', '.join(before.tags) or 'none'}")
+    tags = [word for word in (*before.tags, *tag) if word not in untag]
+    now = Notes(tags, before.note if text is None else text)
+    if now != before:
+        write_notes(known[name].path, now)
+    print(plain(f"tags  {', '.join(now.tags) or 'none'}"))
+    for line in now.note.split("\n") if now.note else []:
+        print(plain(f"note  {line}"))
 
 
 @app.command()
@@ -164,6 +199,11 @@ def _texts(row: Sequence[Any]) -> list[str]:
     share = "" if accuracy is None else f"{accuracy:.1%}"
     step = "" if step is None else str(step)
     return [name, strategy or "", state, step, _number(loss), share, _bytes(sent), _seconds(predicted), _seconds(spent)]
+
+
+def _first_line(text: str) -> str:
+    first = text.partition("\n")[0]
+    return first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
 
 
 def _steps(run: runs.Listed) -> str:

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from exogym.base.files import replacing
 from exogym.clock.steps import TICKS_PER_S
 from exogym.errors import ArgumentError, ExoGymError
 
 # Okabe & Ito 2008, told apart with every common kind of colour-blindness.
 COLOURS = {"compute": "#0072B2", "send": "#D55E00", "wait": "#E6E6E6", "down": "#000000"}
 MOST_NODES = 64  # in a picture
+TIMELINE = "timeline.json"  # in the folder of a run
+PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}  # of a clock, by kind of span
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,14 @@ def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
         events.append(event | {"ts": round(start_us, 3), "dur": round(end_us - start_us, 3)})
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
+    """Write the spans of a clock that keeps its timeline, and the mean shares of the whole run, as JSON."""
+    spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
+    shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
+    with replacing(path) as file:
+        json.dump({"title": "", "spans": spans, "shares": shares}, file)
 
 
 def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:

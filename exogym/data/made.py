@@ -47,7 +47,7 @@ class Made(Sequence[Any]):
             return self._here[node]
         origin = f"the factory's data set for node {node}"
         made = self.check(self._call(node), origin)
-        self._here[node] = made, bulk_take(made)
+        self._here[node] = made, None if made is None else bulk_take(made)
         while self.kept is not None and len(self._here) > self.kept:
             self._here.popitem(last=False)
         return self._here[node]

@@ -52,9 +52,11 @@ class Stream:
         kept: hold so many data sets of a factory, those last used, and make the others again; None: all.
         asks_all: make all data sets of a factory at once, to know their lengths. Where not, `length` makes one, and
             `learn` is told what others found.
+        may_be_empty: a factory may return None for a node, which then has no examples.
 
     Attributes:
         examples: (N,) examples of each node in one own epoch; 0 where it is not known.
+        empty: the nodes that are known to have none.
         total: examples of all nodes, D where they share one data set.
         batch_sizes: (N,) examples of a step of each node: `batch_size`, or as `share_out` was told.
         steps_per_epoch: ceil(total / (N * batch_size)); 0 where not all lengths are known.
@@ -84,6 +86,7 @@ class Stream:
         dataloader_kwargs: dict[str, Any] | None = None,
         kept: int | None = None,
         asks_all: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
         check_count("num_nodes", num_nodes)
         check_count("batch_size", batch_size)
@@ -97,16 +100,18 @@ class Stream:
         self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
         self._shards: list[np.ndarray] | None = None
         self._kept = kept
+        self.empty: set[int] = set()
         if is_factory(dataset):
             if partitioner is not None:
                 raise ArgumentError(
                     f"partitioner={partitioner!r} was given with a data set factory, which already decides what each "
                     "node gets: give the whole data set, or leave out partitioner"
                 )
-            self._datasets: Sequence[Any] = Made(dataset, num_nodes, is_train, check_dataset, kept)
+            check = check_or_none if may_be_empty else check_dataset
+            self._datasets: Sequence[Any] = Made(dataset, num_nodes, is_train, check, kept)
             self.examples = np.zeros(num_nodes, dtype=np.int64)
             if asks_all:
-                self.examples[:] = [len(made) for made in self._datasets]
+                self.learn((node, self.length(node)) for node in range(num_nodes))
             self.total = int(self.examples.sum())
         else:
             self._datasets = [check_dataset(dataset)]
@@ -168,6 +173,10 @@ class Stream:
         Tensor batches are views of a chunk of several steps. Several iterators may be used at once.
         """
         self._check(node, first_step)
+        if not self.length(node):
+            raise DataError(
+                f"node {node} has no examples, and a batch of it is needed: only sampled clients may have none"
+            )
         take = self._take
         if isinstance(self._datasets, Made) and not self._loader_kwargs:
             take = self._datasets.takes(node)
@@ -222,8 +231,9 @@ class Stream:
 
     def length(self, node: int) -> int:
         """Return how many examples `node` has, making its data set where that is not known."""
-        if not self.examples[node]:
-            self.examples[node] = len(self._datasets[node])
+        if not self.examples[node] and node not in self.empty:
+            made = self._datasets[node]
+            self.learn([(node, 0 if made is None else len(made))])
         return int(self.examples[node])
 
     def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
@@ -234,6 +244,16 @@ class Stream:
         """Take in (node, examples) that were found elsewhere."""
         for node, examples in lengths:
             self.examples[node] = examples
+            if not examples:
+                self.empty.add(node)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return which nodes are known to have no examples, (nodes,)."""
+        return {"nodes": torch.tensor(sorted(self.empty), dtype=torch.int64)}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state` returned."""
+        self.learn((node, 0) for node in tensors["nodes"].tolist())
 
     def _own_steps(self, node: int) -> int:
         """Return the steps of one epoch of the node's own."""
@@ -260,6 +280,11 @@ class Stream:
     def _check(self, node: int, step: int) -> None:
         if not (0 <= node < self.num_nodes and step >= 0):
             raise ArgumentError(f"node={node}, step={step}: wanted a node in 0..{self.num_nodes - 1} and a step from 0")
+
+
+def check_or_none(made: Any, origin: str) -> Any:
+    """Return what a factory made for a node: None, for one without examples, or as `check_dataset`."""
+    return None if made is None else check_dataset(made, origin)
 
 
 def is_factory(dataset: Any) -> bool:
@@ -301,5 +326,8 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
             f"a part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length == 0:
-        raise DataError(f"{origin} ({kind}) is empty: give at least one example")
+        raise DataError(
+            f"{origin} ({kind}) is empty: give at least one example (a factory may return None for a client that is to "
+            "be left out, where clients are sampled)"
+        )
     return dataset

@@ -25,7 +25,7 @@ import socket
 import time
 from typing import Any
 
-from exogym.errors import ExoGymError
+from exogym.errors import ArgumentError, ExoGymError
 
 VERSION = 1
 MOST_BYTES = 16384
@@ -70,14 +70,14 @@ def typed_code(text: str) -> str:
     """Return the code of what somebody typed.
 
     Raises:
-        PairingError: it is none.
+        ArgumentError: it is none.
 
     >>> typed_code(" 012 345")
     '012345'
     """
     code = re.sub(r"[\s-]", "", text)
     if not re.fullmatch(rf"[0-9]{{{DIGITS}}}", code):
-        raise PairingError(f"{text[:40]!r} is no code: wanted the {DIGITS} digits that exogym agent shows there")
+        raise ArgumentError(f"{text[:40]!r} is no code: wanted the {DIGITS} digits that exogym agent shows there")
     return code
 
 

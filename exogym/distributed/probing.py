@@ -31,6 +31,7 @@ from exogym.distributed.operation import ReduceOp
 from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire
 from exogym.errors import DataError, check_choice, checked
+from exogym.network.probes import never_falling
 
 NAME_BYTES = 256  # of a host, at most
 PAIR_BYTES = 1 << 20  # of the message that measures a pair's bandwidth
@@ -49,8 +50,8 @@ from exogym.compare import measured_step_s
 from exogym.tasks import load_task
 
 sys.path.insert(0, "")
-task, batch_size = sys.argv[1], sys.argv[2]
-print(measured_step_s(load_task(task), int(batch_size) if batch_size else None))
+task, batch_size, data = sys.argv[1:]
+print(measured_step_s(load_task(task, data or None), int(batch_size) if batch_size else None))
 """
 
 
@@ -92,7 +93,7 @@ def measure(
     return rows, _fields(sizes, repeats, kinds, step_s, task)
 
 
-def step_seconds(task: str, batch_size: int | None = None) -> float:
+def step_seconds(task: str, batch_size: int | None = None, data: str | None = None) -> float:
     """Return the median seconds of a step of a task here, measured in a process of its own that is in no world.
 
     Raises:
@@ -100,7 +101,7 @@ def step_seconds(task: str, batch_size: int | None = None) -> float:
     """
     world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     alone = {name: value for name, value in os.environ.items() if name not in world and name[:8] != "EXOGYM_N"}
-    words = [sys.executable, "-c", STEP, task, "" if batch_size is None else str(batch_size)]
+    words = [sys.executable, "-c", STEP, task, "" if batch_size is None else str(batch_size), data or ""]
     done = subprocess.run(words, env=alone, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()
@@ -118,17 +119,16 @@ def _fields(
 ) -> dict[str, Any]:
     n = dist.get_world_size()
     calls = _calls(n)
-    tables: dict[str, dict[int, float]] = {}
+    tables: dict[str, dict[float, float]] = {}
     for kind in kinds:
-        least_s, table = float("inf"), tables.setdefault(kind, {})
-        for size in reversed(sizes):
-            least_s = min(least_s, statistics.median(_times(calls[kind], _numbers(kind, size), repeats)))
-            table[size // (n if kind in OF_ALL_PARTS else 1)] = least_s
+        parts = n if kind in OF_ALL_PARTS else 1
+        times = {size // parts: _times(calls[kind], _numbers(kind, size), repeats) for size in sizes}
+        tables[kind] = never_falling({size: statistics.median(took) for size, took in times.items()})
     fields: dict[str, Any] = {
         "num_nodes": n,
         "hosts": _hosts(),
         "pairs": _pairs(),
-        "collectives": {kind: {str(size): table[size] for size in sorted(table)} for kind, table in tables.items()},
+        "collectives": {kind: {str(size): s for size, s in table.items()} for kind, table in tables.items()},
         "first": {kind: _first(kind, sizes[0], table) for kind, table in tables.items() if kind in COLD},
         "message_s": _message_s(),
         "versions": {
@@ -218,7 +218,7 @@ def _hosts() -> list[str]:
     return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
 
 
-def _first(kind: str, size: int, table: Mapping[int, float]) -> float:
+def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
     """Return the seconds of the largest of a kind, were it the first of its group."""
     n = dist.get_world_size()
     with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():

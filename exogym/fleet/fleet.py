@@ -101,6 +101,11 @@ class Fleet:
         return len(self.ranks)
 
     @property
+    def there(self) -> list[int]:
+        """The ids of the nodes that are there; where nobody is, of all that have a row."""
+        return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of one row: P times the bytes per element, over all blocks."""
         return sum(block.layout.numel * block.layout.dtype.itemsize for block in self.blocks)
@@ -116,13 +121,13 @@ class Fleet:
 
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
-        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
+        wire, everyone = self.comm.wire, self.there
         share = self.comm.share(everyone)
         return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
         """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
-        wire, everyone = self.comm.wire, self.comm.present or list(range(self.num_nodes))
+        wire, everyone = self.comm.wire, self.there
         result = {}
         for name, rows in self.buffers.items():
             if rows.is_floating_point():

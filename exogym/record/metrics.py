@@ -90,7 +90,7 @@ def spread(fleet: Fleet) -> dict[str, float]:
     Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.
     Chunks of columns stay in the cache; sums over chunks are in float64.
     """
-    n = len(_there(fleet))
+    n = len(fleet.there)
     if n == 1:
         return {"consensus_distance": 0.0}
     width = sum(block.layout.numel for block in fleet.blocks)
@@ -110,13 +110,9 @@ def spread(fleet: Fleet) -> dict[str, float]:
     return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
 
 
-def _there(fleet: Fleet) -> list[int]:
-    return fleet.comm.present or list(range(fleet.num_nodes))
-
-
 def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
     """Yield (n, columns) pieces of the rows of the n nodes that are there."""
-    everyone = _there(fleet)
+    everyone = fleet.there
     step = max(1, CHUNK_ELEMENTS // len(everyone))
     for block in fleet.blocks:
         for start in range(0, block.layout.numel, step):

@@ -7,6 +7,8 @@
     summary.json    the last record of the averaged model, and bytes by collective; there once the run has ended
     checkpoints/    where the run saves and was given no other place
 
+and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`) and hosts.json (`exogym.remote.health`).
+
 A run that goes on in its folder adds to the events, and drops the records after the step that it goes on from.
 
 While it goes on it holds the folder (see `exogym.base.locks`), so no two runs write to one. A disk that is full, or a
@@ -121,7 +123,8 @@ class RunFolder(Observer):
         self._end_torn_line()
         (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
         self._step = run.get("resumed_step") or 0
-        about = {"description": described, "command": sys.argv, "versions": versions(), "process": self._process}
+        about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
+        about["process"] = self._process
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
             _write(self.folder / "run.json", about | {"started_s": self._started} | self.more)
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))

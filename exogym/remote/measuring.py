@@ -26,6 +26,8 @@ def measure_hosts(
     *,
     sync: bool = False,
     task: str | None = None,
+    data: str | None = None,
+    batch_size: int | None = None,
     sizes_bytes: Sequence[int] | None = None,
     project: str | os.PathLike[str] | None = None,
 ) -> Network:
@@ -35,7 +37,7 @@ def measure_hosts(
 
     Args:
         hosts_config, sync, project: as `SSHLauncher`.
-        task: a name, or module:function of the project.
+        task: a name, or module:function of the project; `data` and `batch_size`: of it, None: as the task has them.
         sizes_bytes: to probe; None: those of the self-test.
 
     Raises:
@@ -43,6 +45,8 @@ def measure_hosts(
     """
     words = ["--json", "-"]
     words += [] if task is None else ["--task", task]
+    words += [] if data is None else ["--data", data]
+    words += [] if batch_size is None else ["--batch-size", str(batch_size)]
     words += [] if sizes_bytes is None else ["--sizes_bytes", *map(str, sizes_bytes)]
     with TemporaryDirectory() as folder:
         launcher = SSHLauncher(hosts_config, sync=sync, project=project, out=folder, echo=False)
@@ -56,7 +60,7 @@ def measure_hosts(
         why = named[0] if named else launcher.first_failure or "; ".join(lines[-3:])
         raise ExoGymError(f"the self-test failed on the hosts (exit code {code}): {why}")
     fields = json.loads(said[-1])
-    fields["hosts"] = [host.address for host in launcher.config.hosts for _ in range(host.slots)]
+    fields["hosts"] = launcher.config.addresses
     network = Network.of(fields)
     with replacing(file) as out:
         json.dump(fields, out, indent=1)

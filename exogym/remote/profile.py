@@ -29,12 +29,13 @@ from exogym.balance import Balance
 from exogym.base import rng
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.progress import notice
-from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.strategy.registry import STRATEGIES, parse_strategy, value_of
 from exogym.strategy.strategy import Strategy
 from exogym.tasks import Task, load_task
 
 PREFIX = "distributed:"
 DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
+EVALUATIONS = 10  # of a run, beside the one at its start
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Profile:
     """What to train, how, and on which hosts; the fields are those of a profile.
 
     Attributes:
-        task: "digits", "mnist", "shakespeare", "cifar10", or `module:function` of the project: the function takes no
+        task: one of `exogym.tasks`, as "digits" or "whisper", or `module:function` of the project: the function has no
             argument and returns a `Task`, or (make_model, train, val), where `make_model()` draws from torch's
             generator and its model returns its own loss.
         data: file or folder of an embedded task's data.
+        task_options: of an embedded task, as "lora_rank=8, window_s=10".
         strategy: as on the command line; communication_interval: its H.
         hosts_config: the hosts file, from the config file's folder on.
         balance: "nodes", "batch" or "steps": share the load out by the speeds of the hosts.
@@ -59,6 +61,7 @@ class Profile:
     communication_interval: int | None = None
     hosts_config: str | None = None
     data: str | None = None
+    task_options: str | None = None
     nodes: int | None = None
     steps: int | None = None
     batch_size: int | None = None
@@ -87,6 +90,8 @@ class Profile:
                 raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
         if self.balance is not None:
             Balance(self.balance)
+        if options_of(self.task_options) and ":" in self.task:
+            raise ArgumentError(f"task_options are of tasks like digits; {self.task} takes no argument")
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
@@ -98,7 +103,7 @@ class Profile:
         name, *options = (part.strip() for part in self.strategy.split(":"))
         defaults: dict[str, Any] = {"lr": self.lr}
         if task is not None:
-            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
+            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
             defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
         if self.communication_interval is not None:
             if any(option.startswith("H=") for option in options):
@@ -115,7 +120,7 @@ class Profile:
             ArgumentError: no such task, module or function, or one that returns something else.
         """
         if ":" not in self.task:
-            task = load_task(self.task, self.data)
+            task = load_task(self.task, self.data, **options_of(self.task_options))
             return task.make_model(self.seed), task.train, task.val, task
         module, _, function = self.task.partition(":")
         try:
@@ -136,8 +141,37 @@ class Profile:
             rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
             return made[0](), made[1], made[2], None
 
+    def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
+        """Return what `NetworkTrainer.fit` is given beside the strategy; `evaluates`: there is a validation set."""
+        steps = self.steps or (task.steps if task else DEFAULT_STEPS)
+        return {
+            "num_nodes": self.nodes, "max_steps": steps,
+            "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
+            "balance": self.balance, "partitioner": task.partitioner if task else None,
+            "val_interval": max(1, steps // EVALUATIONS) if evaluates else None, "save_dir": self.save_dir,
+            "checkpoint_interval": self.checkpoint_interval, "max_restarts": self.max_restarts, "resume": self.resume,
+        }  # fmt: skip
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def options_of(text: str | None) -> dict[str, Any]:
+    """Return the options in a text like "lora_rank=8, window_s=10": numbers, true, false, none, or texts.
+
+    Raises:
+        ArgumentError: a part without a value, or an option twice.
+
+    >>> options_of("lora_rank=8, word_errors=false")
+    {'lora_rank': 8, 'word_errors': False}
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value or name in found:
+            raise ArgumentError(f"task_options={text!r}: {part!r} should be option=value, and each option given once")
+        found[name] = value_of(value)
+    return found
 
 
 KINDS = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str}
@@ -171,7 +205,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     values: dict[str, Any] = {key: _value(f"[{section}] {key}", key, text) for key, text in given.items()}
     if "task" not in values:
         raise ArgumentError(
-            f"[{section}] has no task: give task = digits, mnist, shakespeare, cifar10 or module:function"
+            f"[{section}] has no task: give task = digits, mnist, shakespeare, cifar10, whisper or module:function"
         )
     if "hosts_config" in values:
         values["hosts_config"] = str(Path(path).parent / Path(values["hosts_config"]).expanduser())

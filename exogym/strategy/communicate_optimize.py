@@ -277,6 +277,10 @@ class CommunicateOptimizeStrategy(Strategy):
         return max(known) if known and len(known) == len(most) else None
 
     @property
+    def asks_clients(self) -> bool:
+        return any(module.asks_clients for module in self.communication_modules)
+
+    @property
     def asks_all_lengths(self) -> bool:
         return any(module.asks_all_lengths for module in self.communication_modules)
 
@@ -301,7 +305,7 @@ class CommunicateOptimizeStrategy(Strategy):
     def communicate(self, fleet: Fleet, step: int) -> bool:
         """Let the modules whose turn it is act. Returns whether inner states are to start afresh."""
         fresh = False
-        if not fleet.comm.present:
+        if not fleet.comm.present and not self.asks_clients:
             return fresh
         acting = [m for m, module in enumerate(self.communication_modules) if module.next_event(step - 1) == step]
         if self.updates is not None and acting:
@@ -352,7 +356,7 @@ class CommunicateOptimizeStrategy(Strategy):
         return self.needs_gradients or forget
 
     def finish(self, fleet: Fleet, step: int) -> None:
-        if not fleet.comm.present:
+        if not fleet.comm.present and not self.asks_clients:
             return
         if self.updates is not None and self.communication_modules and step > max(self.last_events):
             self.updates.before_parameters(fleet, step)

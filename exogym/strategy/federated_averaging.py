@@ -37,6 +37,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.participation import Participation, Round
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
@@ -60,6 +61,10 @@ class AveragingCommunicator(PeriodicModule):
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
         privacy: a `DifferentialPrivacy`; the history then has what was spent, as `epsilon`. Without islands, weights by
             examples that differ, and buffers that training changes (they would be averaged as they are).
+        over_sampling, deadline_s, min_reports: a server that asks more clients than it needs (0.3: 30 % more), takes
+            the first reports that come in deadline_s seconds by `fit(step_seconds=)`, and gives a round up where fewer
+            than min_reports came (`exogym.strategy.participation`); `fit(faults=Faults(trace=...))` says who is there.
+            The history then has `server_time_s`, and of the last round `asked` and `reports`, and `failed_rounds`.
 
     The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
     theta with the buffers that clients last brought, else the mean of the rows (of the nodes that are there).
@@ -79,6 +84,9 @@ class AveragingCommunicator(PeriodicModule):
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         super().__init__()
         self.take_rounds(H)
@@ -99,6 +107,21 @@ class AveragingCommunicator(PeriodicModule):
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
+        if not 0 <= over_sampling < math.inf:
+            raise ArgumentError(
+                f"over_sampling={over_sampling!r} must be a share of the clients of a round, at least 0"
+            )
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise ArgumentError(f"deadline_s={deadline_s!r} must be seconds, more than 0")
+        check_count("min_reports", min_reports)
+        self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
+        self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
+        if self.asks and (client_fraction == 1 or island_size is not None or privacy is not None):
+            raise ArgumentError(
+                "over_sampling, deadline_s and min_reports are of a server that asks some of the clients: give "
+                "client_fraction under 1, and leave island_size and privacy out"
+            )
+        self.participation: Participation | None = None
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
@@ -106,7 +129,7 @@ class AveragingCommunicator(PeriodicModule):
             raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
         if privacy is not None and island_size is not None:
             raise ArgumentError("privacy is of a server's mean, and islands have none: leave island_size out")
-        self.privacy, self.released = privacy, 0
+        self.privacy, self.released, self.rounds_ended = privacy, 0, 0
         if privacy is not None:
             self.counters = ("released",)  # rounds whose mean was given to clients
 
@@ -127,6 +150,10 @@ class AveragingCommunicator(PeriodicModule):
         """Return how many of N nodes take part in a round, and how many of them are an island."""
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
+
+    @property
+    def asks_clients(self) -> bool:
+        return self.client_fraction < 1 and self.island_size is None and self.privacy is None
 
     @property
     def asks_all_lengths(self) -> bool:
@@ -161,6 +188,7 @@ class AveragingCommunicator(PeriodicModule):
             if len(self.local_steps_given) != run.num_nodes:
                 raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
             self.work = np.array(self.local_steps_given)
+        self.participation = self._participation(run)
         self.samples = self.client_fraction < 1 or self.privacy is not None
         self.has_server = self.samples and len(self.islands(0)) == 1
         if self.privacy is not None:
@@ -169,6 +197,26 @@ class AveragingCommunicator(PeriodicModule):
             self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
         if self.has_server:
             self.shared_state |= {f"buffer.{name}": rows[:1].clone() for name, rows in fleet.buffers.items()}
+
+    def _participation(self, run: Run) -> Participation | None:
+        if not self.asks and run.availability is None:
+            return None
+        if run.step_s is None and (self.deadline_s is not None or run.availability is not None):
+            raise ArgumentError(
+                "who reports in time depends on how long steps take: give fit step_seconds, as step_seconds='50ms', of "
+                "a client at speed 1"
+            )
+        self.counters = ("rounds_ended",)
+
+        def work(round_: int) -> np.ndarray | int:
+            steps = self.end_of(round_) - (self.end_of(round_ - 1) if round_ else 0)
+            return steps if self.work is None else np.minimum(self.work, steps)
+
+        step_s = 1.0 if run.step_s is None else run.step_s
+        return Participation(
+            run.seed, run.num_nodes, self._sizes(run.num_nodes)[0], work, step_s, run.availability, self.over_sampling,
+            self.deadline_s, self.min_reports,
+        )  # fmt: skip
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
@@ -190,9 +238,11 @@ class AveragingCommunicator(PeriodicModule):
         if round_ not in self._drawn:
             self._drawn = {r: clients for r, clients in self._drawn.items() if abs(r - round_) == 1}
             self._drawn[round_] = self._draw(n, round_)
-        return self._drawn[round_]
+        return [i for i in self._drawn[round_] if i not in self.run.empty] if self.run.empty else self._drawn[round_]
 
     def _draw(self, n: int, round_: int) -> list[int]:
+        if self.participation is not None:
+            return self.participation.of(round_).clients
         if self.privacy is not None:
             chance = numpy_generator(self.run.seed, "private clients", round_).random(n)
             return np.flatnonzero(chance < self.client_fraction).tolist()
@@ -243,6 +293,20 @@ class AveragingCommunicator(PeriodicModule):
         if self.has_server:
             self._serve(fleet, round_, groups[0] if groups else [])
             self.released += self.privacy is not None
+        if self.participation is not None:
+            self._count_the_others(fleet, self.participation.of(round_))
+            self.rounds_ended = round_ + 1
+
+    def _count_the_others(self, fleet: Fleet, held: Round) -> None:
+        """Record what clients got and sent that were asked and whose reports do not count."""
+        counted = set(held.clients)
+        in_vain = [i for i in held.asked if i not in counted]
+        for block in fleet.blocks:
+            if in_vain:
+                fleet.comm.pull(block.params, in_vain)
+            if not held.holds and held.reported:
+                size = block.layout.numel * block.layout.dtype.itemsize
+                fleet.comm.record("push", "server", held.reported, size)
 
     def _serve(self, fleet: Fleet, round_: int, came: list[int]) -> None:
         """Take theta from the clients that came, if any, and give it to the next round's that are there."""
@@ -270,8 +334,15 @@ class AveragingCommunicator(PeriodicModule):
             rows[rows_of(fleet, lost)] = theirs
 
     def figures(self) -> dict[str, float]:
-        """Return the epsilon spent so far."""
-        return {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.client_fraction, self.released)}
+        """Return the epsilon spent so far; of rounds that clients are asked for, what came of them."""
+        found = {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.client_fraction, self.released)}
+        if self.participation is not None and self.rounds_ended:
+            last = self.participation.of(self.rounds_ended - 1)
+            found |= {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
+            found["failed_rounds"] = self.participation.failed(self.rounds_ended)
+        if self.run.empty:
+            found["empty_clients"] = len(self.run.empty)  # of those that were ever drawn, or asked for their length
+        return found
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
         if not self.samples:
@@ -293,8 +364,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
-        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy: as
-            `AveragingCommunicator`.
+        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """
@@ -322,10 +393,14 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, island_size=island_size, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         super().__init__(
             inner_optim, [average], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,7 +75,8 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     """Federated averaging of normalised changes.
 
     Args:
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`; without
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`; without
             `local_steps` or `local_epochs` (or slow nodes) all take the same number of steps, and it is FedAvg.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; for plain SGD.
 
@@ -85,6 +86,9 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fednova", "FedNova", "arXiv:2007.07481", "(P b + 8) / H"
     equation = "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i being the steps of client i"
     needs = "all nodes every H steps; with client_fraction a server and those clients"
+    not_taken: ClassVar = {
+        "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
+    }
     identities = ("equal numbers of steps = fedavg",)
 
     @checked
@@ -103,10 +107,14 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         super().__init__(
             inner_optim, [EqualisedWork(average), average], lr=lr, inner_lr=inner_lr, max_norm=max_norm,

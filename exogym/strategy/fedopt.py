@@ -13,6 +13,9 @@ and yogi are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower 
 Payload P b bytes per client every H steps, as FedAvg: the server sends theta instead of the mean; without sampling
 every node takes the server's step for itself. With absent nodes: as FedAvg; where none of a round's clients is there,
 there is no step.
+
+With `privacy` D is the sum of clipped updates and noise over C N, as in FedAvg (`exogym.strategy.privacy`), in every
+round, also one without clients. What the server makes of D costs no more epsilon, whichever its step.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from exogym.fleet.presence import rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.federated_rounds import RoundModule
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
@@ -79,7 +83,7 @@ class ServerStep(RoundModule):
                 self.shared_state[f"v.{b}"] = block.zeros(1).fill_(self.initial_v)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if not self.members(fleet, step):
+        if not self.members(fleet, step) and self.average.privacy is None:
             return
         self.updates += 1
         next_clients = self.average.clients(self.average.round_of(step) + 1)
@@ -125,7 +129,8 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         tau: the smaller, the more adaptive; 1e-3.
         initial_v: v before the first round; tau^2.
         bias_correction: of adam and yogi, as `torch.optim.Adam`.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
 
     The evaluation model is theta.
@@ -166,10 +171,15 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        privacy: DifferentialPrivacy | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         server = ServerStep(average, server_optim, server_lr, beta1, beta2, tau, initial_v, bias_correction)
         super().__init__(

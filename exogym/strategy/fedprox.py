@@ -29,6 +29,7 @@ from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.federated_rounds import RoundModule, views, with_gradient
+from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
@@ -73,7 +74,8 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
 
     Args:
         mu: weight of the proximal term; the paper has 0.001 to 1, and 0 is FedAvg.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
+            deadline_s, min_reports: as `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
@@ -101,10 +103,15 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        privacy: DifferentialPrivacy | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         super().__init__(
             inner_optim, [average, ProximalTerm(average, mu)], lr=lr, inner_lr=inner_lr, max_norm=max_norm,

@@ -132,6 +132,11 @@ class CommunicationModule(Module):
     fresh_inner_state = False
 
     @property
+    def asks_clients(self) -> bool:
+        """Whether a server asks some of the nodes to take part in a round, who may not be there."""
+        return False
+
+    @property
     def asks_all_lengths(self) -> bool:
         """Whether it must know how many examples each node has before any acts."""
         return False

@@ -18,7 +18,7 @@ that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,9 +96,9 @@ class ControlVariates(RoundModule):
 class ScaffoldStrategy(CommunicateOptimizeStrategy):
     """Federated averaging with control variates.
 
-    Args: server_lr: eta_g. H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: as
-    `AveragingCommunicator`; clients count the same by default, as in the paper. inner_optim, lr, inner_lr, max_norm,
-    lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
+    Args: server_lr: eta_g. H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
+    deadline_s, min_reports: as `AveragingCommunicator`; clients count the same by default, as in the paper.
+    inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
     """
@@ -106,6 +106,10 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
     needs = "all nodes every H steps, twice; with client_fraction a server and those clients"
+    not_taken: ClassVar = {
+        "privacy": "each client's control variate changes with all of its gradients and is sent along, and clipping "
+        "and blurring it, too, is another method: take fedavg, fedopt or fedprox"
+    }
     identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
 
     @checked
@@ -125,12 +129,16 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
         local_steps: Sequence[int] | None = None,
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
     ):
         if not server_lr >= 0:
             raise ArgumentError(f"server_lr={server_lr!r} must be at least 0")
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state,
+            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
         server = [] if server_lr == 1 else [ServerStep(average, "momentum", server_lr, beta1=0.0)]
         super().__init__(

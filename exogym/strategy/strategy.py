@@ -7,6 +7,7 @@ at each collective. The strategies of this package act on rows instead (`Communi
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from exogym.base.torch_private import scale_
 from exogym.errors import ArgumentError, StrategyError, checked
-from exogym.faults import Faults
+from exogym.faults import Availability, Faults
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
@@ -38,6 +39,9 @@ class Run:
         total_steps: T, the steps each node takes.
         examples: (N,) training examples of each node.
         batch_size: examples per step of a node; (N,) where they differ.
+        step_s: (N,) seconds of a step, where they were given.
+        availability: whom a server can ask for a round; None: everybody, always.
+        empty: nodes without examples, as far as they are known; they take part in nothing.
     """
 
     num_nodes: int
@@ -45,6 +49,9 @@ class Run:
     total_steps: int
     examples: np.ndarray
     batch_size: int | np.ndarray
+    step_s: np.ndarray | None = None
+    availability: Availability | None = None
+    empty: Set[int] = frozenset()
 
 
 class Inner:
@@ -111,6 +118,7 @@ class Strategy:
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
         needs_gradients: whether nodes take every step together, since gradients meet there.
         own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
+        not_taken: arguments of other strategies that this one does not take, and why.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -122,6 +130,10 @@ class Strategy:
     name: str | None = None
     title = paper = equation = payload = needs = ""
     identities: tuple[str, ...] = ()
+    not_taken: ClassVar[dict[str, str]] = {
+        "privacy": "it bounds what a server learns from the sum of clients' updates: take fedavg, fedopt (with "
+        "server_optim='momentum' it is DiLoCo with a heavy ball) or fedprox"
+    }
     driven_by = "programs"
     needs_gradients = True
     own_rule = False
@@ -178,6 +190,11 @@ class Strategy:
     def seats(self, num_nodes: int) -> int | None:
         """Return how many of `num_nodes` nodes act in a round at most, where the others need no row; None: all do."""
         return None
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether a server asks some of the nodes to take part in a round, who may not be there."""
+        return False
 
     @property
     def asks_all_lengths(self) -> bool:

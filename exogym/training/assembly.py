@@ -20,6 +20,7 @@ from exogym.balance import Balance
 from exogym.base.devices import total_memory_bytes
 from exogym.base.rng import seed_torch, stream_seed
 from exogym.callbacks import Callback
+from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
@@ -30,6 +31,7 @@ from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
 from exogym.faults import Faults
 from exogym.fleet import Fleet
+from exogym.fleet.state import Shared
 from exogym.fleet.store import Store
 from exogym.logger import combine
 from exogym.progress import Progress, notice
@@ -133,7 +135,11 @@ def _assemble(
         balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
-        run = Run(options.num_nodes, options.seed, total_steps, stream.examples, sizes)
+        step_s = None if options.step_seconds is None else _step_seconds(options)
+        availability = None if options.faults is None else options.faults.trace
+        run = Run(
+            options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
+        )
         timing = None
         if options.network is not None:
             timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
@@ -197,6 +203,7 @@ def workplace(
         subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
         shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
         kept=None if rows == options.num_nodes else max(KEPT_DATA_SETS, 2 * len(wire.ranks)), asks_all=asks_all,
+        may_be_empty=options.strategy.asks_clients,
     )  # fmt: skip
     undo.callback(stream.close)
     model = subject.model.to(device)
@@ -208,6 +215,12 @@ def workplace(
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
+
+
+def _step_seconds(options: FitOptions) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given."""
+    given = options.step_seconds
+    return (given if isinstance(given, StepTime) else StepTime(given)).mean_s(options.num_nodes)
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
@@ -251,7 +264,7 @@ def make_driver(
     """Return what takes the strategy, copied so that it starts fresh, through training."""
     strategy = copy.deepcopy(options.strategy)
     uneven = [share for share in shares if share < 1]
-    faults = Faults() if options.faults is None and uneven else options.faults
+    faults = options.faults if options.may_be_away else (Faults() if uneven else None)
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
     wire, store, arrived = fleet.comm.wire, None, None
@@ -263,6 +276,8 @@ def make_driver(
             found = wire.gather([[node, stream.length(node)] for node in nodes])
             stream.learn((node, examples) for told in found for node, examples in told)
 
+    if strategy.asks_clients:
+        fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
     setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch, store, arrived)
     return Driver(ALGORITHMS[strategy.driven_by](strategy, setting), setting)
 

@@ -109,6 +109,7 @@ class Driver:
             self.algorithm.finish(step)
             if spoilt:
                 self._take_in(spoilt, there, step)
+        there = self._up(step)
         self.meet(there)
         here = rows_of(self.fleet, there)[:1]
         held = [block.params[row] for row in here for block in self.fleet.blocks] or None

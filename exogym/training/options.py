@@ -23,6 +23,7 @@ from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
+RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
 COMPUTE = (*WAYS, "auto")
 COUNTS = (
     *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
@@ -141,12 +142,20 @@ class FitOptions:
         if self.network is not None:
             object.__setattr__(self, "network", Network.of(self.network))
         for name in ("step_seconds", "timeline"):
-            if getattr(self, name) and self.network is None:
+            if getattr(self, name) and self.network is None and not (name[0] == "s" and self.strategy.asks_clients):
                 raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
         if not isinstance(self.faults, Faults | None):
             raise ArgumentError(
                 f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
             )
+        if self.faults is not None and self.faults.trace is not None:
+            if not self.strategy.asks_clients:
+                raise ArgumentError(
+                    f"faults: a trace says whom a server can ask, and {type(self.strategy).__name__} as it is asks "
+                    "nobody: take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= "
+                    "or drop_rate="
+                )
+            self.faults.trace.check(self.num_nodes)
         if self.faults is not None and self.faults.bad_nodes:
             self.faults.bad(self.num_nodes)
             object.__setattr__(self, "strategy", self.strategy.beside(self.faults))
@@ -168,6 +177,11 @@ class FitOptions:
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether nodes may be away, or late, whatever a strategy asks; a trace is looked at by the strategy itself."""
+        return self.faults is not None and self.faults.trace is None
 
     @property
     def step_examples(self) -> int:
@@ -203,6 +217,8 @@ class FitOptions:
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
+        elif self.step_seconds is not None:
+            given |= {"step_seconds": describe(self.step_seconds)}
         given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
@@ -235,6 +251,17 @@ def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:
     if given["save_dir"] is None and asked and isinstance(given["run_dir"], str | os.PathLike):
         return Path(given["run_dir"]) / "checkpoints"
     return given["save_dir"]
+
+
+def asked_to_go_on(given: Mapping[str, Any]) -> bool:
+    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+
+    So a script that was stopped can be started again, as it is, to go on.
+    """
+    wanted, run_dir = os.environ.get(RESUME), given["run_dir"]
+    if wanted is None or not isinstance(run_dir, str | os.PathLike):
+        return given["resume"]
+    return given["resume"] or os.path.realpath(wanted) == os.path.realpath(run_dir)
 
 
 def is_number(value: Any) -> bool:

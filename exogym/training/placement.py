@@ -74,7 +74,7 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where half the rows
     or more would be needed.
     """
-    keeps = (engine is not None and engine.keeps_rows) or options.faults is not None or options.weighs_nodes
+    keeps = (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
     most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(options.num_nodes)
     rows = options.num_nodes if most is None else processes * rows_for(most, processes)
     return rows if 2 * rows <= options.num_nodes else options.num_nodes

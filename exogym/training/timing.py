@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from exogym.clock import Clock
+from exogym.clock.clock import PARTS
+from exogym.clock.timeline import MOST_NODES
 from exogym.communicator import Event
 from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
@@ -23,7 +25,9 @@ from exogym.fleet.state import Shared
 class Timing:
     """Drives a `Clock` with what the nodes of a fleet compute and send.
 
-    On a network that was measured, an all-reduce takes what the run's own takes: the exact one, unless it is native.
+    A network that was measured stands for hosts on which this library runs. So an all-reduce takes what the run's own
+    takes, the exact one unless it is native, and what may arrive later is waited for where it is sent: between
+    processes the wire carries one collective at a time, and nothing is computed meanwhile.
 
     Args:
         fleet: its communicator's events are taken into account from here on.
@@ -49,7 +53,8 @@ class Timing:
         self.fleet = fleet
         self.is_measured = step_seconds is None
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
-        self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
+        self._is_on_hosts = self.clock.network.measurement is not None
+        self._is_exact = self._is_on_hosts and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         self.taken_s = np.zeros(len(fleet))
@@ -79,6 +84,10 @@ class Timing:
         self.clock.agree(agreements)
 
     def _hear(self, event: Event) -> None:
+        if self._is_on_hosts:
+            if event.kind == "arrive":
+                return
+            event = replace(event, flight=None)
         if self._is_exact and (event.kind, event.algorithm) == ("all_reduce", "ring"):
             event = replace(event, algorithm="exact")
         self.clock.event(event)
@@ -87,6 +96,10 @@ class Timing:
     def time_s(self) -> float:
         """Predicted seconds until the last node is done with what happened so far."""
         return float(self.clock.time_s.max())
+
+    def parts(self) -> dict[str, list[float]]:
+        """Return the seconds that each node, of the first 64, has spent so far: computing, waiting, sending, down."""
+        return {part: self.clock.seconds(part)[:MOST_NODES].round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
         """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""

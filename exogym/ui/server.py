@@ -2,9 +2,12 @@
 
 GET /                            the page; its files lie in static/
 GET /api/runs                    all runs, comparisons and sweeps, as `exogym.runs.list` has them
-GET /api/runs/NAME               one: description, status, summary, events
+GET /api/runs/NAME               one: description, status, summary, events, notes, what repeats it
 GET /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
                                  ?most=N: about N of them
+GET /api/runs/NAME/nodes         what each node did over steps; timeline: when; grid: the cells of a sweep; hosts: how
+                                 they are, see `exogym.ui.views` and `exogym.remote.health`
+GET /api/hosts                   the newest runs on hosts, with these
 GET /api/events                  server-sent: the list, when it has changed
 """
 
@@ -13,7 +16,8 @@ from __future__ import annotations
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +34,18 @@ from starlette.staticfiles import StaticFiles
 from exogym import runs
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
+from exogym.record.notes import Notes, read_notes, write_notes
+from exogym.remote.health import read_hosts
 from exogym.ui.guard import Guard, is_loopback
+from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import Shelf, thinned
 from exogym.ui.starting import Form, Refused, Starter
+from exogym.ui.views import grid_of, nodes_of, timeline_of
 
 STATIC = Path(__file__).parent / "static"
 PAUSE_S = 1.0  # between looks for what is to be sent
 MOST_EVENTS = 500  # of a run, the newest
+MOST_WATCHED = 20  # runs on hosts, the newest
 LEAST_TOKEN = 16
 MOST_BODY = 1 << 16  # bytes of a form
 
@@ -97,8 +106,10 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
         name = request.path_params["name"]
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
-            "summary": run.summary, "command": run.about.get("command"), "versions": run.about.get("versions"),
-            "events": run.events[-MOST_EVENTS:],
+            "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
+            "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
+            "events": [event for event in run.events if event.get("kind") != "clock"][-MOST_EVENTS:],
+            **asdict(read_notes(path)),
         }  # fmt: skip
         return JSONResponse(in_json(found))
 
@@ -114,6 +125,22 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
             rows = thinned(rows, max(most, 2))
         return JSONResponse({"records": rows, "last": last})
 
+    def nodes(request: Request) -> Response:
+        path = _folder(shelf, request)
+        return JSONResponse(in_json(nodes_of(shelf.records(path), list(runs.read_lines(path / "events.jsonl")))))
+
+    def timeline(request: Request) -> Response:
+        return JSONResponse(in_json(timeline_of(_folder(shelf, request))))
+
+    def grid(request: Request) -> Response:
+        return JSONResponse(in_json(grid_of(_folder(shelf, request), {row["name"]: row for row in shelf.all()})))
+
+    def hosts(request: Request) -> Response:
+        return JSONResponse(in_json(read_hosts(_folder(shelf, request))))
+
+    def all_hosts(request: Request) -> Response:
+        return JSONResponse(in_json(list(_watched(shelf))))
+
     async def events(request: Request) -> Response:
         return StreamingResponse(_changes(shelf), media_type="text/event-stream")
 
@@ -123,7 +150,8 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
     def started(request: Request) -> Response:
         return JSONResponse([] if starter is None else starter.started())
 
-    async def start(request: Request) -> Response:
+    async def told(request: Request) -> dict[str, Any]:
+        """Return the object of JSON that a request brings."""
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise HTTPException(415, "wanted JSON")
         text = b""
@@ -136,8 +164,30 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
         except (ValueError, RecursionError):
             raise HTTPException(400, "wanted JSON") from None
         if not isinstance(asked, dict):
-            raise HTTPException(400, "wanted an object with command and options")
+            raise HTTPException(400, "wanted an object")
+        return asked
+
+    async def start(request: Request) -> Response:
+        asked = await told(request)
         return await run_in_threadpool(change, lambda: _own(starter).start(asked.get("command"), asked.get("options")))
+
+    async def notes(request: Request) -> Response:
+        asked = await told(request)
+        path = await run_in_threadpool(_folder, shelf, request)
+        _own(starter)
+        try:
+            now = Notes(asked.get("tags", ()), asked.get("note", ""))
+            if not await run_in_threadpool(_is_listed, shelf, request):
+                raise HTTPException(404, "there is no such run")
+            await run_in_threadpool(write_notes, path, now)
+        except ArgumentError as error:
+            raise HTTPException(400, str(error)) from None
+        except TypeError:
+            raise HTTPException(400, "tags should be a list of texts") from None
+        except OSError as error:
+            raise HTTPException(409, f"the notes cannot be written: {error.strerror}") from None
+        shelf.forget()
+        return JSONResponse(asdict(now))
 
     def acts(what: str) -> Callable[[Request], Response]:
         def act(request: Request) -> Response:
@@ -162,7 +212,9 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
         Route("/api/forms", all_forms), Route("/api/started", started), Route("/api/start", start, methods=["POST"]),
         *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
-        Route("/api/runs/{name:path}/records", records), Route("/api/runs/{name:path}", one_run),
+        Route("/api/runs/{name:path}/notes", notes, methods=["POST"]), Route("/api/hosts", all_hosts),
+        *(Route(f"/api/runs/{{name:path}}/{view.__name__}", view) for view in (records, nodes, timeline, grid, hosts)),
+        Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip
     return Guard(Starlette(routes=routes, exception_handlers={HTTPException: failed}), host, token)
@@ -189,6 +241,21 @@ def _parent(shelf: Shelf, request: Request) -> Response:
         raise HTTPException(404, "there is no such run")
     inside = [row["name"] for row in shelf.all() if row["name"].startswith(f"{name}/")]
     return JSONResponse(found | {"runs": inside})
+
+
+def _is_listed(shelf: Shelf, request: Request) -> bool:
+    return any(row["name"] == request.path_params["name"] for row in shelf.all())
+
+
+def _watched(shelf: Shelf) -> Iterator[dict[str, Any]]:
+    """Yield the newest runs whose hosts are watched, with how these are."""
+    left = MOST_WATCHED
+    for row in shelf.all():
+        path = shelf.folder(row["name"]) if "/" not in row["name"] else None
+        if path is not None and left and (found := read_hosts(path)):
+            left -= 1
+            yield {"name": row["name"], "state": row["state"], "step": row["step"], "total_steps": row["total_steps"],
+                   **found}  # fmt: skip
 
 
 def _whole(request: Request, name: str, default: Any) -> Any:

@@ -40,6 +40,11 @@ class Shelf:
                 self._due = begun + took + min(max(SHARE * took, 0.5), 60.0)
             return self._listed
 
+    def forget(self) -> None:
+        """Look anew the next time: something has just been changed from here."""
+        with self._lock:
+            self._due = 0.0
+
     def folder(self, name: str) -> Path | None:
         """Return the folder of a run; None where the name is none of a folder in `top`, or leads out of it.
 

@@ -1,4 +1,4 @@
-"""Starting, stopping and going on with comparisons and sweeps from the page.
+"""Starting, stopping and going on with runs, comparisons and sweeps from the page.
 
 What a form sends becomes arguments of `exogym`, one word each, never a shell's text. What is started has a session of
 its own, so it outlives the page; it is found again by its folder.
@@ -22,6 +22,8 @@ from exogym.base.files import new_folder
 from exogym.base.processes import is_alive
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.record.run_folder import read_object, read_status
+from exogym.training.options import RESUME
+from exogym.ui.repeat import folder_of
 
 LOGS = ".started"  # in the runs folder: what they print
 TAIL_BYTES = 4096
@@ -87,10 +89,11 @@ class Starter:
         return words
 
     def resume(self, path: Path) -> int:
-        """Go on with the comparison or sweep of a folder.
+        """Go on with the comparison or sweep of a folder, or with a run whose script is there.
 
         Raises:
-            ArgumentError: it is none, or was started from Python. Refused: as `start`.
+            ArgumentError: there is nothing to go on with, or it was started from Python without a script.
+            Refused: as `start`; a script is code.
         """
         sweep = read_object(path / "sweep.json")
         says = (sweep or read_object(path / "run.json")).get("state")
@@ -101,7 +104,7 @@ class Starter:
             time.sleep(0.05)
         saved = (sweep or read_object(path / "run.json")).get("arguments")
         if not isinstance(saved, dict):
-            raise ArgumentError(f"{path.name} is no comparison or sweep: only these go on from here")
+            return self._run_again(path)
         command = "sweep" if sweep else "compare"
         names = {option["name"] for option in self.forms[command]}
         given: dict[str, Any] = {name: x for name, x in saved.items() if name in names and x is not None}
@@ -115,6 +118,20 @@ class Starter:
         if isinstance(given.get("speeds"), list):
             given["speeds"] = ",".join(map(str, given["speeds"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
+
+    def _run_again(self, path: Path) -> int:
+        """Start the script of a run again, which is told to go on (see `exogym.training.options.asked_to_go_on`)."""
+        if path.parent != self.top:
+            raise ArgumentError(f"{path.name} goes on with what it belongs to: resume {path.parent.name}")
+        if read_status(path).get("state") == "done":
+            raise ArgumentError(f"{path.name} has come to its end")
+        found = folder_of(read_object(path / "run.json"))
+        if found is None:
+            raise ArgumentError(f"{path.name} names no script that is still there: go on with it by resume=True")
+        if not self.allow_code:
+            raise Refused(f"{path.name} is a script's, which is code: start the page with --allow-code to allow that")
+        folder, words = found
+        return self._begin(path.name, words, folder, {RESUME: os.path.realpath(path)})
 
     def stop(self, path: Path) -> int:
         """Ask the process of a run, comparison or sweep of this machine to stop; return its number.
@@ -138,15 +155,18 @@ class Starter:
             ]
 
     def _start(self, command: str, words: list[str]) -> int:
+        return self._begin(command, ["-m", "exogym", *words])
+
+    def _begin(self, name: str, words: list[str], folder: str | None = None, more: Mapping[str, str] = {}) -> int:
         logs = self.top / LOGS
         logs.mkdir(parents=True, exist_ok=True)
-        log = logs / f"{command}-{time.time_ns()}.log"
+        log = logs / f"{name}-{time.time_ns()}.log"
         with self._lock, open(log, "xb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "exogym", *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
+                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=folder,
+                env=os.environ | more, start_new_session=True,
             )  # fmt: skip
-            self._started.append((command, log, process))
+            self._started.append((name, log, process))
         return process.pid
 
 

@@ -1,7 +1,8 @@
 """A cluster of Ray's: reached or started, the room that it has, and whether all of it has the same versions.
 
 A cluster that is started here listens on the loopback only, asks for a token (one of its own, but where the script has
-imported Ray before: then Ray's, in ~/.ray), and ends with this process. Who reaches the ports of a cluster of Ray's, and has its token, runs what he likes there.
+imported Ray before: then Ray's, in ~/.ray), and ends with this process. Who reaches the ports of a cluster of Ray's,
+and has its token, runs what he likes there.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, WorkerError
 from exogym.progress import notice
 
 ANSWER_S = 5.0  # for a connection to the address
@@ -22,6 +23,8 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # where this is 0, Ray take
 STORE_BYTES = 256 * 2**20  # of shared memory on a cluster that is started here: for data sets on their way
 
 _asked: tuple[str | None, Any] | None = None  # what the connection that was made here was asked for
+
+alike: set[str] = set()  # machines of the present connection that are known to have the versions that are here
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
@@ -53,6 +56,7 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
                 "change any more. Leave them out, or call ray.shutdown() before"
             )
         return
+    alike.clear()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "runtime_env": runtime_env and dict(runtime_env)}
     if given is None:
         _start(options)
@@ -169,7 +173,38 @@ def looker() -> Callable[[], dict[str, str | None]]:
     return look
 
 
-def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
+def check_machines(places: Sequence[tuple[str, Any]]) -> None:
+    """See that processes in those places, each on the machine that is named with it, have the versions that are here.
+
+    Raises:
+        ArgumentError: they have not.
+        WorkerError: a machine is lost.
+    """
+    import ray
+
+    if not (new := {machine: place for machine, place in places if machine not in alike}):
+        return
+    look = looker()
+
+    def look_there() -> tuple[str, dict[str, str | None]]:
+        import ray
+
+        return ray.util.get_node_ip_address(), look()
+
+    task = ray.remote(look_there)
+    try:
+        found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()])
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise ArgumentError(
+            f"the runtime environment could not be made on the machines of the cluster: {error}"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
+    _check_versions(dict(found))
+    alike.update(new)
+
+
+def _check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
     """Hold what processes have, by their machine, against this one: other versions give other bits, or none.
 
     Raises:
@@ -189,3 +224,12 @@ def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
             + ". Install the same there, or bring "
             "it along with engine=Ray(runtime_env={'py_modules': [...], 'pip': [...]})"
         )
+
+
+def machines() -> list[tuple[str, Any]]:
+    """Return the machines that have processors, each with the place that is it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ids = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    return [(one, NodeAffinitySchedulingStrategy(one, soft=False)) for one in ids]

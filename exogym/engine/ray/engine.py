@@ -18,7 +18,7 @@ from typing import Any
 
 from exogym.communicator import Wire
 from exogym.engine.protocol import EngineOptions, Moved, Result
-from exogym.engine.ray.cluster import check_versions, connect, has_gpus, looker, no_room, room
+from exogym.engine.ray.cluster import check_machines, connect, has_gpus, no_room, room
 from exogym.engine.ray.seat import Seat, Seating
 from exogym.engine.reports import held, unpacked
 from exogym.engine.world import world_size
@@ -86,11 +86,11 @@ class Ray:
         need = _need(options)
         seating = Seating(options.placement, options.native, options.hang_s, "GPU" in need, folder)
         with _room_for(len(options.placement), need, self.placement) as places:
-            _check_machines(places)
+            check_machines(places)
             groups = {"control": 1, "meeting": 2 * len(places) + 2}
             actor = ray.remote(concurrency_groups=groups)(_with_groups())
             bundle = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
-            seats = [actor.options(scheduling_strategy=place, max_restarts=0, **bundle).remote() for place in places]
+            seats = [actor.options(scheduling_strategy=place, max_restarts=0, **bundle).remote() for _, place in places]
             shipped = ray.put(work)
             calls = [seat.train.remote(k, seating, shipped, seats[0]) for k, seat in enumerate(seats)]
             try:
@@ -111,11 +111,11 @@ def _with_groups() -> type[Seat]:
     """Return the class of the actors, of which some methods answer while another runs."""
     import ray
 
-    class GroupedSeat(Seat):
+    class ExoGym(Seat):  # the name by which Ray's tools and the system's list of processes know it
         stop = ray.method(concurrency_group="control")(Seat.stop)
         ask = ray.method(concurrency_group="meeting")(Seat.ask)
 
-    return GroupedSeat
+    return ExoGym
 
 
 def _packed(body: Callable[..., Any]) -> bytes:
@@ -132,14 +132,14 @@ def _packed(body: Callable[..., Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iterator[list[Any]]:
-    """While entered, there is room for so many processes: yield the place of each, as Ray schedules them.
+def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iterator[list[tuple[str, Any]]]:
+    """While entered, there is room for so many processes: yield machine and place of each, as Ray schedules them.
 
     Raises:
         Moved: the room that there was is gone: count anew.
         ArgumentError: it is said to be there, and is not given.
     """
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     before = room(need)
@@ -151,7 +151,8 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
                 raise Moved("other room than was counted", begun=False)
             if time.monotonic() > until:
                 raise no_room(need, processes)
-        yield [PlacementGroupSchedulingStrategy(group, k) for k in range(processes)]
+        machines = placement_group_table(group)["bundles_to_node_id"]
+        yield [(machines[k], PlacementGroupSchedulingStrategy(group, k)) for k in range(processes)]
     finally:
         remove_placement_group(group)
         until = time.monotonic() + BACK_S
@@ -160,29 +161,6 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
             if all(now[node] >= count for node, count in before.items() if node in now):
                 break
             time.sleep(POLL_S / 2)
-
-
-def _check_machines(places: Sequence[Any]) -> None:
-    """See that processes in those places have the versions that are here."""
-    import ray
-
-    look = looker()
-
-    def look_there() -> tuple[str, dict[str, str | None]]:
-        import ray
-
-        return ray.util.get_node_ip_address(), look()
-
-    task = ray.remote(look_there)
-    try:
-        found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in places])
-    except ray.exceptions.RuntimeEnvSetupError as error:
-        raise ArgumentError(
-            f"the runtime environment could not be made on the machines of the cluster: {error}"
-        ) from error
-    except ray.exceptions.RayError as error:
-        raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
-    check_versions(dict(found))
 
 
 class _Watch:
@@ -299,8 +277,6 @@ class _Watch:
 
 def _first_lines(text: str) -> str:
     """Return what Ray says of an actor that is gone, without its lists of addresses and advice."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kept = [
-        line for line in lines if line.partition(":")[0] not in ("class_name", "actor_id", "pid", "namespace", "ip")
-    ]
-    return " ".join(kept[:2])[:400].rstrip(".")
+    lines = [line.strip() for line in text.partition("Worker exit detail:")[0].splitlines() if line.strip()]
+    facts = ("class_name", "actor_id", "pid", "namespace", "ip", "name")
+    return " ".join(line for line in lines if line.partition(":")[0] not in facts)[:400].rstrip(". ")

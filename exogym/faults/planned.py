@@ -15,6 +15,7 @@ into `Faults(absent=..., forget=True)` gives the same run in simulation.
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
@@ -24,6 +25,7 @@ import numpy as np
 
 from exogym.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.faults.availability import Availability, Trace
 
 NEVER = 2**62
 ATTACKS = {"sign_flip": 1, "noise": 10, "scale": 10}  # each with its factor
@@ -49,6 +51,8 @@ class Faults:
         seed: of the rates, of which nodes are bad, and of their noise.
         bad_nodes: ids of the nodes that send wrong updates, or a share of all, rounded, drawn by the seed.
         attack: what they send: "sign_flip", "noise" or "scale".
+        trace: whom a server can ask for a round, and how fast each is: a file, or a `Trace`, `Diurnal` or `Devices`
+            (`exogym.faults.availability`). For strategies that sample clients; with none of the others.
         attack_factor: c, over 0: the update times -c, noise of c times its norm, or the update times c; by default 1
             for "sign_flip", and 10 for the others.
 
@@ -78,6 +82,7 @@ class Faults:
         bad_nodes: float | Sequence[int] = (),
         attack: str = "sign_flip",
         attack_factor: float | None = None,
+        trace: str | os.PathLike[str] | Availability | None = None,
     ):
         for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
             if not isinstance(given, Mapping | None):
@@ -116,6 +121,17 @@ class Faults:
             raise ArgumentError(f"attack_factor={attack_factor!r} must be a number over 0")
         self.bad_nodes, self.attack = bad_nodes, attack
         self.attack_factor = float(ATTACKS[attack] if attack_factor is None else attack_factor)
+
+        self.trace = Trace(trace) if isinstance(trace, str | os.PathLike) else trace
+        if self.trace is not None:
+            if not isinstance(self.trace, Availability):
+                raise ArgumentError(
+                    f"trace={trace!r} must be a CSV or Parquet file, or a Trace, Diurnal or Devices of exogym.faults"
+                )
+            others: dict[str, Any] = {"absent": absent, "lost": lost, "slow": slow, "bad_nodes": bad_nodes}
+            others |= {"drop_rate": drop_rate, "lost_rate": lost_rate, "forget": forget}
+            for name in (name for name, value in others.items() if value):
+                raise ArgumentError(f"faults: trace says who is there, and so does {name}: give one of them")
 
     def bad(self, num_nodes: int) -> list[int]:
         """Return the sorted ids of the bad nodes among `num_nodes`: the same in every step.

@@ -1,0 +1,113 @@
+"""Questions in the terminal, each of which an option answers too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from exogym.errors import ArgumentError
+from exogym.progress import notice
+
+T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Print `text`, in a terminal broken between words."""
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+
+
+class Asker:
+    """Asks what no option has answered, where there is a terminal; elsewhere takes the default, and says which.
+
+    Raises (from each question):
+        ArgumentError: there is no terminal and no default; the message names the option.
+        KeyboardInterrupt: Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self.can_ask = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def choose(self, flag: str, question: str, choices: Mapping[T, str], default: T | None = None) -> T:
+        """Return one of `choices`, {value: text}."""
+        if not self.can_ask:
+            return self._without(flag, question, default)
+        import questionary
+
+        listed = [questionary.Choice(text, value=value) for value, text in choices.items()]
+        chosen = next((choice for choice in listed if choice.value == default), None)
+        answer: T = questionary.select(question, choices=listed, default=chosen).unsafe_ask()
+        return answer
+
+    def several(self, flag: str, question: str, choices: Mapping[T, str]) -> list[T]:
+        """Return some of `choices`, at first all."""
+        if not self.can_ask:
+            return self._without(flag, question, None)
+        import questionary
+
+        listed = [questionary.Choice(text, value=value, checked=True) for value, text in choices.items()]
+        answer: list[T] = questionary.checkbox(
+            question, choices=listed, validate=lambda found: bool(found) or "choose one at least, with the space bar"
+        ).unsafe_ask()
+        return answer
+
+    def text(self, flag: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
+        """Return what `read` makes of the answer; what it refuses is asked again."""
+        if not self.can_ask:
+            return read(self._without(flag, question, default))
+        import questionary
+
+        def is_good(text: str) -> bool | str:
+            try:
+                read(text)
+            except ArgumentError as error:
+                return str(error)
+            return True
+
+        return read(questionary.text(question, default=default or "", validate=is_good).unsafe_ask())
+
+    def sure(self, question: str, default: bool = True) -> bool:
+        """Ask for a yes; without a terminal it is a no."""
+        if not self.can_ask:
+            return False
+        import questionary
+
+        return bool(questionary.confirm(question, default=default).unsafe_ask())
+
+    def _without(self, flag: str, question: str, default: Any) -> Any:
+        if default is None:
+            raise ArgumentError(f"{question} There is no terminal to ask in: give {flag}")
+        notice(f"{flag} {default}")
+        return default
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1.
+
+    Raises:
+        ArgumentError: it is none.
+
+    >>> count(" 300 ")
+    300
+    """
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ArgumentError(f"{text.strip()!r} is no whole number of at least 1")
+    return int(text)
+
+
+def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Return the texts NAME=VALUE of an option by name.
+
+    Raises:
+        ArgumentError: one is none.
+
+    >>> pairs("--code", ["den=123-456"])
+    {'den': '123-456'}
+    """
+    for text in given:
+        if "=" not in text:
+            raise ArgumentError(f"{option}={text!r}: wanted NAME=CODE, as in {option} studio=123-456")
+    return dict(text.split("=", 1) for text in given)

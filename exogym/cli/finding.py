@@ -1,0 +1,109 @@
+"""From the computers in a network to a hosts file: found, chosen, paired."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from exogym.cli.agent import needs_packages
+from exogym.cli.asking import Asker, say
+from exogym.cli.discover import agents, chosen, described
+from exogym.errors import ArgumentError
+from exogym.progress import notice
+from exogym.remote import HostsConfig
+
+if TYPE_CHECKING:
+    from exogym.discovery import Found
+
+FIND_S = 3.0
+TRIES = 3  # at typing a code
+NONE_FOUND = (
+    "no computer was found. On each of the others: install the same exogym there, run exogym agent, and leave it open. "
+    "They must be in this network; guest networks keep computers apart, and firewalls may hold back UDP port 5353: "
+    "then start again with --at ADDRESS, which exogym agent shows"
+)
+READ, LOOK = "read", "look"
+
+
+class Finder:
+    """Writes the computers that were chosen into a hosts file.
+
+    Args:
+        file: the hosts file; key, ssh_config: see `exogym.discovery.enrol`; address: of this computer, or None.
+    """
+
+    def __init__(self, asker: Asker, file: Path, key: str, ssh_config: str | None, address: str | None):
+        self.asker, self.file, self.key, self.ssh_config, self.address = asker, file, key, ssh_config, address
+
+    def find(self, computers: str | None, codes: Mapping[str, str], places: Sequence[str], here: bool | None) -> None:
+        """Ask which computers to use, and pair with those that the hosts file does not have.
+
+        Raises:
+            ArgumentError: none was found, or one that was named is not there, or shows a code that nobody typed.
+        """
+        if self.file.exists() and computers is None:
+            known = [host.address for host in HostsConfig.load(self.file).hosts]
+            choices = {READ: f"those of {self.file}: {', '.join(known)}", LOOK: "look for others, too"}
+            if self.asker.choose("--hosts", "Which computers?", choices, READ) == READ:
+                return
+        needs_packages()
+        for one in self._chosen(computers, places):
+            if one.address not in self._known():
+                self._pair(one, codes)
+        asked = "Shall this computer train, too?"
+        if here is None:
+            here = self.asker.sure(asked) if self.asker.can_ask else True
+        if here:
+            self._add_this()
+
+    def _known(self) -> list[str]:
+        return [host.address for host in HostsConfig.load(self.file).hosts] if self.file.exists() else []
+
+    def _chosen(self, computers: str | None, places: Sequence[str]) -> list[Found]:
+        while True:
+            say("looking for computers in this network ...")
+            found = [one for one in agents(FIND_S, places) if one.answers]
+            if found or not self.asker.can_ask:
+                break
+            say(NONE_FOUND)
+            if not self.asker.sure("Look again?"):
+                raise ArgumentError("no computer was found")
+        if not found:
+            raise ArgumentError(NONE_FOUND)
+        if computers == "all":
+            return found
+        if computers is not None:
+            return [chosen(found, name.strip()) for name in computers.split(",")]
+        names = {one.address: f"{one.name} at {one.address}" for one in found}
+        wanted = self.asker.several("--computers", f"{len(found)} found. Which shall train?", names)
+        return [one for one in found if one.address in wanted]
+
+    def _pair(self, one: Found, codes: Mapping[str, str]) -> None:
+        from exogym.discovery import enrol, pair
+        from exogym.discovery.channel import PairingError, typed_code
+        from exogym.discovery.login import own_key
+
+        given = codes.get(one.name, codes.get(one.address))
+        for left in reversed(range(TRIES)):
+            question = f"Code that {one.name} at {one.address} shows:"
+            code = given or self.asker.text(f"--code {one.name}=CODE", question, typed_code)
+            try:
+                paired = pair(one.address, one.port, code, own_key(self.key))
+                break
+            except PairingError as error:
+                if given is not None or not left:
+                    raise
+                notice(str(error))
+        enrol(paired, self.file, self.key, self.ssh_config)
+        say(f"paired with {one.name}: {described(paired.facts)}")
+
+    def _add_this(self) -> None:
+        from exogym.discovery.announcing import own_address
+        from exogym.discovery.pairing import own_entry, write_entry
+
+        address = own_address(self.address)
+        write_entry(self.file, own_entry(address), None)
+        say(f"this computer takes part as {address} ({socket.gethostname()}); all stand in {os.fspath(self.file)}")

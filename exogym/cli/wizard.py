@@ -1,0 +1,365 @@
+"""`exogym wizard`: from computers in a network to a trained model, by three questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exogym.advise.simulation import parameters_of
+from exogym.base.files import replacing
+from exogym.cli.asking import Asker, count, pairs, say
+from exogym.cli.distributed import train
+from exogym.cli.doctor import print_checks
+from exogym.cli.finding import Finder
+from exogym.cli.values import DATASETS
+from exogym.cli.watching import Watching
+from exogym.errors import ArgumentError, check_choice, needs
+from exogym.network import Network
+from exogym.remote import HostsConfig, check_hosts
+from exogym.remote.measuring import measure_hosts
+from exogym.remote.profile import EVALUATIONS, Profile
+from exogym.remote.results import history_of
+from exogym.tasks import Task, load_task
+from exogym.wizard import Proposal, Session, Taken, make_session, propose
+from exogym.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
+
+HOSTS_FILE = "distributed_hosts.json"
+START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
+SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
+LABELS = {"val_wer": "word error rate"}
+FIREWALL = (
+    "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
+    "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
+)
+VERSIONS = "each computer needs the same exogym and torch: install there what is here, then start exogym agent again"
+HELP = {"way to the others": FIREWALL, "port": FIREWALL, "torch": VERSIONS, "exogym": VERSIONS}
+
+
+def wizard(
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="NAME", help=f"What to train: {', '.join(DATASETS)}.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Its data; copied to the computers. [default: the usual places]")
+    ] = None,
+    hosts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A hosts file; those paired with go into it.")
+    ] = None,
+    computers: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Of those found, to use, as studio,den; or all.")
+    ] = None,
+    code: Annotated[
+        list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="That a computer shows; may be given again.")
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
+    ] = None,
+    here: Annotated[
+        bool | None, typer.Option("--here/--not-here", help="Whether this computer trains, too. [default: it does]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of each node. [default: the task's]")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="As 'diloco:H=50'. [default: what suits the network]")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Of each node. [default: the task's]")] = None,
+    lr: Annotated[float | None, typer.Option(help="[default: the task's]")] = None,
+    balance: Annotated[
+        str | None, typer.Option(metavar="HOW", help="Share the load out by speed: nodes, batch or steps.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    save_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Checkpoints go here, five in a run, to go on from after a loss.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="For all files of this run. [default: exogym-TASK]")
+    ] = None,
+    path_on_hosts: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where the folder is copied to there. [default: ~/exogym/NAME]")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What was measured before; nothing is measured then.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP", help="Of this computer, as the others reach it. [default: the only one]")
+    ] = None,
+    key: Annotated[
+        str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")
+    ] = "~/.ssh/exogym_ed25519",
+    ssh_config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Measure and train without asking.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Train on the computers of this network: what, on which, how long. Everything else is proposed.
+
+    Finds computers on which exogym agent runs, or reads a hosts file; looks at them, measures the network and a step,
+    proposes strategy, H and batch with the time they should take, and trains after your yes. Every question has an
+    option, so all of it runs without a terminal, too; there --yes is the yes.
+    """
+    needs("questionary", "wizard")
+    asker = Asker()
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
+    what = task or asker.choose("--task", "What shall be trained?", {name: name for name in DATASETS})
+    check_choice("--task", what, DATASETS)
+    if what == "whisper" and data is not None and data.is_file():
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
+    Profile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains before anything is done
+    problem = load_task(what, data)
+    finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
+    if hosts is None or not hosts.exists() or computers is not None:
+        finder.find(computers, pairs("--code", code or []), at or [], here)
+    wanted = Wanted(what, problem, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed, save_dir)
+    place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data)
+    run = Preparing(asker, wanted, place, yes)
+    if not run.look():
+        raise typer.Exit(1)
+    if measured is None and not run.may_measure():
+        say("nothing was done: --yes measures and trains")
+        return
+    plan = run.agree(measured)
+    if plan is None:
+        run.leave()
+        return
+    session = run.write(plan)
+    if run.starts:
+        carry_out(session, plan, asker.can_ask)
+
+
+def _steps(asker: Asker, task: Task) -> int:
+    return asker.text("--steps", "How many steps shall each computer train?", count, str(task.steps))
+
+
+def free(name: str) -> Path:
+    """Return `name`, with a number behind it if there is such a folder already."""
+    return next(path for n in range(1, 10_000) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
+
+
+@dataclass
+class Wanted:
+    """What is to be trained, as far as it was said; None: to be proposed, or the task's own."""
+
+    name: str
+    task: Task
+    steps: int
+    strategy: str | None
+    batch_size: int | None
+    lr: float | None
+    balance: str | None
+    seed: int
+    save_dir: str | None
+
+    @property
+    def batch(self) -> int:
+        return self.batch_size or self.task.batch_size
+
+    def fields(self, plan: Proposal, data: str | None) -> dict[str, Any]:
+        """Return the profile's fields."""
+        return {
+            "task": self.name, "data": data, "strategy": plan.strategy, "steps": self.steps, "batch_size": self.batch,
+            "lr": self.lr, "balance": self.balance, "seed": self.seed, "retries": RETRIES,
+        } | ({} if self.save_dir is None else {
+            "save_dir": self.save_dir, "checkpoint_interval": max(1, self.steps // SAVES), "max_restarts": RESTARTS,
+        })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of the run here, and what its hosts file says.
+
+    Attributes:
+        data: of the task, beside the other files once it was copied; None: in the usual places.
+    """
+
+    folder: Path
+    hosts: dict[str, Any]
+    data: Path | None
+
+    @classmethod
+    def of(cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None) -> Place:
+        """Raises ArgumentError where the hosts file is wrong, or has one computer only."""
+        config = HostsConfig.load(hosts_file)
+        if config.slots < 2:
+            raise ArgumentError(f"{hosts_file} has one computer only: a fleet needs two; see exogym discover --pair")
+        fields = json.loads(hosts_file.read_text("utf-8")) | {"project_path": there or f"~/exogym/{folder.name}"}
+        for entry in [fields["master"], *fields.get("workers", [])]:
+            if isinstance(entry, dict):
+                entry.pop("path", None)
+        return cls(folder, fields, data)
+
+    @property
+    def data_there(self) -> str | None:
+        return None if self.data is None else f"data/{self.data.name}"
+
+    def make(self) -> None:
+        """Make the folder, with the data in it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.data is None:
+            return
+        target = self.folder / "data" / self.data.name
+        target.parent.mkdir()
+        (shutil.copytree if self.data.is_dir() else shutil.copy)(self.data, target)
+
+
+class Preparing:
+    """Goes from hosts to a plan that was agreed to.
+
+    Attributes:
+        starts: whether training was agreed to, and not only files.
+    """
+
+    def __init__(self, asker: Asker, wanted: Wanted, place: Place, yes: bool):
+        self.asker, self.wanted, self.place, self.yes = asker, wanted, place, yes
+        self.config = HostsConfig.load(place.hosts)
+        self.starts = False
+        self._network: Network | None = None
+        self._made = False
+        self._batch: int | None = None  # with which it was measured
+
+    def look(self) -> bool:
+        """Look at the hosts until all is well; False: it is not, and that is all for now."""
+        while True:
+            say(f"looking at {_several(len(self.config.hosts), 'computer')} ...")
+            checks = check_hosts(self.config, sync=True, code=False)
+            failed = [check for check in checks if not check.ok]
+            if not failed:
+                say("all is well: " + ", ".join(host.address for host in self.config.hosts))
+                return True
+            print_checks(failed, sys.stdout)
+            for text in dict.fromkeys(HELP[check.check] for check in failed if check.check in HELP):
+                say(text)
+            if not self.asker.sure("Look again?"):
+                return False
+
+    def may_measure(self) -> bool:
+        """Ask before anything is run there."""
+        there = self.place.hosts["project_path"]
+        data = "" if self.place.data is None else " with the data"
+        say(
+            f"next: time the network and a step of {self.wanted.name} on each computer, about half a minute; the "
+            f"folder {self.place.folder}{data} is copied to {there} on each"
+        )
+        return self.yes or self.asker.sure("Measure now?")
+
+    def agree(self, measured: Path | None) -> Proposal | None:
+        """Return the plan that was agreed to, if one was; `measured`: a file of what was measured there before."""
+        if measured is not None:
+            network = Network.of(os.fspath(measured))
+            if network.measurement is None:
+                raise ArgumentError(f"--measured={os.fspath(measured)!r} is no file of exogym doctor --measure")
+            network.measurement.check_hosts([host.address for host in self.config.hosts for _ in range(host.slots)])
+            self._network, self._batch = network, self.wanted.batch
+        while True:
+            plan = self._plan()
+            say(f"\n{plan}\n")
+            said = self._said()
+            self.starts = said == START
+            if said in (START, FILES):
+                return plan
+            if said == STOP:
+                return None
+            self._change(plan)
+
+    def write(self, plan: Proposal) -> Session:
+        """Write all files; say which, and the command that repeats the run."""
+        place = self.place
+        self._make()
+        assert self._network is not None and self._network.measurement is not None
+        with replacing(place.folder / MEASURED) as file:
+            json.dump(self._network.measurement.describe(), file, indent=1)
+        session = make_session(place.folder, self.wanted.fields(plan, place.data_there), place.hosts, sync=True)
+        say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
+        say(f"the same run again, in that folder: {session.command}; or python {SCRIPT}")
+        return session
+
+    def leave(self) -> None:
+        """Remove what was made here before anybody agreed."""
+        if self._made:
+            shutil.rmtree(self.place.folder, ignore_errors=True)
+        say("nothing was trained")
+
+    def _make(self) -> None:
+        if not self._made:
+            self.place.make()
+            self._made = True
+
+    def _plan(self) -> Proposal:
+        wanted = self.wanted
+        if self._network is None or self._batch != wanted.batch:
+            self._make()
+            say("measuring ...")
+            self._network = measure_hosts(
+                self.config, self.place.folder / MEASURED, sync=True, task=wanted.name, data=self.place.data_there,
+                batch_size=wanted.batch, project=self.place.folder,
+            )  # fmt: skip
+            self._batch = wanted.batch
+        return propose(
+            network=self._network, parameters=parameters_of(wanted.task), steps=wanted.steps, batch_size=wanted.batch,
+            strategy=wanted.strategy, evaluations=EVALUATIONS + 1, evaluated=len(wanted.task.val),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def _said(self) -> str:
+        if self.yes:
+            return START
+        if not self.asker.can_ask:
+            say("nothing was trained: --yes starts it")
+            return STOP
+        choices = {
+            START: "start training", CHANGE: "change something", FILES: "only write the files", STOP: "stop",
+        }  # fmt: skip
+        return self.asker.choose("--yes", "Shall it start?", choices, START)
+
+    def _change(self, plan: Proposal) -> None:
+        """Ask what else may be chosen."""
+        asker, wanted = self.asker, self.wanted
+        rows = {row.strategy: f"{row.strategy}, {row.speedup:.3g} times as fast" for row in plan.advice.rows}
+        wanted.strategy = asker.choose("--strategy", "Which strategy?", rows, plan.strategy)
+        wanted.steps = asker.text("--steps", "How many steps?", count, str(wanted.steps))
+        wanted.batch_size = asker.text("--batch-size", "How many examples in a batch?", count, str(wanted.batch))
+        shares = {
+            "": "each does the same", "nodes": "nodes: the faster ones train more nodes",
+            "batch": "batch: larger batches for the faster ones", "steps": "steps: fewer steps for the slower ones",
+        }  # fmt: skip
+        found = asker.choose("--balance", "How is the load shared out?", shares, wanted.balance or "")
+        wanted.balance = found or None
+
+
+def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
+    """Train, with a view of it in a terminal, and say how it went.
+
+    Raises:
+        typer.Exit: a host failed.
+    """
+    begun, before = time.monotonic(), os.getcwd()
+
+    def watching(folder: Path) -> Watching:
+        return Watching(folder, plan.seconds)
+
+    os.chdir(session.folder)
+    try:
+        folder = train(PROFILE, session.profile, session.hosts, session.sync, watching if watched else None)
+        taken = Taken.of(folder, plan.seconds, time.monotonic() - begun)
+        history = history_of(folder, 1)
+    finally:
+        os.chdir(before)
+    rows = [row for row in history.rows(node=None) if row["val_loss"] is not None]
+    for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
+        if rows[0][name] is not None and rows[-1].get(name) is not None:
+            label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))
+            say(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after")
+    if taken is not None:
+        say(str(taken))
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

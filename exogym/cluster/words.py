@@ -1,0 +1,33 @@
+"""Words that go into job scripts and manifests: what they may look like, so that none of them means something else."""
+
+from __future__ import annotations
+
+import re
+
+from exogym.errors import ArgumentError
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+LABEL = r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?"  # of RFC 1123, with room for what the cluster appends
+TIME = r"\d+|(\d+-)?\d+:\d{2}(:\d{2})?|\d+-\d+"
+MEMORY = r"\d+[KMGT]?"
+QUANTITY = r"\d+(\.\d+)?(m|[KMGTPE]i?)?"
+IMAGE = r"[a-z0-9]([a-z0-9._/-]|:\d+/)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+
+
+def check_word(name: str, given: str, pattern: str, wanted: str) -> None:
+    """Raise ArgumentError unless `given` has that form.
+
+    >>> check_word("partition", "gpu; rm -rf ~", NAME, "letters, digits, '.', '_' and '-'")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: partition='gpu; rm -rf ~' must be letters, digits, '.', '_' and '-'
+    """
+    if not isinstance(given, str) or not re.fullmatch(pattern, given, re.ASCII):
+        raise ArgumentError(f"{name}={given!r} must be {wanted}")
+
+
+def check_arguments(words: tuple[str, ...]) -> None:
+    """Raise ArgumentError where a word can be in no command line."""
+    for word in words:
+        if "\0" in word:
+            raise ArgumentError(f"the argument {word!r} holds a zero byte, which no command line can")

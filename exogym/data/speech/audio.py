@@ -1,0 +1,74 @@
+"""Sound from files, as 16 kHz samples of one channel."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from exogym.errors import DataError, needs
+
+SAMPLE_RATE = 16_000
+EDGE_S = 0.05  # of silence, so that the end of a clip does not ring into its start
+LONGEST_S = 3600.0  # that is read at all: a file that says it holds more than an hour is not decoded
+RATES = (1_000, 1_000_000)
+
+
+def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGEST_S) -> tuple[np.ndarray, float]:
+    """Return the samples (n,) float32 at 16 kHz, the mean of all channels, and the length in seconds.
+
+    WAV, FLAC, OGG, MP3 and what else libsndfile reads, at any rate. Of a file longer than `longest_s` only the length
+    is returned, with no samples.
+
+    Raises:
+        DataError: it cannot be read, or is no sound.
+    """
+    soundfile = needs("soundfile", "whisper")
+    try:
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
+            rate, length_s = file.samplerate, file.frames / file.samplerate
+            if not RATES[0] <= rate <= RATES[1]:
+                raise DataError(f"a rate of {rate} Hz")
+            if length_s > longest_s:
+                return np.zeros(0, dtype=np.float32), length_s
+            samples = file.read(dtype="float32", always_2d=True, frames=math.ceil(longest_s * rate))
+    except (RuntimeError, OSError, ValueError, MemoryError) as error:  # of soundfile
+        raise DataError(str(error) or type(error).__name__) from error
+    if not np.isfinite(samples).all():
+        raise DataError("it holds samples that are no numbers")
+    return one_channel(samples, rate), len(samples) / rate
+
+
+def one_channel(samples: Any, rate: int) -> np.ndarray:
+    """Return (n,) float32 at 16 kHz of samples (n,), (n, channels) or (channels, n); whole numbers become -1 to 1."""
+    found = np.asarray(samples)
+    if found.dtype.kind in "iu":
+        found = found / float(np.iinfo(found.dtype).max)
+    if found.ndim == 2:
+        found = found.mean(axis=int(found.shape[0] > found.shape[1]))
+    if found.ndim != 1:
+        raise DataError(f"samples of shape {found.shape}: wanted (n,), or (n, channels)")
+    return resample(found.astype(np.float32), rate)
+
+
+def resample(samples: np.ndarray, rate: int, to: int = SAMPLE_RATE) -> np.ndarray:
+    """Return samples (n,) at another rate: what is below both half rates stays, the rest goes.
+
+    By Fourier transform: the spectrum is cut, or filled up with zeros, and turned back at the new length, which is
+    ceil(n to / rate).
+
+    >>> tone = lambda rate: np.sin(2 * np.pi * 440 * np.arange(rate // 5) / rate).astype(np.float32)
+    >>> bool(np.abs(resample(tone(44_100), 44_100)[500:-500] - tone(16_000)[500:-500]).max() < 0.01)
+    True
+    """
+    if rate == to or not len(samples):
+        return samples
+    common = math.gcd(rate, to)
+    old, new = rate // common, to // common
+    blocks = math.ceil((len(samples) + EDGE_S * rate) / old)
+    spectrum = np.fft.rfft(samples, n=blocks * old)
+    found = np.fft.irfft(spectrum[: blocks * new // 2 + 1], n=blocks * new) * (new / old)
+    return found[: math.ceil(len(samples) * to / rate)].astype(np.float32)

@@ -1,0 +1,267 @@
+"""Data sets of speech: clips with what is said in them, as batches of sound and labels."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.data.bulk import BulkDataset
+from exogym.data.speech.audio import SAMPLE_RATE, one_channel, read_audio
+from exogym.data.speech.manifest import AUDIO, SPEAKER, TEXT, Entry, column, find_manifest, read_manifest
+from exogym.data.speech.synthetic import lines_of_shakespeare, spoken
+from exogym.errors import DataError, checked, needs
+from exogym.progress import notice
+
+Encode = Callable[[str, float], Sequence[int]]
+SHORTEST_S, FULL_WINDOW_S, NO_LABEL = 0.1, 30.0, -100
+MOST_LABELS = 448  # places of Whisper's decoder
+HELD_OUT_EVERY = 5  # clip is for validation where nobody says which
+QUIET = 1e-4  # of full scale: a clip that is nowhere louder is silence
+INT16 = 32767
+MARGIN_S = 1.0  # of silence behind the longest clip: Whisper is used to some
+
+
+class SpeechClips(BulkDataset):
+    """Clips (audio, labels): (samples of the window,) float32 with silence behind; (length,) int64 with -100 behind.
+
+    They are kept in memory as 16-bit samples, 115 MB an hour.
+
+    Attributes:
+        texts, speakers, names: of each clip.
+        seconds: (n,) its length.
+        window_s: of all.
+        targets: (n,) the number of its speaker, by which partitions by label deal clips.
+    """
+
+    def __init__(
+        self, clips: Sequence[np.ndarray], labels: Sequence[Sequence[int]], window_s: float, texts: Sequence[str],
+        speakers: Sequence[str], names: Sequence[str],
+    ):  # fmt: skip
+        lengths = [len(clip) for clip in clips]
+        self.starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.long)
+        self.samples = torch.from_numpy(np.concatenate(clips) if clips else np.zeros(0, np.int16))
+        longest = max(map(len, labels), default=0)
+        self.labels = torch.full((len(labels), longest), NO_LABEL, dtype=torch.long)
+        for row, ids in zip(self.labels, labels, strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
+        self.window_s, self.texts, self.speakers, self.names = window_s, list(texts), list(speakers), list(names)
+        self.seconds = np.array(lengths) / SAMPLE_RATE
+        self.targets = np.unique(self.speakers, return_inverse=True)[1]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        audio = torch.zeros(len(indices), round(self.window_s * SAMPLE_RATE))
+        for row, i in zip(audio, indices.tolist(), strict=True):
+            clip = self.clip(i)
+            row[: len(clip)] = clip
+        return audio, self.labels[indices]
+
+    def thinned(self, most: int) -> SpeechClips:
+        """Return at most so many clips, spread evenly over these."""
+        if len(self) <= most:
+            return self
+        kept = [i * len(self) // most for i in range(most)]
+        texts, speakers, names = ([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
+        labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
+        return SpeechClips(clips, labels, self.window_s, texts, speakers, names)
+
+    def clip(self, index: int) -> Tensor:
+        """Return the samples (n,) float32 of one clip, without silence behind."""
+        return self.samples[self.starts[index] : self.starts[index + 1]].float() / INT16
+
+
+@dataclass(frozen=True)
+class Speech:
+    """Clips that were read.
+
+    Attributes:
+        train, val: the clips to train on, and those held out.
+        origin: where they came from.
+        left_out: why clips are not there, and of each kind how many.
+        window_s: seconds that all fit into.
+    """
+
+    train: SpeechClips
+    val: SpeechClips
+    origin: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def window_s(self) -> float:
+        return self.train.window_s
+
+
+@checked
+def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_labels: int = MOST_LABELS) -> Speech:
+    """Read speech, and bring it to 16 kHz and one channel.
+
+    Args:
+        data: a folder with a manifest (see `exogym.data.speech.manifest.read_manifest`), a manifest, a data set of
+            Hugging Face or the folder that its `save_to_disk` wrote, or a sequence of mappings with "audio" (a file, or
+            {"array", "sampling_rate"}) and "text".
+        encode: gives the labels of (text, seconds), as the `encode` of Whisper's `Tokens`.
+        window_s: leave out longer clips; None: the window is a second longer than the longest clip, in whole
+            seconds, up to 30.
+        most_labels: leave out clips with more.
+
+    Held out is what the manifest or the data set says; else every fifth clip. Left out, counted and said are clips that
+    are longer than the window, empty (under 0.1 s, or silence), without words, with too many labels, or that cannot be
+    read.
+
+    Raises:
+        DataError: no such data, a manifest that cannot be read or leads out of its folder, or no clip is left.
+    """
+    entries, origin = _entries(data)
+    clips: list[np.ndarray] = []
+    labels: list[Sequence[int]] = []
+    kept: list[Entry] = []
+    left_out: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    limit_s = FULL_WINDOW_S if window_s is None else window_s
+    for entry in entries:
+        try:
+            samples, seconds = _sound(entry.audio, limit_s)
+            why = _unfit(samples, seconds, entry.text, limit_s)
+        except DataError as error:
+            why = f"unreadable ({error})"
+        if why is None:
+            ids = encode(entry.text, seconds)
+            why = None if len(ids) <= most_labels else f"with over {most_labels} labels"
+        if why is not None:
+            kind = why.partition(" (")[0]
+            left_out[kind] += 1
+            examples.setdefault(kind, f"{entry.name}{why.removeprefix(kind)}")
+            continue
+        clips.append((samples.clip(-1, 1) * INT16).round().astype(np.int16))
+        labels.append(ids)
+        kept.append(entry)
+    if left_out:
+        said = ", ".join(f"{count} {kind} (as {_short(examples[kind])})" for kind, count in left_out.items())
+        notice(f"{origin}: of {len(kept) + left_out.total():,} clips, left out: {said}")
+    if len(kept) < 2:
+        raise DataError(
+            f"{origin}: {len(kept)} clips are left to train on and to hold out ({dict(left_out)} left out); wanted two "
+            "or more, with words, and no longer than the window"
+        )
+    if window_s is None:
+        window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
+    held = [bool(entry.held_out) for entry in kept]
+    if all(entry.held_out is None for entry in kept) or len(set(held)) == 1:
+        held = [i % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(kept)) - 1 for i in range(len(kept))]
+
+    def part(which: bool) -> SpeechClips:
+        chosen = [i for i, is_held in enumerate(held) if is_held == which]
+        own = [kept[i] for i in chosen]
+        return SpeechClips(
+            [clips[i] for i in chosen], [labels[i] for i in chosen], window_s, [entry.text for entry in own],
+            [entry.speaker for entry in own], [entry.name for entry in own],
+        )  # fmt: skip
+
+    return Speech(part(False), part(True), origin, dict(left_out))
+
+
+def _short(text: str) -> str:
+    shown = "".join(c if c.isprintable() else "?" for c in text)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+def _unfit(samples: np.ndarray, seconds: float, text: str, limit_s: float) -> str | None:
+    """Return why a clip cannot be trained on, with an example's detail in brackets."""
+    if seconds > limit_s or len(samples) > round(limit_s * SAMPLE_RATE):
+        return f"longer than {limit_s:g} s ({seconds:.1f} s)"
+    if seconds < SHORTEST_S or np.abs(samples).max(initial=0) < QUIET:
+        return "empty"
+    return None if any(c.isalnum() for c in text) else "without words"
+
+
+def _sound(audio: Any, limit_s: float) -> tuple[np.ndarray, float]:
+    """Return samples at 16 kHz, and seconds, of a file, bytes, or what Hugging Face's data sets have in `audio`."""
+    if isinstance(audio, Mapping):
+        if audio.get("array") is not None:
+            samples = np.asarray(audio["array"])
+            if samples.size and not np.isfinite(samples).all():
+                raise DataError("it holds samples that are no numbers")
+            rate = int(audio["sampling_rate"])
+            return one_channel(samples, rate), max(samples.shape, default=0) / rate
+        audio = audio.get("bytes") or audio.get("path")
+    if not isinstance(audio, str | os.PathLike | bytes):
+        raise DataError(
+            f"the audio is a {type(audio).__name__}: wanted a file, or a mapping with array and sampling_rate"
+        )
+    return read_audio(audio, limit_s)
+
+
+def _entries(data: Any) -> tuple[list[Entry], str]:
+    if not isinstance(data, str | os.PathLike):
+        return _rows_of(data), f"a {type(data).__name__}"
+    path = find_manifest(data)
+    if path is not None:
+        return read_manifest(path), str(path)
+    folder = Path(data).expanduser()
+    if any((folder / name).exists() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
+        datasets = needs("datasets")
+        return _rows_of(datasets.load_from_disk(str(folder))), str(folder)
+    raise DataError(
+        f"data={os.fspath(data)!r} has no manifest: write a manifest.csv with the header 'audio,text' and a line for "
+        "each clip, or give a data set that Hugging Face's save_to_disk wrote"
+    )
+
+
+def _rows_of(data: Any) -> list[Entry]:
+    """Return the clips of a data set of Hugging Face, of several by their splits, or of a sequence of mappings."""
+    if isinstance(data, Mapping):
+        splits = {str(name): _rows_of(part) for name, part in data.items()}
+        return [
+            Entry(e.audio, e.text, e.speaker, not name.startswith("train"), f"{name} {e.name}")
+            for name, part in splits.items()
+            for e in part
+        ]
+    features = getattr(data, "features", None)
+    if isinstance(features, Mapping):  # undecoded, so that no further decoder is needed
+        audio = next((name for name in AUDIO if name in features), None)
+        if audio is not None and hasattr(features[audio], "decode"):
+            data = data.cast_column(audio, type(features[audio])(decode=False))
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"data is a {type(data).__name__}: wanted a folder, a manifest, or a data set with audio and text"
+        )
+    found = []
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise DataError(f"clip {number} is a {type(row).__name__}: wanted a mapping with audio and text")
+        where = f"clip {number}"
+        speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
+        found.append(Entry(column(row, AUDIO, where), str(column(row, TEXT, where) or ""), speaker, None, str(number)))
+    return found
+
+
+def find_speech(
+    data: Any, encode: Encode, *, window_s: float | None = None, lines: int = 96, held_out: int = 24
+) -> Speech:
+    """Return `speech(data, ...)`; without data what lies in the folder speech of EXOGYM_DATA or of the user's cache
+    (exogym/speech), else `lines` and `held_out` lines of Shakespeare read aloud by espeak-ng.
+
+    Raises:
+        DataError, ExoGymError: as `speech` and `spoken`.
+    """
+    if data is not None:
+        return speech(data, encode, window_s=window_s)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
+    given = os.environ.get("EXOGYM_DATA")
+    for place in ([Path(given).expanduser()] if given else []) + [cache]:
+        if (folder := place / "speech").is_dir():
+            return speech(folder, encode, window_s=window_s)
+    train, val = lines_of_shakespeare(lines, held_out)
+    read = speech({"train": spoken(train), "validation": spoken(val)}, encode, window_s=window_s)
+    return replace(read, origin="Shakespeare read by espeak-ng (synthetic)")

@@ -1,0 +1,91 @@
+"""Speech that a program speaks, for tests and examples: espeak-ng reads lines aloud."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exogym.base import rng
+from exogym.data.sources import shakespeare
+from exogym.data.speech.audio import read_audio
+from exogym.errors import DataError, ExoGymError
+
+PROGRAM = "espeak-ng"
+FEWEST_WORDS, MOST_WORDS, MOST_LETTERS = 4, 7, 36
+LONGEST_S = 30.0
+
+
+@dataclass(frozen=True)
+class Voice:
+    """Of espeak-ng: its name with a variant, words a minute, and pitch from 0 to 99."""
+
+    name: str = "en-us"
+    speed: int = 160
+    pitch: int = 50
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.speed}/{self.pitch}"
+
+
+VOICES = (Voice(), Voice("en-us+f3", 150, 60), Voice("en-us+m3", 170, 35), Voice("en-gb+f2", 160, 55))
+STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # whom nobody trains on
+
+
+def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
+    """Return the lines read aloud, voice after voice in turn: rows with "audio", "text" and "speaker".
+
+    Raises:
+        ExoGymError: espeak-ng is not installed, or fails.
+    """
+    if shutil.which(PROGRAM) is None:
+        raise ExoGymError(
+            f"synthetic speech needs {PROGRAM}, which is not installed: apt-get install {PROGRAM} (Debian, Ubuntu), "
+            f"brew install {PROGRAM} (macOS), or give data="
+        )
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines):
+        voice = voices[number % len(voices)]
+        words = [PROGRAM, "--stdout", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch), "--stdin"]
+        done = subprocess.run(words, input=line.encode(), capture_output=True, check=False)
+        if done.returncode or not done.stdout:
+            raise ExoGymError(f"{' '.join(words)} failed: {done.stderr.decode(errors='replace').strip()}")
+        samples, _ = read_audio(_whole(done.stdout), LONGEST_S)
+        rows.append({"audio": {"array": samples, "sampling_rate": 16_000}, "text": line, "speaker": str(voice)})
+    return rows
+
+
+def _whole(wav: bytes) -> bytes:
+    """Put the sizes of a WAV that was written to a pipe, which could not be known before, into its head."""
+    at = wav.index(b"data")
+    sizes = ((4, len(wav) - 8), (at + 4, len(wav) - at - 8))
+    found = bytearray(wav)
+    for place, size in sizes:
+        found[place : place + 4] = size.to_bytes(4, "little")
+    return bytes(found)
+
+
+def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
+    """Return `count` and `held_out` different lines of four to seven words, drawn from the plays.
+
+    Raises:
+        DataError: the plays were not found, or have too few lines.
+    """
+    whole = shakespeare().text
+    lines = {line.strip(" ,;:-") for line in whole.split("\n") if not line.endswith(":") and not line.isupper()}
+    fit = sorted(
+        line for line in lines if re.fullmatch(r"[A-Za-z' ,;.!?-]+", line)
+        and FEWEST_WORDS <= len(line.split()) <= MOST_WORDS and len(line) <= MOST_LETTERS
+    )  # fmt: skip
+    if len(fit) < count + held_out:
+        raise DataError(
+            f"the text has {len(fit)} lines of {FEWEST_WORDS} to {MOST_WORDS} words; wanted {count + held_out}"
+        )
+    order = rng.generator(seed, "lines")
+    chosen = [fit[i] for i in torch.randperm(len(fit), generator=order)[: count + held_out].tolist()]
+    return chosen[:count], chosen[count:]

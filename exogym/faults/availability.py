@@ -1,0 +1,252 @@
+"""Who is there when, on the clock of a server that asks sampled clients, and how fast each of them is.
+
+    Trace       intervals from a file: client, from, to, speed
+    Diurnal     each client is there for a part of each day, most of them at night
+    Devices     kinds of devices, each there for its share of the time and as fast as it is
+
+Times are seconds from the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from exogym.base.rng import numpy_generator
+from exogym.errors import ArgumentError, DataError, checked
+
+DAY_S = 86400.0
+COLUMNS = ("client", "from", "to", "speed")
+
+
+class There(NamedTuple):
+    """The clients that are there at a moment: ids ascending, until when each is, and how fast."""
+
+    ids: np.ndarray
+    until_s: np.ndarray
+    speed: np.ndarray
+
+
+class Availability:
+    """Says who is there; a subclass says how. A function of its arguments and the time alone."""
+
+    def check(self, num_nodes: int) -> None:
+        """Raise ArgumentError or DataError where it cannot be of a fleet of `num_nodes`."""
+
+    def at(self, time_s: float, num_nodes: int) -> There:
+        """Return who is there at `time_s`."""
+        raise NotImplementedError
+
+
+class Trace(Availability):
+    """Intervals from a CSV file with the columns client, from, to, speed, or from a Parquet file of the same columns.
+
+    Args:
+        file: a row for each time that a client is there: from `from` up to `to`, in seconds, at `speed`, over 0.
+            Clients are numbers from 0. Without a column `speed` all have 1.
+        repeat_s: begin anew after so many seconds; None: after the last `to` nobody is there.
+
+    Raises:
+        DataError: no such file, or a row that cannot be: which, and why. A client may not be there twice at a time.
+    """
+
+    @checked
+    def __init__(self, file: str | os.PathLike[str], *, repeat_s: float | None = None):
+        if repeat_s is not None and not 0 < repeat_s < math.inf:
+            raise ArgumentError(f"repeat_s={repeat_s!r} must be seconds, more than 0")
+        self.file, self.repeat_s = os.fspath(file), repeat_s
+        path = Path(file)
+        if not path.is_file():
+            raise DataError(f"there is no trace {self.file!r}: wanted a CSV or Parquet file with {', '.join(COLUMNS)}")
+        self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
+        client = np.array(_numbers(self.file, "client", table["client"]))
+        if wrong := [k for k, x in enumerate(client) if x < 0 or x != int(x)]:
+            raise DataError(f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is no number of a client from 0")
+        self.client = client.astype(np.int64)
+        self.begin, self.end, self.speed = (
+            np.array(_numbers(self.file, name, table[name])) for name in ("from", "to", "speed")
+        )
+        for k in np.flatnonzero(~((self.begin >= 0) & (self.end > self.begin)))[:1]:
+            raise DataError(f"{_row(self.file, k)}: from {self.begin[k]:g} to {self.end[k]:g} is no time that passes")
+        for k in np.flatnonzero(~((self.speed > 0) & np.isfinite(self.speed)))[:1]:
+            raise DataError(f"{_row(self.file, k)}: speed {self.speed[k]:g} must be over 0")
+        order = np.lexsort((self.begin, self.client))
+        same = self.client[order][1:] == self.client[order][:-1]
+        for k in np.flatnonzero(same & (self.begin[order][1:] < self.end[order][:-1]))[:1]:
+            one, other = order[k], order[k + 1]
+            raise DataError(
+                f"{_row(self.file, other)}: client {self.client[other]} is there from {self.begin[other]:g}, and until "
+                f"{self.end[one]:g} by row {one + 2}: give times that do not overlap"
+            )
+        if repeat_s is not None and self.end.max(initial=0) > repeat_s:
+            raise DataError(f"{self.file!r} goes on to {self.end.max():g} s, past repeat_s={repeat_s:g}")
+
+    def check(self, num_nodes: int) -> None:
+        for k in np.flatnonzero(self.client >= num_nodes)[:1]:
+            raise DataError(
+                f"{_row(self.file, k)}: client {self.client[k]}, but num_nodes={num_nodes}: clients are 0 to "
+                f"{num_nodes - 1}"
+            )
+
+    def at(self, time_s: float, num_nodes: int) -> There:
+        base = 0.0 if self.repeat_s is None else math.floor(time_s / self.repeat_s) * self.repeat_s
+        now = np.flatnonzero((self.begin <= time_s - base) & (time_s - base < self.end))
+        now = now[np.argsort(self.client[now])]
+        return There(self.client[now], base + self.end[now], self.speed[now])
+
+
+class _Windows(Availability):
+    """Each client is there for a window of a period of its own, again and again."""
+
+    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return (N,) each: when the first window begins, how long it is, after what it repeats, and the speed."""
+        raise NotImplementedError
+
+    def at(self, time_s: float, num_nodes: int) -> There:
+        if getattr(self, "_made", (None, None))[0] != num_nodes:
+            self._made = num_nodes, self.windows(num_nodes)
+        begin, length, period, speed = self._made[1]
+        since = (time_s - begin) % period
+        ids = np.flatnonzero(since < length)
+        return There(ids, time_s + (length - since)[ids], speed[ids])
+
+
+class Diurnal(_Windows):
+    """Each client is there for `share` of each day, from about the same time on: as phones that charge at night.
+
+    Args:
+        share: of a day, over 0 and at most 1.
+        peak_s: the time of day in whose middle most are there.
+        spread_s: standard deviation of it between clients: time zones and habits.
+        day_s: of a day.
+        seed: of who is there when.
+    """
+
+    @checked
+    def __init__(
+        self, share: float = 0.3, *, peak_s: float = 3 * 3600.0, spread_s: float = 2 * 3600.0, day_s: float = DAY_S,
+        seed: int = 0,
+    ):  # fmt: skip
+        if not 0 < share <= 1:
+            raise ArgumentError(f"share={share!r} must be over 0 and at most 1")
+        if not (0 < day_s < math.inf and 0 <= spread_s < math.inf):
+            raise ArgumentError(f"day_s={day_s!r} and spread_s={spread_s!r} must be seconds, of a day more than 0")
+        self.share, self.peak_s, self.spread_s, self.day_s, self.seed = share, peak_s, spread_s, day_s, seed
+
+    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        middle = numpy_generator(self.seed, "diurnal").normal(self.peak_s, self.spread_s, num_nodes)
+        length, one = np.full(num_nodes, self.share * self.day_s), np.ones(num_nodes)
+        return middle - length / 2, length, self.day_s * one, one
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A kind of device: its share of the clients, its speed, its share of the time there, and how long at a time."""
+
+    clients: float
+    speed: float
+    online: float
+    session_s: float
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("clients", self.clients, 0), ("speed", self.speed, 0), ("online", self.online, 0)):
+            if not least < value < math.inf:
+                raise ArgumentError(f"{name}={value!r} of a device must be over {least}")
+        if self.online > 1 or not 0 < self.session_s < math.inf:
+            raise ArgumentError(f"online={self.online!r} must be at most 1, and session_s={self.session_s!r} over 0")
+
+
+PROFILES = {  # assumed: no measurement is behind them
+    "phone": Profile(0.7, speed=0.2, online=0.1, session_s=2 * 3600.0),
+    "laptop": Profile(0.2, speed=1.0, online=0.3, session_s=3 * 3600.0),
+    "board": Profile(0.1, speed=0.05, online=0.95, session_s=24 * 3600.0),
+}
+
+
+class Devices(_Windows):
+    """Kinds of devices in a fleet, each there for its share of the time, as fast as it is.
+
+    Args:
+        kinds: name to `Profile`; by default phones, laptops and boards, with numbers that are assumed.
+        seed: of which client is what, and when it is there.
+
+    >>> fleet = Devices({"phone": Profile(0.9, speed=0.2, online=0.1, session_s=7200),
+    ...                  "board": Profile(0.1, speed=0.05, online=1.0, session_s=3600)})
+    >>> there = fleet.at(0.0, num_nodes=1000)
+    >>> 100 < len(there.ids) < 300, sorted(set(there.speed.tolist()))
+    (True, [0.05, 0.2])
+    """
+
+    @checked
+    def __init__(self, kinds: Mapping[str, Profile] | None = None, *, seed: int = 0):
+        self.kinds = dict(PROFILES if kinds is None else kinds)
+        if not self.kinds or not all(isinstance(kind, Profile) for kind in self.kinds.values()):
+            raise ArgumentError(
+                f"kinds={kinds!r} must map names to devices, as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
+            )
+        self.seed = seed
+
+    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        draw, kinds = numpy_generator(self.seed, "devices"), list(self.kinds.values())
+        shares = np.array([kind.clients for kind in kinds])
+        which = draw.choice(len(kinds), num_nodes, p=shares / shares.sum())
+        length = np.array([kind.session_s for kind in kinds])[which]
+        period = length / np.array([kind.online for kind in kinds])[which]
+        return draw.random(num_nodes) * period, length, period, np.array([kind.speed for kind in kinds])[which]
+
+
+def _csv(path: Path) -> Mapping[str, Any]:
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{str(path)!r} is no CSV file: {error}") from error
+    return _columns(path, {name: [row.get(name) for row in rows] for name in (rows[0] if rows else {})})
+
+
+def _parquet(path: Path) -> Mapping[str, Any]:
+    try:
+        import pandas
+    except ImportError as error:
+        raise DataError(f"reading {str(path)!r} needs pandas: pip install 'exogym[parquet]', or give a CSV") from error
+    try:
+        frame = pandas.read_parquet(path)
+    except (ValueError, OSError) as error:
+        raise DataError(f"{str(path)!r} is no Parquet file: {error}") from error
+    return _columns(path, {name: frame[name].tolist() for name in frame.columns})
+
+
+def _columns(path: Path, table: dict[str, Any]) -> Mapping[str, Any]:
+    lacking = [name for name in COLUMNS[:3] if name not in table]
+    if lacking:
+        raise DataError(
+            f"{str(path)!r} has no column {', '.join(lacking)}: wanted a header with {', '.join(COLUMNS)} and a row "
+            "for each time that a client is there"
+        )
+    return {"speed": [1.0] * len(table["client"])} | table
+
+
+def _numbers(file: str, name: str, values: Any) -> list[float]:
+    found = []
+    for k, value in enumerate(values):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isnan(number):
+            raise DataError(f"{_row(file, k)}: {name} is {value!r}: wanted a number")
+        found.append(number)
+    return found
+
+
+def _row(file: str, index: int) -> str:
+    return f"{file!r}, row {index + 2}"  # the header is row 1

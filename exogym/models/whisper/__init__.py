@@ -1,0 +1,8 @@
+"""Whisper: fine-tuned as any other model. Needs the extra `whisper`; transformers is imported when a model is made."""
+
+from exogym.models.whisper.decoding import WordErrors
+from exogym.models.whisper.tokens import Tokens, plain
+from exogym.models.whisper.weights import Pretrained, load_pretrained, load_tokens
+from exogym.models.whisper.wrapper import WhisperModelWrapper
+
+__all__ = ["Pretrained", "Tokens", "WhisperModelWrapper", "WordErrors", "load_pretrained", "load_tokens", "plain"]

@@ -1,0 +1,102 @@
+"""Writing down what was said, word by word, and counting the words that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import DataError, needs
+from exogym.models.whisper.tokens import Tokens, plain
+
+
+@torch.no_grad()
+def greedy(
+    model: Any, features: Tensor, tokens: Tokens, suppressed: Sequence[int], suppressed_first: Sequence[int], most: int
+) -> list[list[int]]:
+    """Return the ids that the model writes for each clip, the likeliest at each place, up to `most`; no prompt, no end.
+
+    Args:
+        model: a `WhisperForConditionalGeneration`.
+        features: (batch, n_mels, frames).
+    """
+    encoded = model.get_encoder()(features)
+    told = torch.tensor(tokens.prompt, device=features.device).expand(len(features), -1)
+    written = torch.empty(len(features), 0, dtype=torch.long, device=features.device)
+    never = torch.tensor(sorted({*suppressed, tokens.start, tokens.no_times}), device=features.device)
+    first = torch.tensor(sorted({*suppressed_first, tokens.end}), device=features.device)
+    ended = torch.zeros(len(features), dtype=torch.bool, device=features.device)
+    kept = None
+    while written.shape[1] < most and not ended.all():
+        given = told if kept is None else written[:, -1:]
+        out = model(encoder_outputs=encoded, decoder_input_ids=given, past_key_values=kept, use_cache=True)
+        kept, scores = out.past_key_values, out.logits[:, -1].float()
+        scores[:, never] = -torch.inf
+        if not tokens.timestamps:
+            scores[:, tokens.first_time :] = -torch.inf
+        if not written.shape[1]:
+            scores[:, first] = -torch.inf
+        chosen = torch.where(ended, tokens.end, scores.argmax(-1))
+        written, ended = torch.cat([written, chosen[:, None]], dim=1), ended | (chosen == tokens.end)
+    return [row[: row.index(tokens.end)] if tokens.end in row else row for row in written.tolist()]
+
+
+def unlooped(ids: list[int], most: int) -> list[int]:
+    """Return what was written without the repetitions that a confused model ends in.
+
+    Only where it never came to an end, and the last piece stands there three times or more: one is left.
+
+    >>> unlooped([1, 2, 3, 2, 3, 2, 3], most=7), unlooped([1, 1, 1], most=7)
+    ([1, 2, 3], [1, 1, 1])
+    """
+    if len(ids) < most:
+        return ids
+    for size in range(1, len(ids) // 3 + 1):
+        piece, count = ids[-size:], 1
+        while ids[-size * (count + 1) : -size * count] == piece:
+            count += 1
+        if count >= 3:
+            return ids[: len(ids) - size * (count - 1)]
+    return ids
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """What is wrong in transcripts: `words` in the texts, and how many were replaced, left out and put in.
+
+    Compared in small letters and without punctuation, as `plain` brings them.
+
+    >>> WordErrors.of(["Ask not what your country can do"], ["ask what your Country, can do do"]).rate
+    0.2857142857142857
+    """
+
+    words: int
+    replaced: int
+    left_out: int
+    put_in: int
+
+    @classmethod
+    def of(cls, texts: Sequence[str], heard: Sequence[str]) -> WordErrors:
+        """Count over all pairs.
+
+        Raises:
+            DataError: not as many transcripts as texts, or no word in the texts.
+        """
+        if len(texts) != len(heard):
+            raise DataError(f"{len(texts)} texts and {len(heard)} transcripts")
+        pairs = [(plain(text), plain(said)) for text, said in zip(texts, heard, strict=True)]
+        pairs = [(text, said) for text, said in pairs if text]
+        if not pairs:
+            raise DataError("no text has a word, so there is no word error rate")
+        found = needs("jiwer", "whisper").process_words([text for text, _ in pairs], [said for _, said in pairs])
+        return cls(
+            found.hits + found.substitutions + found.deletions, found.substitutions, found.deletions, found.insertions
+        )
+
+    @property
+    def rate(self) -> float:
+        """The word error rate: over 1 where more words were put in than there are."""
+        return (self.replaced + self.left_out + self.put_in) / self.words

@@ -1,0 +1,145 @@
+"""Between text and the numbers that Whisper's decoder reads and writes."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError, DataError, check_choice, needs
+
+SECONDS_PER_STAMP, STAMPS = 0.02, 1501  # <|0.00|> to <|30.00|>
+MULTILINGUAL_SIZE = 51_865  # from so many rows of the embedding on Whisper knows languages
+TASKS = ("transcribe", "translate")
+
+
+class Tokens:
+    """Whisper's vocabulary, with what is said to the decoder before a text.
+
+    The decoder is told <|startoftranscript|>, of a multilingual model also the language and the task, and
+    <|notimestamps|> where no times are wanted. Labels are what follows the start: the rest of that, the text with a
+    space before it, and <|endoftext|>. With timestamps the text stands between <|0.00|> and its length, in steps of
+    0.02 s. Ids of times follow that of <|notimestamps|>; a tokenizer need not know them, so sizes are never taken from
+    its length.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        language: its code, as "de". A model whose vocabulary is one short of 51,865 knows English only.
+        task: "transcribe", or "translate" (into English).
+        timestamps: whether labels and transcripts have times.
+
+    Raises:
+        ArgumentError: a language or task that the model does not know; a tokenizer that is not Whisper's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        language: str = "en",
+        task: str = "transcribe",
+        timestamps: bool = False,
+    ):
+        self.tokenizer, self.timestamps = tokenizer, timestamps
+        check_choice("task", task, TASKS)
+        self.end, self.start = self._id("<|endoftext|>"), self._id("<|startoftranscript|>")
+        self.no_times = self._id("<|notimestamps|>")
+        self.first_time = self.no_times + 1
+        self.multilingual = self.size >= MULTILINGUAL_SIZE
+        if not self.multilingual and (language, task) != ("en", "transcribe"):
+            raise ArgumentError(
+                f"language={language!r}, task={task!r}: an English-only model transcribes English; take a multilingual "
+                "one (without .en in its name)"
+            )
+        self.prompt = [self.start]
+        if self.multilingual:
+            self.prompt += [self._id(f"<|{language}|>"), self._id(f"<|{task}|>")]
+        if not timestamps:
+            self.prompt.append(self.no_times)
+
+    @property
+    def size(self) -> int:
+        """Rows that an embedding needs."""
+        return self.first_time + STAMPS
+
+    def _id(self, name: str) -> int:
+        found = self.tokenizer.token_to_id(name)
+        if found is None and re.fullmatch(r"<\|[a-z]{2,3}\|>", name):
+            known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
+            raise ArgumentError(f"language={name[2:-2]!r} is not one of the model's: {', '.join(known)}")
+        if found is None:
+            raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the one of the model")
+        return int(found)
+
+    def encode(self, text: str, seconds: float | None = None) -> list[int]:
+        """Return the labels of a text; `seconds` is the length of its clip, needed with timestamps."""
+        ids = self.tokenizer.encode(" " + text.strip(), add_special_tokens=False).ids
+        if any(i >= self.end for i in ids):  # "<|endoftext|>" in a transcript must not end it
+            ids = self.tokenizer.encode(" " + text.replace("<|", "").strip(), add_special_tokens=False).ids
+        if self.timestamps:
+            if seconds is None:
+                raise ArgumentError("timestamps need the length of the clip in seconds")
+            ids = [self.first_time, *ids, self.first_time + min(STAMPS - 1, round(seconds / SECONDS_PER_STAMP))]
+        return [*self.prompt[1:], *ids, self.end]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text in `ids`, without times and marks."""
+        return self.tokenizer.decode([i for i in ids if 0 <= i < self.end]).strip()
+
+    def segments(self, ids: Sequence[int]) -> list[tuple[float, float, str]]:
+        """Return (start_s, end_s, text) of what stands between two times.
+
+        >>> tokens = byte_tokens(timestamps=True)
+        >>> tokens.segments(tokens.encode("how now", seconds=1.5))
+        [(0.0, 1.5, 'how now')]
+        """
+        found: list[tuple[float, float, str]] = []
+        start, words = None, list[int]()
+        for i in ids:
+            if i < self.first_time:
+                words.append(i)
+                continue
+            at = (i - self.first_time) * SECONDS_PER_STAMP
+            if start is not None and (text := self.decode(words)):
+                found.append((round(start, 2), round(at, 2), text))
+            start, words = at, []
+        return found
+
+
+def file_tokens(path: Path, **options: Any) -> Tokens:
+    """Return the `Tokens` of a tokenizer.json.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    tokenizers = needs("tokenizers", "whisper")
+    try:
+        return Tokens(tokenizers.Tokenizer.from_file(str(path)), **options)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is no tokenizer ({error}): give a folder with Whisper's tokenizer.json") from error
+
+
+def byte_tokens(**options: Any) -> Tokens:
+    """Return a vocabulary of the 256 bytes, for small models that are made anew; it knows English only."""
+    tokenizers = needs("tokenizers", "whisper")
+    bytes_level = tokenizers.pre_tokenizers.ByteLevel
+    letters = {letter: i for i, letter in enumerate(sorted(bytes_level.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = bytes_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"])
+    return Tokens(tokenizer, **options)
+
+
+def plain(text: str) -> str:
+    """Return a text as its words are compared: small letters, figures and apostrophes, one space between words.
+
+    >>> plain("Ask not, what YOUR country\\u2019s for --")
+    "ask not what your country's for"
+    """
+    text = unicodedata.normalize("NFKC", text).lower().replace("\u2019", "'")
+    kept = "".join(c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
+    return " ".join(word for word in kept.split() if word.strip("'"))

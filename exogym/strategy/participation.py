@@ -1,0 +1,116 @@
+"""Who takes part in a round that a server asks for: clients that are there, in time, and enough of them.
+
+Bonawitz et al., Towards Federated Learning at Scale, arXiv:1902.01046: a server asks more clients than it needs, takes
+the first reports that come until a deadline, and gives the round up where too few came. Round r begins at T_r:
+
+    asked      ceil(k (1 + over_sampling)) of those that are there at T_r, drawn without replacement
+    t_i        = (local steps) step_seconds / speed_i
+    reports    of those asked with t_i <= deadline_s that are there until T_r + t_i; the first k of them count
+    T_r+1      = T_r + the time of the k-th report; with fewer the deadline, else that of the last report
+
+All of it follows from (seed, round), given step times and the trace, so runs repeat and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from exogym.base.rng import numpy_generator
+from exogym.faults import Availability
+
+
+@dataclass(frozen=True)
+class Round:
+    """When a round begins and ends on the server's clock, who was asked, whose reports count, whether it holds."""
+
+    begin_s: float
+    end_s: float
+    asked: list[int]
+    reported: list[int]
+    holds: bool
+
+    @property
+    def clients(self) -> list[int]:
+        """Return those who act in it: nobody where it was given up."""
+        return self.reported if self.holds else []
+
+
+class Participation:
+    """The rounds of a run.
+
+    Args:
+        num_nodes, wanted: N, and k of a round.
+        work: local steps of each client in a round, (N,) or a number, from its number.
+        step_s: seconds of a step at speed 1, (N,) or a number.
+        over_sampling, deadline_s, min_reports: as above; at least so many reports, or the round is given up.
+
+    >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, over_sampling=0.5)
+    >>> first = rounds.of(0)
+    >>> len(first.asked), len(first.reported), first.end_s
+    (3, 2, 0.5)
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        num_nodes: int,
+        wanted: int,
+        work: Callable[[int], np.ndarray | int],
+        step_s: np.ndarray | float,
+        availability: Availability | None = None,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
+    ):
+        self.seed, self.num_nodes, self.wanted, self.work, self.step_s = seed, num_nodes, wanted, work, step_s
+        self.availability, self.over_sampling = availability, over_sampling
+        self.deadline_s, self.min_reports = deadline_s, min_reports
+        self._begins = [0.0]
+        self._fails: list[bool] = []  # of rounds whose end is known
+        self._known: dict[int, Round] = {}
+
+    def of(self, number: int) -> Round:
+        """Return round `number`, from 0."""
+        while len(self._begins) <= number:
+            held = self._held(len(self._begins) - 1)
+            self._begins.append(held.end_s)
+            self._fails.append(not held.holds)
+        if number not in self._known:
+            self._known = {r: held for r, held in self._known.items() if abs(r - number) <= 1}
+            self._known[number] = self._held(number)
+        return self._known[number]
+
+    def failed(self, count: int) -> int:
+        """Return how many of the first `count` rounds were given up."""
+        self.of(count)
+        return sum(self._fails[:count])
+
+    def _held(self, number: int) -> Round:
+        begin_s, deadline_s = self._begins[number], math.inf if self.deadline_s is None else self.deadline_s
+        asking = math.ceil(self.wanted * (1 + self.over_sampling) - 1e-9)
+        draw = numpy_generator(self.seed, "clients", number)
+        if self.availability is None:
+            asked = np.sort(draw.choice(self.num_nodes, min(asking, self.num_nodes), replace=False))
+            until_s, speed = np.full(len(asked), math.inf), np.ones(len(asked))
+        else:
+            there = self.availability.at(begin_s, self.num_nodes)
+            at = np.sort(draw.choice(len(there.ids), min(asking, len(there.ids)), replace=False))
+            asked, until_s, speed = there.ids[at], there.until_s[at], there.speed[at]
+        work = np.broadcast_to(np.asarray(self.work(number)), self.num_nodes)
+        takes_s = work[asked] * np.broadcast_to(self.step_s, self.num_nodes)[asked] / speed
+        came = np.flatnonzero((takes_s <= deadline_s) & (begin_s + takes_s <= until_s))
+        first = came[np.argsort(takes_s[came], kind="stable")][: self.wanted]
+        if len(first) == self.wanted:
+            took_s = float(takes_s[first].max())
+        elif self.deadline_s is not None:
+            took_s = deadline_s
+        elif len(first):
+            took_s = float(takes_s[first].max())
+        else:  # nobody is there: as long as a round takes at speed 1
+            took_s = float(np.max(work) * np.max(self.step_s))
+        reported = sorted(asked[first].tolist())
+        return Round(begin_s, begin_s + took_s, asked.tolist(), reported, len(reported) >= max(self.min_reports, 1))

@@ -1,0 +1,112 @@
+"""What repeats a run: the command that started it, and a snippet of Python."""
+
+from __future__ import annotations
+
+import pprint
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from exogym.compare.folder import Folder
+from exogym.record.run_folder import read_object
+from exogym.sweep.axes import arguments_of
+
+OF_A_COMPARISON = (
+    *("data", "nodes", "steps", "batch_size", "lr", "partition", "device", "network", "step_seconds", "speeds"),
+    *("target_loss",),
+)
+Row = dict[str, Any]
+
+
+def command_of(about: Mapping[str, Any]) -> str:
+    """Return the command line that started a run, as a shell takes it; "" where it is not known.
+
+    >>> command_of({"command": ["/usr/bin/exogym", "compare", "--strategies", "ddp,diloco:H=5", "--name", "it's"]})
+    'exogym compare --strategies ddp,diloco:H=5 --name \\'it\\'"\\'"\\'s\\''
+    >>> command_of({"command": ["train.py", "--steps", "5"]})
+    'python train.py --steps 5'
+    """
+    words = _words(about)
+    if not words or words[0] in ("", "-c", "-"):
+        return ""
+    first = Path(words[0])
+    if first.name == "exogym" or first.parts[-2:] == ("exogym", "__main__.py"):
+        return shlex.join(["exogym", *words[1:]])
+    return shlex.join(["python", *words])
+
+
+def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
+    """Return Python that repeats the run of a folder; "" where nobody can say how.
+
+    A run of a comparison or sweep is a comparison of one strategy from one seed. Any other is its script, run again.
+    """
+    parent = path.parent
+    sweep = read_object(parent / "sweep.json")
+    above = sweep or read_object(parent / "run.json")
+    given = above.get("arguments")
+    if isinstance(given, dict) and isinstance(given.get("problem"), str) and (sweep or "strategies" in above):
+        found = _cell(path, sweep, given) if sweep else _strategy(path, above, given)
+        return "" if found is None else _comparison(*found, given)
+    words, folder = _words(about), about.get("folder")
+    if not words or not words[0].endswith(".py") or not isinstance(folder, str) or Path(words[0]).name == "__main__.py":
+        return ""
+    return (
+        "import os\nimport runpy\nimport sys\n\n"
+        f"os.chdir({folder!r})\nsys.argv = {words!r}\n"
+        "# The script's run_dir holds this run: let it name another one.\n"
+        f"runpy.run_path({words[0]!r}, run_name='__main__')\n"
+    )
+
+
+def _words(about: Mapping[str, Any]) -> list[str]:
+    words = about.get("command")
+    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
+
+
+def _strategy(path: Path, above: Row, given: Row) -> tuple[str, int, Row] | None:
+    """Return strategy, seed and arguments of a run of a comparison."""
+    seeds, known = _seeds(given), Folder(path.parent, above["strategies"])
+    for label in above["strategies"]:
+        for seed in seeds:
+            if known.child(label, seed) == path:
+                return label, seed, {}
+    return None
+
+
+def _cell(path: Path, sweep: Row, given: Row) -> tuple[str, int, Row] | None:
+    """Return strategy, seed and arguments of a run of a sweep."""
+    cells = sweep.get("cells")
+    if not isinstance(cells, dict):
+        return None
+    seeds, known = _seeds(given), Folder(path.parent, cells)
+    for label, cell in cells.items():
+        for seed in seeds:
+            if known.child(label, seed) == path:
+                text, own = arguments_of(cell, str(given.get("strategy")))
+                return text, seed, own
+    return None
+
+
+def _seeds(given: Row) -> list[int]:
+    seeds = given.get("seeds")
+    return list(range(seeds)) if isinstance(seeds, int) else list(seeds or [])
+
+
+def _comparison(strategy: str, seed: int, own: Row, given: Row) -> str:
+    options: Row = {name: given[name] for name in OF_A_COMPARISON if given.get(name) is not None} | own
+    words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
+    words += [f"{name}={pprint.pformat(value)}" for name, value in options.items()]
+    return (
+        "from exogym.compare import compare\n\n"
+        f"result = compare(\n    {', '.join(words[:2])},\n    {', '.join(words[2:])},\n)\n"
+        "print(result.rows[0]['val_loss'])\n"
+    )
+
+
+def folder_of(about: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """Return the folder and the words of the script that a run was started by, where it is there; else None."""
+    words, folder = _words(about), about.get("folder")
+    if not words or not isinstance(folder, str) or not words[0].endswith(".py"):
+        return None
+    return (folder, words) if (Path(folder) / words[0]).is_file() else None

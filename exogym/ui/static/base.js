@@ -1,0 +1,106 @@
+// What all pages share. Whatever a run says of itself becomes text (textContent), never markup.
+
+export const POLL_MS = 1000;
+export const store = { list: [], chosen: new Set() };
+export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
+
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  for (const child of children) element.append(child instanceof Node ? child : String(child ?? ""));
+  return element;
+}
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+export const address = (name) => name.split("/").map(encodeURIComponent).join("/");
+export const figure = (value, digits = 4) => (isNumber(value) ? value.toFixed(digits) : "");
+export const share = (value) => (isNumber(value) ? `${(100 * value).toFixed(0)} %` : "");
+export const find = (name) => store.list.find((run) => run.name === name);
+
+function scaled(value, units, base) {
+  if (!isNumber(value)) return "";
+  let k = 0;
+  while (Math.abs(value) >= base && k < units.length - 1) { value /= base; k += 1; }
+  return `${Number(value.toPrecision(3))} ${units[k]}`;
+}
+export const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB", "PB"], 1000);
+export const rate = (value) => scaled(value, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"], 1000);
+
+export function seconds(value) {
+  if (!isNumber(value)) return "";
+  if (value < 120) return `${Number(value.toPrecision(3))} s`;
+  if (value < 7200) return `${(value / 60).toFixed(0)} min`;
+  return value < 172800 ? `${(value / 3600).toFixed(0)} h` : `${(value / 86400).toFixed(0)} days`;
+}
+
+export const stateOf = (state) => make("span", { class: `state state-${state}` }, state);
+export const ageOf = (run) => seconds(Math.max(0, Date.now() / 1000 - (run.heard_s ?? run.started_s ?? 0)));
+
+export async function get(path) {
+  const answer = await fetch(path, { credentials: "same-origin" });
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error ?? answer.statusText);
+  return found;
+}
+
+export async function send(path, body) {
+  const answer = await fetch(path, { method: "POST", credentials: "same-origin",
+    headers: { "Content-Type": "application/json" }, body: JSON.stringify(body ?? {}) });
+  const found = await answer.json();
+  if (!answer.ok) throw new Error(found.error ?? answer.statusText);
+  return found;
+}
+
+// A table in a box of its own, which scrolls sideways where the screen is narrow; heads: [title, is a number].
+export function table(heads, body) {
+  return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...heads.map(
+    ([title, number]) => make("th", { class: number ? "number" : "", scope: "col" }, title)))), body));
+}
+
+// Buttons that stop what runs and go on with what has stopped; what belongs to something larger has none.
+export function actions(name, at) {
+  const button = (text, what) => make("button", { type: "button", id: what, async onclick() {
+    try { await send(`/api/runs/${address(name)}/${what}`); at.textContent = `asked to ${what}`; }
+    catch (error) { at.textContent = error.message; }
+  } }, text);
+  return name.includes("/") ? [] : [button("Stop", "stop"), button("Resume", "resume")];
+}
+
+// Tags and a note of a run, to read and to change.
+export function notes(name) {
+  const run = find(name) ?? { tags: [], note: "" }, at = make("span", { class: "soft", role: "status" });
+  const tags = make("input", { type: "text", id: "tags", placeholder: "tags, with commas between", maxlength: "800" });
+  const note = make("textarea", { id: "note", rows: "2", placeholder: "note", maxlength: "4000" });
+  tags.value = run.tags.join(", "); note.value = run.note;
+  const form = make("form", { class: "notes", async onsubmit(event) {
+    event.preventDefault();
+    try {
+      const words = tags.value.split(",").map((word) => word.trim()).filter(Boolean);
+      const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value });
+      tags.value = found.tags.join(", "); note.value = found.note; at.textContent = "kept";
+    } catch (error) { at.textContent = error.message; }
+  } }, make("label", {}, "Tags ", tags), make("label", {}, "Note ", note),
+  make("button", { type: "submit", id: "keep" }, "Keep"), at);
+  const known = find(name) !== undefined;
+  form.fill = () => {  // the list may come later than the page
+    const later = find(name);
+    if (known || form.filled || later === undefined || form.contains(document.activeElement)) return;
+    tags.value = later.tags.join(", "); note.value = later.note; form.filled = true;
+  };
+  return form;
+}
+
+// A text to copy, with a button that does.
+export function copied(title, text) {
+  const button = make("button", { type: "button", async onclick() {
+    try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(box); button.textContent = "Selected"; }
+  } }, "Copy");
+  const box = make("pre", { tabindex: "0" }, text);
+  return make("div", { class: "copied" }, make("h3", {}, title), button, box);
+}

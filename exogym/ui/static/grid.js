@@ -1,0 +1,64 @@
+// The cells of a sweep as tables, coloured by loss.
+
+import { figure, isNumber, make, table } from "./base.js";
+
+const look = { rows: "", columns: "" };
+
+function spread(cell) {
+  const missing = cell.seeds < cell.wanted ? ` (${cell.seeds} of ${cell.wanted})` : "";
+  if (!isNumber(cell.loss)) return `${cell.seeds} of ${cell.wanted}`;
+  return figure(cell.loss) + (isNumber(cell.loss_std) ? ` \u00b1 ${figure(cell.loss_std)}` : "") + missing;
+}
+
+// Light is low; the text on it is dark on white and on black.
+function coloured(cell, low, high, best) {
+  const found = make("td", { class: "number cell" }, spread(cell), cell.cell === best ? make("strong", {}, " best") : "");
+  if (isNumber(cell.loss)) {
+    const part = high > low ? (Math.log(Math.max(cell.loss, 1e-12)) - low) / (high - low) : 0;
+    found.style.background = `hsl(${205 - 175 * part} 70% ${84 - 16 * part}%)`;
+    found.classList.add("filled");
+  }
+  return found;
+}
+
+export function grid(found, again) {
+  const losses = found.cells.map((cell) => cell.loss).filter(isNumber).map((x) => Math.log(Math.max(x, 1e-12)));
+  const low = Math.min(...losses), high = Math.max(...losses);
+  const of = (cell) => coloured(cell, low, high, found.best);
+  const axes = Object.keys(found.axes).filter((name) => found.axes[name].length > 1);
+  const said = make("p", { class: "soft" }, "Mean validation loss, \u00b1 standard deviation over seeds; blue is low.");
+  if (!found.is_grid || axes.length < 2) {
+    const cells = [...found.cells].sort((a, b) => (a.loss ?? Infinity) - (b.loss ?? Infinity));
+    return [said, table([["cell", false], ["loss", true]],
+      make("tbody", {}, ...cells.map((cell) => make("tr", {}, make("td", {}, cell.cell), of(cell)))))];
+  }
+  if (!axes.includes(look.rows)) [look.rows] = axes;
+  if (!axes.includes(look.columns) || look.columns === look.rows) look.columns = axes.find((name) => name !== look.rows);
+  const choice = (key, title) => {
+    const select = make("select", { id: `grid-${key}`, onchange(event) {
+      const other = key === "rows" ? "columns" : "rows";
+      if (event.target.value === look[other]) look[other] = look[key];
+      look[key] = event.target.value;
+      again();
+    } }, ...axes.map((name) => make("option", { value: name }, name)));
+    select.value = look[key];
+    return make("label", {}, title, select);
+  };
+  const others = axes.filter((name) => name !== look.rows && name !== look.columns);
+  let rest = [{}];
+  for (const name of others) rest = rest.flatMap((one) => found.axes[name].map((value) => ({ ...one, [name]: value })));
+  const named = new Map(found.cells.map((cell) => [JSON.stringify(axes.map((name) => cell.options[name])), cell]));
+  const tables = rest.map((one) => {
+    const heads = [[`${look.rows} \u2193 ${look.columns} \u2192`, false], ...found.axes[look.columns].map((x) => [x, true])];
+    const rows = found.axes[look.rows].map((row) => make("tr", {}, make("th", { scope: "row" }, row),
+      ...found.axes[look.columns].map((column) => {
+        const options = { ...one, [look.rows]: row, [look.columns]: column };
+        const cell = named.get(JSON.stringify(axes.map((name) => options[name])));
+        return cell ? of(cell) : make("td");
+      })));
+    const title = Object.entries(one).map(([name, value]) => `${name}=${value}`).join(", ");
+    return make("div", {}, make("h3", {}, title), table(heads, make("tbody", {}, ...rows)));
+  });
+  return [said, make("div", { class: "bar" }, choice("rows", "Rows "), choice("columns", "Columns ")),
+    make("div", { class: "grids" }, ...tables)];
+}

@@ -1,0 +1,93 @@
+// The list of runs.
+
+import { address, ageOf, bytes, figure, look, make, seconds, stateOf, store } from "./base.js";
+
+const MOST_ROWS = 300;
+let most = MOST_ROWS;
+
+export const COLUMNS = [
+  ["name", "run", (run) => run.name],
+  ["state", "state", (run) => run.state],
+  ["strategy", "strategy", (run) => run.strategy],
+  ["task", "task", (run) => run.task],
+  ["step", "step", (run) => (run.step === null ? "" : `${run.step}/${run.total_steps}`), true],
+  ["loss", "loss", (run) => figure(run.loss), true],
+  ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
+  ["wall_s", "time", (run) => seconds(run.wall_s), true],
+  ["started_s", "age", ageOf, true],
+];
+
+export function cell(run, [key, , text, number]) {
+  if (key === "name") {
+    const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`;
+    return make("td", { class: "name", title: run.note }, make("a", { href: way }, run.name),
+      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)));
+  }
+  if (key === "state") return make("td", {}, stateOf(run.state));
+  return make("td", { class: number ? "number" : "" }, text(run));
+}
+
+export function runsPage(main) {
+  const body = make("tbody"), head = make("tr"), count = make("p", { class: "soft", role: "status" });
+  const compare = make("button", { type: "button", id: "compare", onclick() {
+    location.hash = `#/compare/${[...store.chosen].map(encodeURIComponent).join("&")}`;
+  } }, "Compare selected");
+  const filter = make("input", { type: "search", id: "filter", placeholder: "name, strategy, task, tag, note",
+    oninput(event) { look.text = event.target.value; show(); } });
+  filter.value = look.text;
+  const states = make("select", { id: "state", onchange(event) { look.state = event.target.value; show(); } });
+  for (const state of ["", "running", "done", "stopped", "failed", "lost"]) {
+    states.append(make("option", { value: state }, state || "any state"));
+  }
+  states.value = look.state;
+  const inside = make("input", { type: "checkbox", id: "inside", onchange(event) {
+    look.inside = event.target.checked; show();
+  } });
+  inside.checked = look.inside;
+  const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
+  main.append(
+    make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
+      make("label", {}, inside, " runs of comparisons and sweeps"), compare),
+    count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
+
+  function heads() {
+    const focused = head.querySelector(":focus")?.dataset.key;
+    head.replaceChildren(make("th", {}, ""), ...COLUMNS.map(([key, title, , number]) => {
+      const sorted = look.sort === key ? (look.down ? "descending" : "ascending") : "none";
+      const button = make("button", { type: "button", "data-key": key, onclick() {
+        look.down = look.sort === key ? !look.down : true; look.sort = key; heads(); show();
+      } }, title + (sorted === "none" ? "" : look.down ? " \u2193" : " \u2191"));
+      return make("th", { "aria-sort": sorted, class: number ? "number" : "", scope: "col" }, button);
+    }));
+    if (focused) head.querySelector(`[data-key="${focused}"]`).focus();
+  }
+
+  function show() {
+    const words = look.text.toLowerCase().split(/\s+/).filter(Boolean);
+    const said = (run) => `${run.name} ${run.strategy} ${run.task} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
+    const found = store.list.filter((run) => (!look.state || run.state === look.state)
+      && (look.inside || words.length || !run.name.includes("/")) && words.every((word) => said(run).includes(word)));
+    const way = look.down ? -1 : 1;
+    if (look.sort !== "started_s" || !look.down) {  // the list comes newest first, each parent before its runs
+      found.sort((a, b) => {
+        const [x, y] = [a[look.sort], b[look.sort]];
+        if (x === null || y === null) return (x === null) - (y === null);
+        return way * (x < y ? -1 : x > y ? 1 : 0);
+      });
+    }
+    count.textContent = `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
+    body.replaceChildren(...found.slice(0, most).map((run) => {
+      const box = make("input", { type: "checkbox", "aria-label": `select ${run.name}`, onchange(event) {
+        if (event.target.checked) store.chosen.add(run.name); else store.chosen.delete(run.name);
+        compare.disabled = !store.chosen.size;
+      } });
+      box.checked = store.chosen.has(run.name);
+      return make("tr", {}, make("td", {}, box), ...COLUMNS.map((column) => cell(run, column)));
+    }));
+    more.hidden = found.length <= most;
+    compare.disabled = !store.chosen.size;
+  }
+  heads();
+  show();
+  return { update() { if (!body.contains(document.activeElement)) show(); }, leave() {} };
+}

@@ -1,0 +1,77 @@
+"""Fine-tune Whisper on your recordings, on one computer or on several, and say how many words it gets wrong.
+
+python run/whisper.py --data recordings
+python run/whisper.py --data recordings --num_nodes 2 --hosts distributed_hosts.json
+
+`recordings` is a folder with a manifest.csv of two columns, audio and text. Without --data, espeak-ng reads lines of
+Shakespeare aloud. Without --weights tiny.en is taken from where it is found; see exogym.models.whisper.weights.
+"""
+
+import argparse
+import time
+
+from exogym import LocalTrainer, NetworkTrainer
+from exogym.data.speech import read_audio
+from exogym.distributed import get_rank, is_initialized
+from exogym.errors import run_script
+from exogym.progress import readable_bytes
+from exogym.strategy import DiLoCoStrategy
+from exogym.tasks import load_task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a folder with a manifest, or one that Hugging Face's save_to_disk wrote")
+    parser.add_argument("--weights", help="a folder with weights, or a name of Hugging Face's hub")
+    parser.add_argument("--num_nodes", type=int, default=2)
+    parser.add_argument("--max_steps", "--steps", type=int, default=40, help="of each node (default: 40)")
+    parser.add_argument("--batch_size", type=int, default=2, help="clips of a node in a step (default: 2)")
+    parser.add_argument("--H", type=int, default=8, help="steps between two averages (default: 8)")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lora_rank", type=int, default=8)
+    parser.add_argument("--window_s", type=float, help="leave out longer clips (default: as long as the longest one)")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
+    parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
+    parser.add_argument("--min_hosts", type=int, help="go on without lost hosts, down to so many")
+    parser.add_argument("--save", help="folder for the final model, as transformers reads it")
+    parser.add_argument("--transcribe", nargs="*", default=[], metavar="FILE", help="sound to write down at the end")
+    args = parser.parse_args()
+
+    task = load_task(
+        "whisper", args.data, weights=args.weights, lora_rank=args.lora_rank, window_s=args.window_s,
+        gradient_checkpointing=args.gradient_checkpointing,
+    )  # fmt: skip
+    model = task.make_model(seed=0)
+    strategy = DiLoCoStrategy(
+        H=args.H, lr=args.lr, outer_lr=task.outer_lr, outer_momentum=task.outer_momentum, max_norm=task.max_norm,
+        lr_scheduler=task.lr_scheduler, warmup_steps=min(task.warmup_steps, args.max_steps // 10),
+    )  # fmt: skip
+    if args.hosts:
+        trainer = NetworkTrainer(args.hosts, model, task.train, task.val, min_hosts=args.min_hosts)
+    else:
+        trainer = LocalTrainer(model, task.train, task.val)
+    start = time.perf_counter()
+    trainer.fit(
+        strategy, num_nodes=args.num_nodes, max_steps=args.max_steps, batch_size=args.batch_size,
+        val_interval=args.max_steps,
+    )  # fmt: skip
+
+    if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
+        return
+    print(f"{task.description}; {task.origin}; {len(task.val)} clips held out; {args.num_nodes} nodes")
+    for row in trainer.history.rows(node=None):
+        if row["val_loss"] is not None:
+            sent = readable_bytes(row["tx_bytes"])
+            print(
+                f"step {row['step']:4d}  word error rate {row['val_wer']:.1%}  loss {row['val_loss']:.3f}  "
+                f"sent per node {sent}"
+            )
+    print(f"{time.perf_counter() - start:.0f} s")
+    if args.save:
+        model.save_pretrained(args.save)
+    for file in args.transcribe:
+        print(f"{file}: {model.transcribe([read_audio(file)[0]])[0]}")
+
+
+if __name__ == "__main__":
+    run_script(main)

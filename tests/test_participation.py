@@ -1,0 +1,183 @@
+"""Rounds that a server asks for: who is there, who reports in time, and what becomes of a round with too few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
+
+from exogym.errors import ArgumentError, DataError
+from exogym.faults import Devices, Diurnal, Faults, Profile, Trace
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedNovaStrategy, ScaffoldStrategy
+from exogym.strategy.participation import Participation
+
+HEAD = "client,from,to,speed\n"
+
+
+def trace(folder: Path, text: str, **options: Any) -> Trace:
+    file = folder / "trace.csv"
+    file.write_text(HEAD + text)
+    return Trace(file, **options)
+
+
+def test_a_trace_says_who_is_there(tmp_path: Path) -> None:
+    found = trace(tmp_path, "3,0,10,1\n1,5,20,0.5\n3,12,20,2\n")
+    assert [found.at(t, 4).ids.tolist() for t in (0, 5, 10, 12, 20)] == [[3], [1, 3], [1], [1, 3], []]
+    there = found.at(13, 4)
+    assert there.until_s.tolist() == [20, 20] and there.speed.tolist() == [0.5, 2]
+    again = trace(tmp_path, "3,0,10,1\n1,5,20,0.5\n", repeat_s=30)
+    assert again.at(35, 4).ids.tolist() == [1, 3] and again.at(35, 4).until_s.tolist() == [50, 40]
+
+
+def test_parquet_is_read_alike(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    one = trace(tmp_path, "3,0,10,1\n1,5,20,0.5\n")
+    pandas.read_csv(one.file).to_parquet(tmp_path / "trace.parquet")
+    other = Trace(tmp_path / "trace.parquet")
+    assert all(np.array_equal(a, b) for a, b in zip(one.at(6, 4), other.at(6, 4), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0,0,10,1\n0,5,20,1\n", r"row 3: client 0 is there from 5, and until 10 by row 2: give times that do not"),
+        ("0,10,10,1\n", "row 2: from 10 to 10 is no time"),
+        ("0,0,10,0\n", "row 2: speed 0 must be over 0"),
+        ("-1,0,10,1\n", "row 2: client -1 is no number"),
+        ("0,x,10,1\n", "row 2: from is 'x': wanted a number"),
+        ("0,0\n", "row 2: to is None"),
+    ],
+)
+def test_a_trace_that_cannot_be(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=why):
+        trace(tmp_path, text)
+
+
+def test_what_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no trace"):
+        Faults(trace=tmp_path / "nothing.csv")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="no column client, from, to"):
+        Faults(trace=tmp_path / "other.csv")
+    with pytest.raises(ArgumentError, match="trace says who is there, and so does drop_rate"):
+        Faults(trace=Diurnal(), drop_rate=0.1)
+    unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
+    with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
+        trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
+    with pytest.raises(ArgumentError, match="DiLoCoStrategy as it is asks nobody"):
+        trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))
+    with pytest.raises(ArgumentError, match="give fit step_seconds"):
+        trained(FedAvgStrategy("sgd", deadline_s=3, **SAMPLED))
+    with pytest.raises(ArgumentError, match="give client_fraction under 1"):
+        FedAvgStrategy(H=4, over_sampling=0.5)
+    for wrong in ({"over_sampling": -1}, {"deadline_s": 0}, {"min_reports": 0}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            FedAvgStrategy(**SAMPLED | wrong)
+
+
+def test_a_day_of_phones() -> None:
+    """As many are there as their share of the day says; at night more than at noon."""
+    night, noon = (len(Diurnal(0.3).at(hour * 3600, 20_000).ids) / 20_000 for hour in (3, 15))
+    mean = np.mean([len(Diurnal(0.3).at(hour * 3600, 20_000).ids) / 20_000 for hour in range(24)])
+    assert mean == pytest.approx(0.3, abs=0.01) and night > 0.8 and noon < 0.02
+    late = Diurnal(0.3, peak_s=15 * 3600).at(15 * 3600, 20_000)
+    assert len(late.ids) / 20_000 == night and (late.until_s > 15 * 3600).all()
+
+
+def test_devices_are_there_for_their_share() -> None:
+    kinds = {"phone": Profile(3, 0.2, 0.1, 7200), "board": Profile(1, 0.05, 0.9, 86400)}
+    fleet = Devices(kinds)
+    speeds = np.concatenate([fleet.at(t, 20_000).speed for t in np.linspace(0, 1e6, 20)])
+    assert (speeds == 0.2).mean() * len(speeds) / 20 == pytest.approx(20_000 * 0.75 * 0.1, rel=0.05)
+    assert (speeds == 0.05).mean() * len(speeds) / 20 == pytest.approx(20_000 * 0.25 * 0.9, rel=0.05)
+
+
+def test_rounds_by_hand(tmp_path: Path) -> None:
+    """Steps of 1 s at speed 1, 4 a round: who is slow misses the deadline, who leaves does not report."""
+    there = trace(tmp_path, "0,0,100,1\n1,0,100,0.5\n2,0,100,0.25\n3,0,3,1\n4,5,100,1\n")
+    rounds = Participation(0, 5, 3, lambda r: 4, 1.0, there, over_sampling=1.0, deadline_s=10.0, min_reports=2)
+    first = rounds.of(0)
+    assert first.asked == [0, 1, 2, 3] and first.reported == [0, 1]  # 2 takes 16 s, 3 leaves after 3
+    assert (first.begin_s, first.end_s, first.holds) == (0.0, 10.0, True)
+    second = rounds.of(1)
+    assert second.asked == [0, 1, 2, 4]
+    assert second.reported == [0, 1, 4] and second.end_s == 18.0  # the third report comes after 8 s
+    few = Participation(0, 5, 3, lambda r: 4, 1.0, there, deadline_s=5.0, min_reports=3)
+    assert not few.of(0).holds and few.of(0).clients == [] and few.failed(1) == 1
+
+
+def test_without_a_word_of_it_the_draws_are_those_of_before() -> None:
+    plain = trained(WITH_A_SERVER["fedavg"]())
+    asked = trained(FedAvgStrategy("sgd", deadline_s=100, **SAMPLED), step_seconds=0.01)
+    assert same(plain, asked)
+    assert asked.history.last["server_time_s"] == pytest.approx(23 // 4 * 0.04 + 0.04)
+    assert asked.history.last["failed_rounds"] == 0 and asked.history.last["reports"] == 4
+
+
+@pytest.mark.parametrize("make", [FedAvgStrategy, ScaffoldStrategy, FedNovaStrategy], ids=lambda cls: cls.name)
+def test_layouts_and_stops_change_nothing(make: Any, tmp_path: Path) -> None:
+    fleet = Faults(trace=Devices({"fast": Profile(1, 1.0, 0.5, 1.0), "slow": Profile(1, 0.3, 0.9, 5.0)}))
+    how = {"faults": fleet, "step_seconds": 0.1}
+    strategy = lambda: make("sgd", over_sampling=0.5, deadline_s=0.7, min_reports=2, **SAMPLED)  # noqa: E731
+    wanted = trained(strategy(), **how)
+    last = wanted.history.last
+    assert last["failed_rounds"] < 6 and last["asked"] == 6
+    assert same(trained(strategy(), processes=2, **how), wanted)
+    trained(strategy(), save_dir=tmp_path, max_steps=10, final_sync=False, **how)
+    assert same(trained(strategy(), save_dir=tmp_path, resume=True, processes=3, **how), wanted)
+    other = trained(make("sgd", over_sampling=0.5, min_reports=2, **SAMPLED), **how)
+    assert not same(other, wanted)  # without a deadline slow clients count
+
+
+def test_a_round_to_which_nobody_reports(tmp_path: Path) -> None:
+    """The server's parameters stay, and the history says so; what was sent in vain is counted."""
+    nobody = trace(tmp_path, "0,0,1,1\n")  # leaves before its four steps of a second are done
+    found = trained(FedAvgStrategy("sgd", **SAMPLED), faults=Faults(trace=nobody), step_seconds=1.0)
+    losses = found.history.column("val_loss")[1]
+    assert len(set(losses.tolist())) == 1 and found.history.last["failed_rounds"] == 6
+    assert found.history.last["reports"] == 0
+    pulled = found.traffic["server pull"]
+    size = sum(p.numel() * p.element_size() for p in found.model.parameters())
+    assert pulled["rx_bytes"] == size and "server all_reduce" not in found.traffic  # client 0, in the first round
+
+
+def test_reports_in_vain_are_counted(tmp_path: Path) -> None:
+    one = trace(tmp_path, "0,0,1000,1\n")
+    found = trained(FedAvgStrategy("sgd", min_reports=2, **SAMPLED), faults=Faults(trace=one), step_seconds=1.0)
+    size = sum(p.numel() * p.element_size() for p in found.model.parameters())
+    assert found.history.last["failed_rounds"] == 6
+    assert found.traffic["server pull"]["rx_bytes"] == found.traffic["server push"]["tx_bytes"] == 6 * size
+
+
+def test_all_rows_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with a row for every client."""
+    how = {"faults": Faults(trace=Devices(seed=1)), "step_seconds": 0.1}
+    strategy = lambda: ScaffoldStrategy("sgd", over_sampling=0.5, deadline_s=2.0, **SAMPLED)  # noqa: E731
+    seated = trained(strategy(), **how)
+    monkeypatch.setattr("exogym.training.placement.rows_of_run", lambda options, *more: options.num_nodes)
+    assert same(trained(strategy(), **how), seated)
+    assert ALL_ROWS.trace is None and len(client(0, 1, True)) == 12
+
+
+def test_clients_without_examples_are_left_out_and_counted(tmp_path: Path) -> None:
+    """A factory says so by None; an empty data set is a mistake."""
+
+    def some(rank: int, num_nodes: int, is_train: bool) -> Any:
+        return None if rank % 3 == 1 else client(rank, num_nodes, is_train)
+
+    wanted = trained(WITH_A_SERVER["scaffold"](), data=some)
+    assert same(trained(WITH_A_SERVER["scaffold"](), data=some, faults=ALL_ROWS), wanted)
+    assert same(trained(WITH_A_SERVER["scaffold"](), data=some, processes=2), wanted)
+    left_out = wanted.history.last["empty_clients"]
+    assert 1 <= left_out <= CLIENTS // 3
+    assert all(node % 3 != 1 for row in wanted.history if (node := row["node"]) is not None)
+    trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, max_steps=10, final_sync=False)
+    resumed = trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, resume=True)
+    assert same(resumed, wanted) and resumed.history.last["empty_clients"] == left_out
+    with pytest.raises(DataError, match="is a NoneType"):
+        trained(DiLoCoStrategy(H=4), data=some)
+    with pytest.raises(DataError, match="node 0 has no examples"):
+        trained(WITH_A_SERVER["fedavg"](), data=lambda rank, *more: some(rank + 1, *more))
