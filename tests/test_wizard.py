@@ -137,6 +137,9 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         (["--task", "digits", "--hosts", "one.json"], "one computer only"),
         (["--task", "digits", "--hosts", "torn.json"], "not JSON"),
         (["--task", "digits", "--folder", "full"], "is not empty"),
+        (["--task", "digits", "--hosts", "two.json", "--strategy", "dilocoo"], "did you mean 'diloco'"),
+        (["--task", "digits", "--hosts", "two.json", "--balance", "evenly"], "balance='evenly'"),
+        (["--task", "whisper", "--data", "one.json"], "give the folder"),
         (["--task", "digits", "--computers", "a", "--code", "12"], "wanted NAME=CODE"),
     ],
 )
@@ -145,6 +148,7 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one.json").write_text('{"master": "10.0.0.1"}')
+    Path("two.json").write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
     Path("torn.json").write_text("{")
     Path("full").mkdir()
     Path("full/file").write_text("")

@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import Network
 from exogym.remote import HostsConfig, check_hosts
 from exogym.remote.measuring import measure_hosts
-from exogym.remote.profile import EVALUATIONS
+from exogym.remote.profile import EVALUATIONS, Profile
 from exogym.remote.results import history_of
 from exogym.tasks import Task, load_task
 from exogym.wizard import Proposal, Session, Taken, make_session, propose
@@ -112,6 +112,9 @@ def wizard(
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
     what = task or asker.choose("--task", "What shall be trained?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
+    if what == "whisper" and data is not None and data.is_file():
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
+    Profile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains before anything is done
     problem = load_task(what, data)
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
