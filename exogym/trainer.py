@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from exogym.balance import Balance
 from exogym.base.devices import OneThread, resolve_device
 from exogym.base.rng import preserved_state
+from exogym.callbacks import Callback
 from exogym.clock import TIMELINE, Clock, save_spans
 from exogym.communicator import Wire
 from exogym.compute.memory import check_rows
@@ -144,6 +145,7 @@ class LocalTrainer(Trainer):
     """
 
     max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
+    spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
 
     @checked
@@ -292,12 +294,12 @@ class LocalTrainer(Trainer):
         engine = None if isinstance(options.engine, str) else options.engine
         away = functools.partial(_train_away, self.subject, self.max_stretch)
         try:
-            self._take(run_placed(self.subject, options, device, away, engine))
+            self._take(run_placed(self.subject, options, device, away, engine), options)
         except Stopped as stop:
-            self._take(stop.left)
+            self._take(stop.left, options)
             raise
 
-    def _take(self, left: Left | None) -> None:
+    def _take(self, left: Left | None, options: FitOptions) -> None:
         """Take over what a run elsewhere has come to."""
         assert left is not None
         self.history, self.description, self.traffic, self.clock = (
@@ -307,6 +309,9 @@ class LocalTrainer(Trainer):
             left.clock,
         )
         self.model.load_state_dict(left.state)
+        for callback, state in zip(options.callbacks, left.callbacks, strict=True):
+            if isinstance(callback, Callback):
+                callback.load_state(state)
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
@@ -319,18 +324,20 @@ class LocalTrainer(Trainer):
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
             if options.timeline and options.run_dir is not None and wire.is_main and self.clock is not None:
                 save_spans(self.clock, Path(options.run_dir) / TIMELINE)
+            self.spent = loop.spent
             loop.end()
 
 
 @dataclass
 class Left:
-    """What a run elsewhere leaves to the trainer here; `state`: the numbers of the model."""
+    """What a run elsewhere leaves to the trainer here; `state`: the numbers of the model; `callbacks`: their states."""
 
     state: dict[str, Any]
     history: History
     description: dict[str, Any]
     traffic: dict[str, dict[str, float]]
     clock: Clock | None
+    callbacks: list[dict[str, Tensor]]
 
 
 def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
@@ -344,7 +351,9 @@ def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, 
         if not wire.is_main:
             return None
         state = {name: x.detach().cpu() for name, x in subject.model.state_dict().items()}
-        return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock)
+        kept = [x.state() if isinstance(x, Callback) else {} for x in options.callbacks]
+        states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
+        return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
 
     with preserved_state(place), OneThread(place):
         try:

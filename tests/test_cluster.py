@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from slurm import slurm
 from exogym.cli import main
 from exogym.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
 from exogym.cluster.yaml import document
+from exogym.communicator import Wire
 from exogym.errors import ArgumentError
+from exogym.training.interrupt import ONCE, Interrupt
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = [
@@ -31,7 +34,7 @@ HOSTILE = [
 
 FAKE_SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
-SLURM_PROCID=1 exec "$@"
+SLURM_PROCID=1 SLURM_LAUNCH_NODE_IPADDR=10.0.0.1 exec "$@"
 """
 FAKE_PYTHON = """#!/usr/bin/env python3
 import json, os, sys
@@ -47,7 +50,7 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     programs.mkdir()
     python = programs / "py'thon $x"
     for path, text in {
-        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN, programs / "scontrol": "#!/bin/sh\necho n1\n",
+        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN,
     }.items():  # fmt: skip
         path.write_text(text)
         path.chmod(0o755)
@@ -55,17 +58,29 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
     path.write_text(job_script(job))
     given = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SEEN": str(tmp_path / "seen.json")}
-    given |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given |= {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "4"}
     done = subprocess.run(["bash", str(path)], env=given, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     words, current, secret = json.loads((tmp_path / "seen.json").read_text())
     at = words.index("--")
     assert words[at + 1 :] == ["./-m.py", *HOSTILE]
     assert " ".join(words[:at]) == (
-        "-m exogym.launch --node_rank 1 --nnodes 2 --nproc_per_node 1 --master_addr n1 --master_port 20007"
+        "-m exogym.launch --node_rank 1 --master_addr 10.0.0.1 --nnodes 2 --nproc_per_node 1 --master_port 20007"
     )
     assert current == str(folder) and len(secret) == 64
     assert not list(tmp_path.rglob("owned"))
+
+
+def test_sigterm_twice_in_a_job_is_sigterm_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM sends it to launcher and rank, and the launcher to the rank."""
+    assert f"{ONCE}=1" in job_script(SlurmJob("a.py"))
+    monkeypatch.setenv(ONCE, "1")
+    with Interrupt(Wire([0]), [signal.SIGINT, signal.SIGTERM]) as interrupt:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupt.received is signal.SIGTERM and interrupt()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # Ctrl-C still acts at once
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
@@ -172,12 +187,12 @@ def test_the_image_is_built_from_the_wheel(tmp_path: Path) -> None:
 # A real SLURM
 
 TEXT = "\n\n".join(f"ANN:\nThe {i} bells of number {i * i} ring." for i in range(400))
-SHORT = "--num_nodes 4 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0 --max_steps 1200"
+SHORT = "--num_nodes 4 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0 --max_steps 800"
 
 
 @pytest.mark.slow
-def test_a_job_is_preempted_and_ends_in_the_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Preempted by a partition of higher priority, started again, told to save before its limit, started again."""
+def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """It is told that its limit is near, and started again; then preempted by a better one, and started again."""
     (tmp_path / "tinyshakespeare.txt").write_text(TEXT, encoding="utf-8")
     (tmp_path / "slurm").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -187,23 +202,30 @@ def test_a_job_is_preempted_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
     subprocess.run([sys.executable, *words, "--save", "alone.safetensors"], check=True, capture_output=True)
     with slurm(tmp_path / "slurm") as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-        asked = ["cluster", "slurm", "--nodes", "2", "--time", "2", "--before", "60", "--submit"]
+        asked = ["cluster", "slurm", "--nodes", "2", "--time", "30", "--submit"]
         assert main([*asked, "--partition", "nowhere", *words]) == 2
         assert "invalid partition" in capsys.readouterr().err
         assert main([*asked, "--partition", "low", *words, "--checkpoints", "kept", "--save", "away.safetensors"]) == 0
         job = capsys.readouterr().out.split()[-1]
-        cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
-        cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
 
         def state() -> dict[str, str]:
             assert main(["cluster", "status", job]) == 0
             return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
 
+        def log() -> str:
+            return Path(f"exogym-{job}.log").read_text() if Path(f"exogym-{job}.log").exists() else ""
+
+        cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
+        cluster.run("scancel", "--batch", "--signal=USR1", job)  # as SLURM does before the limit
+        cluster.wait(lambda: "is to be started again" in log(), "the job to notice")
+        assert "stopped by SIGTERM after step" in log(), log()
+        cluster.wait(lambda: "going on from step" in log(), "the job to go on")
+        assert cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
         cluster.wait(lambda: state()["state"] in ("COMPLETED", "FAILED"), "the job to end")
-        assert state()["state"] == "COMPLETED", Path(f"exogym-{job}.log").read_text()
-        assert int(state()["restarts"]) >= 1
-        assert main(["cluster", "logs", job]) == 0
-        assert "going on from step" in capsys.readouterr().out
+        assert state()["state"] == "COMPLETED", log()
+        assert state()["restarts"] == "2"
+        assert main(["cluster", "logs", job, "--lines", "100000"]) == 0
+        assert capsys.readouterr().out.count("going on from step") == 2
         assert main(["cluster", "cancel", "999999"]) == 2
     assert Path("away.safetensors").read_bytes() == Path("alone.safetensors").read_bytes()
 

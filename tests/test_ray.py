@@ -4,14 +4,23 @@ A process of Ray's takes seconds to start, so one script holds what the short te
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from raylets import raylets
+from torch.nn.functional import mse_loss
+
+from exogym import LocalTrainer, NetworkTrainer
+from exogym.engine import Ray
+from exogym.errors import ArgumentError
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
 
 pytest.importorskip("ray")
 
@@ -24,7 +33,7 @@ import os, signal, sys, threading
 from pathlib import Path
 import torch
 from exogym import LocalTrainer
-from exogym.callbacks import Every
+from exogym.callbacks import Every, WeightAverage
 from exogym.engine import Ray
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.strategy import DiLoCoStrategy
@@ -69,6 +78,37 @@ def test_a_cluster_started_here(tmp_path: Path) -> None:
     assert "starting again from the last checkpoint (1 of 1)" in said
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"engine": "rai"}, "did you mean 'ray'"), ({"engine": 3}, "must be 'ray'"),
+        ({"cpus_per_process": 2}, "give engine='ray'"), ({"engine": "ray", "cpus_per_process": 0}, "at least 1"),
+    ],
+)  # fmt: skip
+def test_options_that_are_refused(wrong: dict[str, Any], said: str) -> None:
+    model, data = small_problem()
+    with pytest.raises(ArgumentError, match=said):
+        LocalTrainer(model, data, loss_fn=mse_loss).fit(DiLoCoStrategy(H=4), num_nodes=2, max_steps=2, **wrong)
+
+
+def test_hosts_of_a_file_are_not_ray() -> None:
+    model, data = small_problem()
+    with pytest.raises(ArgumentError, match="give it to LocalTrainer, without a hosts file"):
+        NetworkTrainer({"master": "localhost"}, model, data).fit(DiLoCoStrategy(H=4), max_steps=2, engine="ray")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"adress": "auto"}, "did you mean 'address'"), ({"address": ""}, "host:port"), ({"address": 1}, "host:port"),
+        ({"placement": "near"}, "is not one of 'pack', 'spread'"), ({"runtime_env": "."}, "must be a dict"),
+    ],
+)  # fmt: skip
+def test_clusters_that_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        Ray(**wrong)
+
+
 LOCAL = """
 class Falls:
     '''Ends its process the hard way, once.'''
@@ -81,11 +121,15 @@ class Falls:
 def torn(loop):
     raise ExoGymError("torn on purpose")
 
-simulated = trained()
-away = trained(engine="ray", save_dir="kept", checkpoint_interval=4, max_restarts=1, callbacks=[Every(4, Falls())])
+expected, mean = (WeightAverage(decay=0.5) for _ in range(2))
+simulated = trained(callbacks=[expected])
+kept = dict(save_dir="kept", checkpoint_interval=4, max_restarts=1)
+away = trained(engine="ray", callbacks=[Every(4, Falls()), mean], **kept)
 assert Path("fell").exists()
 assert fingerprint(away.model) == fingerprint(simulated.model)
 assert away.traffic == simulated.traffic
+for name, x in expected.state().items():
+    assert mean.state()[name].equal(x), name
 losses = simulated.history.column("train_loss")[1]
 assert away.history.column("train_loss")[1].tolist() == losses.tolist()
 
@@ -157,6 +201,23 @@ def test_the_example_on_three_raylets(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_page_word_for_word(tmp_path: Path) -> None:
+    """Its commands on a cluster started here; the example is cut short."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", page.split("## Ray\n")[1].split("## SLURM\n")[0], re.S)
+    install, example, sweep = "".join(blocks).splitlines()
+    assert install == "pip install 'exogym[ray]'"
+    assert example.startswith("python run/nanogpt_diloco.py ") and sweep.startswith("exogym sweep ")
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
+    ended(nanogpt(tmp_path, environment, "--max_steps", "10", *example.split()[2:]))
+    assert list((tmp_path / "runs" / "gpt").glob("step_*"))
+    given = environment | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "exogym", *sweep.split()[1:]]
+    subprocess.run(words, cwd=tmp_path, env=given, check=True, capture_output=True)
+    assert len(list((tmp_path / "runs" / "on_ray").glob("*/outcome.json"))) == 6
+
+
+@pytest.mark.slow
 def test_what_a_cluster_lacks(tmp_path: Path) -> None:
     """Other sources of ExoGym, code that is not there, no room, an address that does not answer."""
     (tmp_path / "other" / "exogym").mkdir(parents=True)
@@ -167,6 +228,7 @@ def test_what_a_cluster_lacks(tmp_path: Path) -> None:
 
 
 LACKING = """
+import csv
 import ray
 
 address = os.environ["RAY_ADDRESS"]
@@ -186,5 +248,23 @@ assert "no room for 1 process of 1 CPU, 1 GPU each" in found, found
 found = refused(engine="ray", device="cpu", processes=5)
 assert "every process needs a node" in found, found
 assert fingerprint(trained(engine=Ray(placement="spread")).model) == fingerprint(trained().model)
+
+from exogym.cli import main
+from exogym.sweep import sweep
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}
+
+def figures(folder):
+    with open(Path(folder) / "summary.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [[row[name] for name in ("cell", "val_loss", "val_accuracy_std", "tx_bytes")] for row in rows]
+
+asked = dict(steps=10, seeds=2, nodes=2)
+here, there = sweep("digits", {"H": [2, 5]}, out="here", **asked), "there"
+words = ["sweep", "--dataset", "digits", "--sweep", "H=2,5", "--steps", "10", "--seeds", "2", "--nodes", "2"]
+assert main([*words, "--engine", "ray", "--out", there]) == 0
+assert figures("there") == figures("here") and len(figures("there")) == 2
+assert files("there") == files("here"), files("there") ^ files("here")
 print("all is well")
 """

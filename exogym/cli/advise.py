@@ -17,6 +17,7 @@ from exogym.advise import advise as predict
 from exogym.advise.failures import Failures
 from exogym.advise.prediction import DEFAULT_STRATEGIES
 from exogym.advise.simulation import parameters_of
+from exogym.advise.spot import Spot
 from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import LiveTable, drawn
 from exogym.cli.values import DATASETS, check_dataset, count_of, numbers_of, processes_of
@@ -119,7 +120,17 @@ def advise(
     ] = None,
     restart: Annotated[
         str | None,
-        typer.Option(metavar="T", help="From a failure until its node computes something new, as 5min."),
+        typer.Option(metavar="T", help="From a failure until its node computes something new. [with --spot: 5min]"),
+    ] = None,
+    spot: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE", help="Times an hour that a spot machine (of a node) is taken away: time and money."
+        ),
+    ] = None,
+    price: Annotated[float | None, typer.Option(metavar="P", help="Of such a machine an hour.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="T", help="With --spot: from one to the next. [default: 10min]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
@@ -148,11 +159,17 @@ def advise(
     of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
     _needs("--simulate", simulated or None, of_simulations)
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
-    failing = {"--accelerators": accelerators, "--mtbf": mtbf, "--restart": restart}
+    if (spot is None) != (price is None):
+        raise ArgumentError("--spot and --price go together: how often a machine is taken away, what it costs an hour")
+    _needs("--spot", spot, {"--checkpoint": checkpoint})
+    machines = None if spot is None else Spot(spot, price or 0.0, restart or "5min", checkpoint or "10min")
+    failing = {"--accelerators": accelerators, "--mtbf": mtbf} | ({} if spot is not None else {"--restart": restart})
     lacking = [option for option, given in failing.items() if given is None]
     if 0 < len(lacking) < len(failing):
         raise ArgumentError(f"failures are said by {', '.join(failing)} together: give {' and '.join(lacking)}, too")
-    failures = None if accelerators is None else Failures(count_of("--accelerators", accelerators), mtbf, restart)
+    failures = None
+    if accelerators is not None:
+        failures = Failures(count_of("--accelerators", accelerators), mtbf, restart or "5min")
     speed = numbers_of("--speeds", speeds)
     if own_task is not None:
         sys.path.insert(0, os.getcwd())  # where a module of one's own is looked for
@@ -202,9 +219,21 @@ def advise(
             failures=failures,
         )  # fmt: skip
     if as_json:
-        print(json.dumps(advice.to_dict(), indent=1))
-    else:
-        print_advice(advice, sys.stdout)
+        found = advice.to_dict() | ({} if machines is None else {"spot": machines.to_dict(advice, count)})
+        print(json.dumps(found, indent=1))
+        return
+    print_advice(advice, sys.stdout)
+    if machines is not None:
+        print()
+        _print_spot(machines, advice, count)
+
+
+def _print_spot(machines: Spot, advice: Advice, num_nodes: int) -> None:
+    headers, rows = machines.table(advice, num_nodes)
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for cells in (headers, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    print(f"\nspot: {machines}")
 
 
 def _links(network: str | None, hosts: Path | None, task: str | None) -> Network | None:
@@ -217,7 +246,7 @@ def _links(network: str | None, hosts: Path | None, task: str | None) -> Network
     links = Network.of(network)
     if links.measurement is None:
         raise ArgumentError(f"--hosts measures, and --network {network} is no measurement: leave one of them out")
-    links.measurement.check_hosts([host.address for host in config.hosts for _ in range(host.slots)])
+    links.measurement.check_hosts(config.addresses)
     return links
 
 

@@ -43,6 +43,7 @@ def sweep(
     processes: Annotated[
         str, typer.Option(metavar="P", help="Runs at once; auto: one a core, as far as memory reaches.")
     ] = "auto",
+    engine: Annotated[str | None, typer.Option(help="ray: the runs are tasks of a Ray cluster.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     network: Annotated[
         str | None, typer.Option(metavar="TEXT", help=f"Predict the time on this network. {NETWORK_HELP}")
@@ -68,8 +69,8 @@ def sweep(
     try:
         result = run_sweep(
             dataset, axes, strategy=strategy, data=data, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds,
-            lr=lr, partition=partition, processes=processes_of(processes), device=device, network=network,
-            step_seconds=step_seconds, search=search, out=out, resume=resume, watch=tell,
+            lr=lr, partition=partition, processes=processes_of(processes), engine=engine, device=device,
+            network=network, step_seconds=step_seconds, search=search, out=out, resume=resume, watch=tell,
         )  # fmt: skip
     except SweepInterrupted as stopped:
         notice(

@@ -30,20 +30,18 @@ set -u
 cd -- {folder} || exit 1
 
 EXOGYM_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # whoever joins the run must know it
-export EXOGYM_SECRET
-master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port={port}
+export EXOGYM_SECRET EXOGYM_SIGTERM_ONCE=1
 
-# SLURM sends USR1 to this shell alone, some time before the limit, and TERM when the job is preempted or cancelled. The
-# processes then save where each node stands (fit with save_dir). TERM twice is no other wish than TERM once.
+# SLURM sends TERM to all processes when the job is preempted or cancelled, and some time before the limit USR1 to this
+# shell, which then sends TERM. At that the processes save where each node stands (fit with save_dir), and end.
 limit=
-save() {{ scancel --signal=TERM "$SLURM_JOB_ID"; }}
-trap 'limit=yes; save' USR1
-trap save TERM
+trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap : TERM
 
-srun --kill-on-bad-exit=1 bash -c 'exec "$0" -m exogym.launch --node_rank "$SLURM_PROCID" "$@"' {python} \\
-    --nnodes {nodes} --nproc_per_node {processes} --master_addr "$master" --master_port "$port" \\
-    -- {command} &
+# This shell runs on the first machine of the job, where the others find the first launcher: SLURM tells its address.
+launch='exec "$0" -m exogym.launch --node_rank "$SLURM_PROCID" --master_addr "$SLURM_LAUNCH_NODE_IPADDR" "$@"'
+srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} bash -c "$launch" {python} \\
+    --nnodes {nodes} --nproc_per_node {processes} --master_port {port} -- {command} &
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 

@@ -22,17 +22,19 @@ from exogym.compare.folder import Folder, Outcome
 from exogym.compare.plots import check_matplotlib
 from exogym.compare.run import Problem, asked_of, session_of, task_of, versions_here
 from exogym.compare.session import Session
-from exogym.errors import ArgumentError, TrainingError, check_count, checked
+from exogym.errors import ArgumentError, TrainingError, check_choice, check_count, checked
 from exogym.logger import check_writable
 from exogym.record.metrics import Metric
 from exogym.record.run_folder import read_object
 from exogym.saving.checkpoint import differences
 from exogym.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
+from exogym.sweep.on_ray import train_all_on_ray
 from exogym.sweep.result import Swept, best_of, find, write
 from exogym.sweep.search import BATCH, check_optuna, propose
 from exogym.sweep.workers import Job, processes_that_pay, train_all
 from exogym.tasks import Task
 
+Carrier = Callable[[Sequence[Job], Callable[[Job], None]], None]
 SWEEP = "sweep.json"
 LEFT_OUT = ("quality", "reduction", "target_s")  # measures of a comparison that mean nothing between cells
 Cells = dict[str, dict[str, str]]
@@ -71,6 +73,7 @@ def sweep(
     lr: float | None = None,
     partition: str | None = None,
     processes: int | str = "auto",
+    engine: str | None = None,
     device: str = "auto",
     network: str | None = None,
     step_seconds: Any = None,
@@ -90,6 +93,7 @@ def sweep(
             `network` and `step_seconds` are the run's; any other is an option of the strategy.
         strategy: where it is not swept, as text, "diloco:outer_lr=0.5".
         processes: so many runs at once; "auto": one for each core, as far as memory reaches.
+        engine: "ray": the runs are tasks of a Ray cluster (that of RAY_ADDRESS, or one started here), one a core.
         search: train this number of cells that optuna proposes, in place of all combinations. Then "1e-4..1e-1" is a
             range of numbers.
         out: folder of the sweep itself, which holds sweep.json, summary.csv, sweep.png and a folder for each run.
@@ -110,8 +114,10 @@ def sweep(
     """
     given = {
         name: x for name, x in locals().items()
-        if name not in ("problem", "out", "resume", "watch", "processes", "loss_fn", "metrics", "search")
+        if name not in ("problem", "out", "resume", "watch", "processes", "engine", "loss_fn", "metrics", "search")
     }  # fmt: skip
+    if engine is not None:
+        check_choice("engine", engine, ("ray",))
     swept = axes_of(axes)
     if search is None:
         cells = {label_of(cell): cell for cell in grid(swept)}
@@ -147,7 +153,7 @@ def sweep(
             "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         try:
-            run.train(processes_that_pay(processes, 1 << 30, resolve_device(device)))
+            run.train(_carrier(engine, processes, device))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 run.describe("interrupted")
@@ -157,6 +163,17 @@ def sweep(
             run.describe("failed")
             raise
         return run.result(is_kept=out is not None)
+
+
+def _carrier(engine: str | None, processes: int | str, device: str) -> Carrier:
+    """Return what takes all of some runs to their end."""
+    if engine is None:
+        most = processes_that_pay(processes, 1 << 30, resolve_device(device))
+        return lambda jobs, ended: train_all(jobs, min(most, max(len(jobs), 1)), ended)
+    if processes != "auto":
+        check_count("processes", processes)
+    at_once = None if processes == "auto" else int(processes)
+    return lambda jobs, ended: train_all_on_ray(jobs, at_once, ended)
 
 
 def _folder(path: Path, asked: dict[str, Any], resume: bool) -> Path:
@@ -214,9 +231,9 @@ class _Sweep:
             self.cells[label], self.sessions[label] = cell, session
             self.asked[label] = asked_of(session, None)
 
-    def train(self, processes: int) -> None:
+    def train(self, carry: Carrier) -> None:
         if self.search is None:
-            self._train(list(self.cells), processes)
+            self._train(list(self.cells), carry)
             return
         tried: list[tuple[dict[str, str], float | None]] = []
         while len(tried) < self.search:
@@ -224,11 +241,11 @@ class _Sweep:
             proposed = propose(self.axes, tried, BATCH)[: self.search - len(tried)]
             batch = {label_of(cell): cell for cell in proposed}
             self.add({label: cell for label, cell in batch.items() if label not in self.cells})
-            self._train(list(batch), processes)
+            self._train(list(batch), carry)
             rows = {row["cell"]: row["val_loss"] for row in self._rows()}
             tried += [(cell, rows[label_of(cell)]) for cell in proposed]
 
-    def _train(self, labels: Sequence[str], processes: int) -> None:
+    def _train(self, labels: Sequence[str], carry: Carrier) -> None:
         """Take the runs of some cells to their end; what the folder already has is not trained again."""
         folder, jobs = Folder(self.path, self.cells), list[Job]()
         for label in labels:
@@ -242,7 +259,7 @@ class _Sweep:
                     self.outcomes[label, seed] = known
         self.path.mkdir(parents=True, exist_ok=True)
         self.describe("running")
-        train_all(jobs, min(processes, max(len(jobs), 1)), self._ended)
+        carry(jobs, self._ended)
 
     def _ended(self, job: Job) -> None:
         session, label, seed = job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -10,9 +11,13 @@ from typing import Any
 
 from exogym.communicator import Wire
 
+ONCE = "EXOGYM_SIGTERM_ONCE"  # set where a scheduler signals all processes of a job, and a launcher passes that on
+
 
 class Interrupt:
     """While entered, the first of `signals` is only noted, and a second one acts at once.
+
+    Not so SIGTERM where the environment has `ONCE`: there it comes twice and means the same.
 
     Called, it says whether this process has been asked to stop; where processes share memory, all are.
 
@@ -42,12 +47,11 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self.wire.ask_to_stop()
-        self._restore()
+        self._restore(but=signal.SIGTERM if number == signal.SIGTERM and ONCE in os.environ else None)
 
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
+    def _restore(self, but: signal.Signals | None = None) -> None:
+        for number in [number for number in self._before if number != but]:
+            signal.signal(number, self._before.pop(number))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -12,10 +12,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, WorkerError
 from exogym.progress import notice
 
 ANSWER_S = 5.0  # for a connection to the address
@@ -173,7 +173,38 @@ def looker() -> Callable[[], dict[str, str | None]]:
     return look
 
 
-def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
+def check_machines(places: Sequence[tuple[str, Any]]) -> None:
+    """See that processes in those places, each on the machine that is named with it, have the versions that are here.
+
+    Raises:
+        ArgumentError: they have not.
+        WorkerError: a machine is lost.
+    """
+    import ray
+
+    if not (new := {machine: place for machine, place in places if machine not in alike}):
+        return
+    look = looker()
+
+    def look_there() -> tuple[str, dict[str, str | None]]:
+        import ray
+
+        return ray.util.get_node_ip_address(), look()
+
+    task = ray.remote(look_there)
+    try:
+        found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()])
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise ArgumentError(
+            f"the runtime environment could not be made on the machines of the cluster: {error}"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
+    _check_versions(dict(found))
+    alike.update(new)
+
+
+def _check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
     """Hold what processes have, by their machine, against this one: other versions give other bits, or none.
 
     Raises:
@@ -193,3 +224,12 @@ def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
             + ". Install the same there, or bring "
             "it along with engine=Ray(runtime_env={'py_modules': [...], 'pip': [...]})"
         )
+
+
+def machines() -> list[tuple[str, Any]]:
+    """Return the machines that have processors, each with the place that is it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ids = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    return [(one, NodeAffinitySchedulingStrategy(one, soft=False)) for one in ids]

@@ -18,7 +18,7 @@ from typing import Any
 
 from exogym.communicator import Wire
 from exogym.engine.protocol import EngineOptions, Moved, Result
-from exogym.engine.ray.cluster import alike, check_versions, connect, has_gpus, looker, no_room, room
+from exogym.engine.ray.cluster import check_machines, connect, has_gpus, no_room, room
 from exogym.engine.ray.seat import Seat, Seating
 from exogym.engine.reports import held, unpacked
 from exogym.engine.world import world_size
@@ -86,7 +86,7 @@ class Ray:
         need = _need(options)
         seating = Seating(options.placement, options.native, options.hang_s, "GPU" in need, folder)
         with _room_for(len(options.placement), need, self.placement) as places:
-            _check_machines(places)
+            check_machines(places)
             groups = {"control": 1, "meeting": 2 * len(places) + 2}
             actor = ray.remote(concurrency_groups=groups)(_with_groups())
             bundle = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
@@ -161,32 +161,6 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
             if all(now[node] >= count for node, count in before.items() if node in now):
                 break
             time.sleep(POLL_S / 2)
-
-
-def _check_machines(places: Sequence[tuple[str, Any]]) -> None:
-    """See that processes in those places have the versions that are here."""
-    import ray
-
-    if not (new := {machine: place for machine, place in places if machine not in alike}):
-        return
-    look = looker()
-
-    def look_there() -> tuple[str, dict[str, str | None]]:
-        import ray
-
-        return ray.util.get_node_ip_address(), look()
-
-    task = ray.remote(look_there)
-    try:
-        found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()])
-    except ray.exceptions.RuntimeEnvSetupError as error:
-        raise ArgumentError(
-            f"the runtime environment could not be made on the machines of the cluster: {error}"
-        ) from error
-    except ray.exceptions.RayError as error:
-        raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
-    check_versions(dict(found))
-    alike.update(new)
 
 
 class _Watch:
