@@ -110,6 +110,11 @@ class Wire:
         self.native = native
         self.placement = [self.ranks]
 
+    @property
+    def total_rows(self) -> int:
+        """How many rows the run has, in all processes."""
+        return sum(map(len, self.placement))
+
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """From now on rows belong to these ids, of row 0 first, in each process; as many as before.
 

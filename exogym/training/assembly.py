@@ -195,7 +195,7 @@ def workplace(
     subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
 ) -> tuple[Stream, Worker, Any]:
     """Return the data's stream, a worker bound to the fleet of the rows here, and the first batch; `undo` unbinds."""
-    rows = sum(map(len, wire.placement))
+    rows = wire.total_rows
     asks_all = True
     if rows < options.num_nodes and is_factory(subject.train_dataset):
         asks_all = _asks_all(options, wire)
@@ -268,7 +268,7 @@ def make_driver(
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
     wire, store, arrived = fleet.comm.wire, None, None
-    if sum(map(len, wire.placement)) < options.num_nodes:
+    if wire.total_rows < options.num_nodes:
         folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
         store = Store(options.client_state_memory, folder)
 
