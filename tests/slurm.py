@@ -61,7 +61,10 @@ class Slurm:
         self._start("slurmctld", "-D", "-i")
         for name in names:
             self._start("slurmd", "-D", "-N", name)
-        self.wait(lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"] * 2, "the machines to be idle")
+        self.wait(
+            lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * machines,
+            "the machines to be idle",
+        )
 
     def _start(self, program: str, *words: str) -> None:
         log = (self.folder / f"{program}.{len(self.started)}.log").open("wb")
