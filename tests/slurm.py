@@ -36,7 +36,7 @@ MinJobAge=300
 SlurmdTimeout=300
 InactiveLimit=0
 {nodes}
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 OverSubscribe=NO PreemptMode=OFF
 """
 

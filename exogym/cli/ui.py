@@ -33,9 +33,7 @@ def ui(
     ] = False,
     allow_code: Annotated[
         bool,
-        typer.Option(
-            "--allow-code", help="Let forms name code (MODULE:FUNCTION) and files, and scripts go on."
-        ),
+        typer.Option("--allow-code", help="Let forms name code (MODULE:FUNCTION) and files, and scripts go on."),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
