@@ -71,6 +71,31 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("owned"))
 
 
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "again"),
+    [
+        (143, "RUNNING", "99", True), (143, "CANCELLED", "0", False), (143, "RUNNING", "100", False),
+        (1, "RUNNING", "0", False),
+    ],
+)  # fmt: skip
+def test_who_is_started_again(tmp_path: Path, code: int, state: str, restarts: str, again: bool) -> None:
+    """Who was told to save, but not who was cancelled, has failed, or was started too often."""
+    for name, text in {
+        "python": f"exit {code}", "srun": FAKE_SRUN, "squeue": f"echo {state}", "scontrol": 'echo "asked: $*"',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = job_script(SlurmJob("a.py", folder=str(tmp_path), python=str(tmp_path / "python")))
+    given = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": restarts,
+    }
+    done = subprocess.run(["bash"], input=text, env=given, capture_output=True, text=True)
+    assert ("asked: requeue 7" in done.stdout) == again, done.stdout + done.stderr
+    assert done.returncode == (0 if again else code)
+
+
 def test_sigterm_twice_in_a_job_is_sigterm_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM sends it to launcher and rank, and the launcher to the rank."""
     assert f"{ONCE}=1" in job_script(SlurmJob("a.py"))
