@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo test slow lint types format table reproductions bench clean
+.PHONY: help demo ui-demo pictures test slow lint types format table reproductions bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -41,6 +41,9 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 table: $(VENV)/.stamp-dev ## write the table of strategies in docs/strategies.md anew, from what they say of themselves
 	$(BIN)/python tests/strategies.py
 
+pictures: $(VENV)/.stamp-dev ## take the pictures of docs/ui.md anew; needs chromium and chromium-driver
+	$(BIN)/python docs/images/ui.py
+
 reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours; goes on where it was) and write docs/reproductions.md
 	$(BIN)/exogym reproduce --page docs/reproductions.md
 
@@ -52,7 +55,7 @@ clean: ## remove what checks and builds leave (.venv and runs/ stay)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
-test slow bench reproductions: export OMP_NUM_THREADS = 1
+test slow bench reproductions pictures: export OMP_NUM_THREADS = 1
 
 # A stamp says that its extra is installed; it goes stale with the files that say what to install.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python

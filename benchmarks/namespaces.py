@@ -114,7 +114,8 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
     """Be a host: say when there is a namespace, then do as told until killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
-    the world), ("part", None), ("latency", None), ("step", task), ("probe", kinds), ("train", job); each is answered.
+    the world), ("part", None), ("latency", None), ("step", task), ("probe", kinds), ("train", job), ("call", (function,
+    arguments)); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     linux("unshare", CLONE_NEWNET)
@@ -143,6 +144,8 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
         elif order == "step":
             with contextlib.chdir(Path(__file__).parent):  # where the script is a module
                 pipe.send(step_seconds(given))
+        elif order == "call":
+            pipe.send(given[0](*given[1:]))
         else:
             watch.spans, marks = [], []
 
@@ -256,6 +259,10 @@ class Hosts:
     def steps_s(self, task: str) -> list[float]:
         """Return the seconds of a step of a task on each host, all at once, as `exogym doctor --measure` has them."""
         return self._order("step", [task for _ in self._ranks])
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Let all processes call a function of the script; return what it returned in each."""
+        return self._order("call", [(function, *arguments) for _ in self._ranks])
 
     def train(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Let all processes train; return what each saw: its "spans" on the wire, "marks", and "fingerprint"."""

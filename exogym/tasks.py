@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from exogym.base import rng
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
-from exogym.errors import ArgumentError, check_choice, checked, nearest
+from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
 
 
@@ -30,7 +30,7 @@ class Task:
         nodes, batch_size, steps: of the fleet, per node and step, and per run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
         H: inner steps between communications of the strategies that have them.
-        outer_lr: of DiLoCo's outer optimizer; None: its own default.
+        outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
         partitioner: who gets what, as on the command line; None deals anew each epoch.
     """
 
@@ -46,6 +46,7 @@ class Task:
     lr: float
     H: int
     outer_lr: float | None = None
+    outer_momentum: float | None = None
     inner_optim: str = "adamw"
     lr_scheduler: str = "constant"
     warmup_steps: int = 0
@@ -206,23 +207,26 @@ def whisper_task(
     *,
     weights: Data = None,
     window_s: float | None = None,
-    lora_rank: int | None = 16,
+    lora_rank: int | None = 8,
     word_errors: bool = True,
     gradient_checkpointing: bool = False,
     language: str = "en",
     timestamps: bool = False,
     lines: int = 96,
     held_out: int = 24,
+    val_clips: int = 32,
 ) -> Task:
     """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
     `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
-    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud.
+    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
+    out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
     """
     from exogym.data.speech import find_speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
     from exogym.models.whisper.weights import find_weights
 
+    check_count("val_clips", val_clips)
     found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
     source = find_speech(data, load_tokens(found, **spoken).encode, window_s=window_s, lines=lines, held_out=held_out)
     build = functools.partial(
@@ -235,15 +239,17 @@ def whisper_task(
         f"Whisper on {len(source.train)} clips of up to {source.window_s:g} s, {trained}",
         source.origin,
         source.train,
-        source.val,
+        source.val.thinned(val_clips),
         build,
         nodes=2,
-        batch_size=4,
-        steps=60,
+        batch_size=2,
+        steps=40,
         lr=1e-3 if lora_rank is not None else 1e-5,
-        H=10,
+        H=8,
+        outer_lr=1.0,
+        outer_momentum=0.0,  # plain averages: of a few rounds only, momentum has no time to settle
         lr_scheduler="cosine",
-        warmup_steps=6,
+        warmup_steps=4,
         max_norm=1.0,
     )
 

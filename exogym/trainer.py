@@ -145,6 +145,7 @@ class LocalTrainer(Trainer):
     """
 
     max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
+    spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
 
     @checked
@@ -323,6 +324,7 @@ class LocalTrainer(Trainer):
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
             if options.timeline and options.run_dir is not None and wire.is_main and self.clock is not None:
                 save_spans(self.clock, Path(options.run_dir) / TIMELINE)
+            self.spent = loop.spent
             loop.end()
 
 

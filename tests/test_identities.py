@@ -345,6 +345,7 @@ def test_sparta_alone_changes_nothing() -> None:
         alone = train(SPARTAStrategy("adamw", 0.5, lr=0.02, **options), shards(1), 1, final_sync=True)
         same(alone.rows, plain(shards(1), 12, adamw))
         assert alone.payload.tolist() == [0.0]
+        unlike(train(SPARTAStrategy("adamw", 0.5, lr=0.02, **options), shards(2), 2).rows[:1], alone.rows)
 
 
 # SPARTA and DiLoCo together

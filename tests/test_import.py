@@ -21,6 +21,8 @@ EXTRAS = (
     "sklearn",
     "pandas",
     "transformers",
+    "peft",
+    "soundfile",
     "tensorboard",
     "trackio",
     "mlxtend",

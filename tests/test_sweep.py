@@ -221,3 +221,25 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(printed.err.splitlines()) == 2 and "2 of 2 runs: H=5, seed 0: validation loss" in printed.err
     assert main(words) == 2 and "--resume" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
+
+
+@pytest.mark.slow
+def test_killed_half_way_on_the_command_line_it_comes_to_the_same_table(tmp_path: Path) -> None:
+    """3 x 3 x 3 cells, and all processes killed at once, as when the machine goes down."""
+    axes = ["--sweep", "H=2,5,10", "--sweep", "lr=0.001,0.003,0.01", "--sweep", "nodes=2,3,4"]
+    words = [sys.executable, "-m", "exogym", "sweep", *axes, "--seeds", "1", "--steps", "20", "--device", "cpu"]
+    whole = subprocess.run([*words, "--out", tmp_path / "whole"], capture_output=True, text=True, check=True)
+    folder = tmp_path / "killed"
+    with subprocess.Popen([*words, "--out", folder], start_new_session=True, stderr=subprocess.DEVNULL) as process:
+        while len(list(folder.glob("*/outcome.json"))) < 13:
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+    ended = {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
+    assert 13 <= len(ended) < 27 and not (folder / "summary.csv").exists()
+    again = subprocess.run([*words, "--out", folder, "--resume"], capture_output=True, text=True, check=True)
+    assert rows_of(folder) == rows_of(tmp_path / "whole") and len(rows_of(folder)) == 27
+    best = [line for line in whole.stdout.splitlines() if "best" in line.lower()]
+    assert best and set(best) <= set(again.stdout.splitlines())
+    assert ended == {path: path.stat().st_mtime_ns for path in ended}  # what had ended was not trained again
+    print(f"{len(ended)} of 27 runs had ended at the kill; {best[0]}")

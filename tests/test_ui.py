@@ -16,9 +16,14 @@ import pytest
 from exogym import runs
 from exogym.base.processes import described
 from exogym.cli import main
+from exogym.remote import Host
+from exogym.remote.health import Board
+from exogym.remote.orders import Order
 from exogym.ui.guard import Guard
 from exogym.ui.shelf import Shelf, thinned
 from exogym.ui.starting import Starter
+
+VIEWS = ("records", "nodes", "timeline", "grid", "hosts")
 
 
 @dataclass
@@ -127,7 +132,7 @@ def test_the_list_is_that_of_the_folders(served: Page) -> None:
 def test_one_run_and_its_records(served: Page) -> None:
     run = served.json("/api/runs/both/ddp-seed-1")
     assert run["description"]["num_nodes"] == 2 and run["status"]["step"] == 20 and run["state"] == "done"
-    assert run["command"] == ["train.py"] and run["events"][0]["kind"] == "start"
+    assert run["command"] == "python train.py" and run["strategy"] == "diloco" and run["events"][0]["kind"] == "start"
     assert served.json("/api/runs/both")["runs"] == ["both/ddp-seed-0", "both/ddp-seed-1"]
     answer = served.json("/api/runs/one/records")
     assert len(answer["records"]) == 63 and answer["last"] == 20
@@ -174,7 +179,8 @@ def test_changes_are_sent(served: Page) -> None:
 
 
 def test_the_token_is_asked_for_everywhere(served: Page) -> None:
-    for path in ("/", "/api/runs", "/api/runs/one", "/api/runs/one/records", "/api/events", "/static/app.js", "/none"):
+    views = [f"/api/runs/one/{view}" for view in VIEWS]
+    for path in ("/", "/api/runs", "/api/runs/one", *views, "/api/hosts", "/api/events", "/static/app.js", "/none"):
         name = f"exogym_token_{served.port}"
         for cookie in ("", f"{name}=", f"{name}=wrong", f"{name}={served.token}x", f"{name}0={served.token}"):
             assert served.ask(path, Cookie=cookie)[0] == 401, (path, cookie)
@@ -240,7 +246,7 @@ def test_another_site_is_refused(served: Page) -> None:
     ],
 )
 def test_no_name_leads_out_of_the_folder(name: str, served: Page) -> None:
-    for path in (f"/api/runs/{name}", f"/api/runs/{name}/records"):
+    for path in (f"/api/runs/{name}", *(f"/api/runs/{name}/{view}" for view in VIEWS)):
         status, _, body = served.ask(path)
         if path == "/api/runs/":
             assert status in (307, 404)
@@ -251,7 +257,7 @@ def test_no_name_leads_out_of_the_folder(name: str, served: Page) -> None:
 
 def test_a_change_needs_to_come_from_the_page(served: Page) -> None:
     own = f"http://127.0.0.1:{served.port}"
-    for path in ("/api/start", "/api/runs/one/stop", "/api/runs/one/resume"):
+    for path in ("/api/start", "/api/runs/one/stop", "/api/runs/one/resume", "/api/runs/one/notes"):
         assert served.ask(path, "POST")[0] == 403  # nothing tells that the page sends it
         assert served.ask(path, "POST", Origin="https://evil.example")[0] == 403
         assert served.ask(path, "POST", Origin=own, Cookie="")[0] == 401
@@ -260,7 +266,9 @@ def test_a_change_needs_to_come_from_the_page(served: Page) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert served.ask("/api/runs/one", method, Origin=own)[0] == 405
     assert served.ask("/api/runs/one/stop", "POST", Origin=own)[0] == 400  # nothing of it runs
-    assert served.ask("/api/runs/..%2foutside/stop", "POST", Origin=own)[0] == 404
+    for what in ("stop", "resume", "notes"):
+        status, answer = post(served, f"/api/runs/..%2foutside/{what}", {"tags": ["x"]})
+        assert status == 404, answer
 
 
 def post(page: Page, path: str, body: Any) -> tuple[int, Any]:
@@ -272,6 +280,39 @@ def post(page: Page, path: str, body: Any) -> tuple[int, Any]:
         return answer.status, json.loads(answer.read())
     finally:
         connection.close()
+
+
+def test_notes_are_kept_as_they_are_and_nowhere_else(served: Page) -> None:
+    """Script text in tags, notes and what hosts say is handed on as text of JSON, never as a page."""
+    nasty = "<script>bad()</script>"
+    status, answer = post(served, "/api/runs/one/notes", {"tags": [nasty, "slow"], "note": f"{nasty}\nmore"})
+    assert (status, answer) == (200, {"tags": [nasty, "slow"], "note": f"{nasty}\nmore"})
+    row = next(run for run in served.json("/api/runs") if run["name"] == "one")
+    assert row["tags"] == [nasty, "slow"] and served.json("/api/runs/one")["note"].startswith(nasty)
+    board = Board(served.folder / "one")
+    board.started(Order(Host(nasty, "h"), range(1), [], "."))
+    assert served.json("/api/runs/one/hosts")["hosts"][0]["address"] == nasty
+    assert [run["name"] for run in served.json("/api/hosts")] == ["one"]
+    for path in ("/api/runs", "/api/runs/one", "/api/runs/one/hosts", "/api/hosts"):
+        assert served.ask(path)[1]["Content-Type"] == "application/json"
+    for wrong in ({"tags": "x"}, {"tags": ["a,b"]}, {"tags": 7}, {"note": 7}, {"note": "\x00"}, {"tags": [["x"]]}, []):
+        assert post(served, "/api/runs/one/notes", wrong)[0] == 400, wrong
+    assert post(served, "/api/runs/link/notes", {"tags": ["x"]})[0] == 404
+    (served.folder / "empty").mkdir(exist_ok=True)
+    assert post(served, "/api/runs/empty/notes", {"tags": ["x"]})[0] == 404  # a folder, but no run
+    assert post(served, "/api/runs/one/notes", {"tags": []})[0] == 200
+    assert not list(served.folder.parent.rglob("notes.json"))
+    (served.folder / "one" / "hosts.json").unlink()
+
+
+def test_a_script_is_not_gone_on_with_unasked(served: Page) -> None:
+    path = written(served.folder / "script", state="stopped")
+    (path.parent / "train.py").write_text("open('ran', 'w')")
+    about = json.loads((path / "run.json").read_text()) | {"folder": str(path.parent)}
+    (path / "run.json").write_text(json.dumps(about))
+    status, answer = post(served, "/api/runs/script/resume", {})
+    assert status == 403 and "--allow-code" in answer["error"] and not (path.parent / "ran").exists()
+    assert post(served, "/api/runs/both/ddp-seed-0/resume", {})[0] == 400  # goes on with its comparison
 
 
 def test_what_a_form_must_not_ask_for(served: Page) -> None:
@@ -341,6 +382,9 @@ def test_read_only_it_starts_nothing(tmp_path: Path) -> None:
             assert page.json("/api/forms") == {}
             status, answer = post(page, "/api/start", {"command": "compare", "options": {}})
             assert status == 403 and "--read-only" in answer["error"]
+            written(tmp_path / "one")
+            assert post(page, "/api/runs/one/notes", {"tags": ["x"]})[0] == 403
+            assert not (tmp_path / "one" / "notes.json").exists()
         finally:
             process.terminate()
 

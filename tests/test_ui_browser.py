@@ -2,19 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
 from exogym.base.processes import described
 
-webdriver = pytest.importorskip("selenium.webdriver")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"),
@@ -45,50 +43,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (top / name / "run.json").write_text(json.dumps({"description": {"strategy": strategy}, "command": [NASTY]}))
         rows = [{"step": k, "node": None, "val_loss": 9.0 - k, "tx_bytes": 10.0 * k} for k in range(10)]
         (top / name / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (top / name / "notes.json").write_text(json.dumps({"tags": [NASTY[:40], "old"], "note": NASTY}))
+        (top / name / "hosts.json").write_text(
+            json.dumps(
+                {
+                    "hosts": [
+                        {"address": NASTY, "device": NASTY, "state": NASTY, "restarts": 0, "gpus": [{"name": NASTY}]}
+                    ],
+                    "events": [{"at_s": 1, "kind": NASTY, "why": NASTY}],
+                }
+            )
+        )
+        (top / name / "timeline.json").write_text(json.dumps({"spans": [[0, NASTY, 0.0, 1.0, NASTY]], "shares": {}}))
         (top / name / "events.jsonl").write_text(json.dumps({"at_s": 1, "kind": NASTY, "step": 0, "why": NASTY}) + "\n")
     return top
 
 
 @pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    words = [sys.executable, "-m", "exogym", "ui", "--runs", str(folder), "--port", "0", "--no-open"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.terminate()
-
-
-@pytest.fixture(scope="module")
-def browser(address: str) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1100,900"):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        driver.get(address)
+def browser(folder: Path) -> Iterator[Any]:
+    with served(folder) as address, opened(address) as driver:
         yield driver
-    finally:
-        driver.quit()
-
-
-def until(browser: Any, script: str, wanted: Callable[[Any], bool] = bool) -> Any:
-    """Return what a script gives, as soon as it is what is wanted."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    def look(driver: Any) -> Any:
-        found = driver.execute_script(f"return {script}")
-        return [found] if wanted(found) else None
-
-    return WebDriverWait(browser, 40).until(look)[0]
-
-
-def to(browser: Any, way: str) -> None:
-    browser.execute_script("location.hash = arguments[0]", way)
 
 
 NAMES = "[...document.querySelectorAll('tbody a')].map(a => a.textContent)"
+STATES = (
+    "(() => { const asked = new XMLHttpRequest(); asked.open('GET', '/api/runs', false); asked.send();"
+    " return Object.fromEntries(JSON.parse(asked.response).map((run) => [run.name, run.state])); })()"
+)
 POINTS = "(document.querySelector('.chart:not([hidden])')?.plot?.data[0].length ?? 0)"
 
 
@@ -112,7 +93,7 @@ def test_a_run_of_another_process_appears_and_its_curve_grows(browser: Any, fold
             first = until(browser, POINTS, lambda count: count > 1)
             until(browser, POINTS, lambda count: count > first + 4)
             assert "running" in until(browser, "document.getElementById('standing').textContent")
-            until(browser, "!document.querySelector('canvas.heat').parentElement.hidden")
+            until(browser, "!document.querySelector('canvas.heat').closest('section').hidden")
         finally:
             process.kill()
     until(browser, "document.getElementById('standing').textContent", lambda text: text.startswith("lost"))
@@ -145,7 +126,7 @@ def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
     until(browser, POINTS, lambda count: count > 2)
     for button, state in (("stop", "stopped"), ("resume", "done")):
         browser.find_element("id", button).click()
-        until(browser, f"list.find((run) => run.name === '{name}').state", lambda found, state=state: found == state)
+        until(browser, STATES, lambda found, state=state: found.get(name) == state)
 
 
 def test_what_a_run_says_of_itself_is_text(browser: Any, folder: Path) -> None:
@@ -153,17 +134,90 @@ def test_what_a_run_says_of_itself_is_text(browser: Any, folder: Path) -> None:
     until(browser, NAMES, lambda names: any(name.startswith("<img") for name in names))
     to(browser, "#/run/first")
     until(browser, "document.querySelector('pre')?.textContent ?? ''", lambda text: "onerror" in text)
+    until(browser, "document.querySelector('tbody.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
+    to(browser, "#/hosts")
+    until(browser, "document.querySelector('tbody.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
     assert browser.execute_script("return document.images.length") == 0 and browser.title == "ExoGym runs"
+
+
+def test_tags_and_notes_are_given_and_found(browser: Any, folder: Path) -> None:
+    to(browser, "#/run/second")
+    until(browser, "document.getElementById('tags')?.value ?? ''", lambda text: "old" in text)
+    for name, text in (("tags", "mine, <b>x</b>"), ("note", "why <i>so</i>")):
+        field = browser.find_element("id", name)
+        field.clear()
+        field.send_keys(text)
+    browser.find_element("id", "keep").click()
+    until(browser, "document.querySelector('.notes .soft').textContent", lambda text: text == "kept")
+    assert json.loads((folder / "second" / "notes.json").read_text())["tags"] == ["<b>x</b>", "mine"]
+    to(browser, "#/")
+    box = browser.find_element("id", "filter")
+    box.send_keys("mine")
+    assert until(browser, NAMES, lambda names: len(names) == 1) == ["second"]
+    assert browser.execute_script("return document.querySelector('.tag').textContent") == "<b>x</b>"
+    box.clear()
+    box.send_keys(" ")
+    until(browser, NAMES, lambda names: len(names) >= 3)
+
+
+def test_without_a_mouse(browser: Any) -> None:
+    """Sorted, filtered and opened by keys alone, with what has the focus to be seen."""
+    from selenium.webdriver.common.keys import Keys
+
+    to(browser, "#/none")
+    to(browser, "#/")
+    until(browser, NAMES, lambda names: len(names) >= 3)
+    browser.execute_script("document.querySelector('h1 a').focus()")
+    seen: list[str] = []
+    while "run" not in seen and len(seen) < 40:
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(browser.switch_to.active_element.text.strip(" \u2193\u2191"))
+    assert seen[:3] == ["Runs", "Hosts", "New"] and "run" in seen
+    head = browser.switch_to.active_element
+    head.send_keys(Keys.ENTER)
+    until(browser, "document.activeElement.closest('th')?.getAttribute('aria-sort')", lambda way: way == "descending")
+    assert browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+    names = until(browser, NAMES)
+    while browser.switch_to.active_element.tag_name != "a" and len(seen) < 80:
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append("")
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    until(browser, "document.querySelector('#main h2')?.textContent ?? ''", lambda text: text == names[0])
+
+
+def test_a_hundred_thousand_records(browser: Any, folder: Path) -> None:
+    """The page takes as many points as it draws."""
+    path = folder / "long"
+    path.mkdir()
+    for name in ("status.json", "run.json"):
+        (path / name).write_text((folder / "first" / name).read_text())
+    with open(path / "records.jsonl", "w") as file:
+        for step in range(10_000):
+            row = {
+                "step": step,
+                "val_loss": 1.0 / (1 + step) if step % 10 == 0 else None,
+                "train_loss": 1.0 / (1 + step),
+            }
+            for node in (None, *range(9)):
+                file.write(json.dumps(row | {"node": node, "tx_bytes": 1.0 * step}) + "\n")
+    to(browser, "#/run/long")
+    count = until(browser, POINTS, lambda count: count > 500)
+    assert count <= 2000
+    assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 9999
+    until(browser, "!document.querySelector('canvas.heat').closest('section').hidden")
+    sizes = "performance.getEntriesByType('resource').filter(e => e.name.includes('/run')).map(e => e.decodedBodySize)"
+    assert max(browser.execute_script(f"return {sizes}")) < 2_000_000
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any) -> None:
     browser.set_window_size(500, 800)
     wide = browser.execute_cdp_cmd
     wide("Emulation.setDeviceMetricsOverride", {"width": 375, "height": 700, "deviceScaleFactor": 2, "mobile": True})
-    for way in ("#/", "#/run/first"):
+    for way in ("#/", "#/run/first", "#/hosts", "#/new", "#/compare/first&second"):
         to(browser, way)
-        until(browser, "document.querySelector('table') !== null")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
+        until(browser, "document.querySelector('table, form') !== null")
+        until(browser, "document.querySelector('#main').textContent.length > 100")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 375, way
     wide("Emulation.clearDeviceMetricsOverride", {})
 
 

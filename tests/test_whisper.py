@@ -14,6 +14,7 @@ from exogym.data.speech import speech
 from exogym.errors import ArgumentError, DataError, ExoGymError, needs
 from exogym.models.whisper import Tokens, WhisperModelWrapper, WordErrors, load_pretrained, load_tokens, plain
 from exogym.models.whisper.ctranslate2 import LAYER, NO_BIAS, read_variables
+from exogym.models.whisper.decoding import greedy, unlooped
 from exogym.models.whisper.features import LogMel, mel_filters
 from exogym.models.whisper.tokens import byte_tokens
 from exogym.models.whisper.weights import SMALL, find_weights
@@ -182,7 +183,7 @@ def test_an_evaluation_in_parts_is_that_of_the_whole():
 def test_what_is_written_is_what_transformers_generates():
     model = talkative(small()).eval()
     audio, _ = batch_of(model)
-    written = model._ids(model.features(audio))
+    written = greedy(model.whisper_model, model.features(audio), model.tokens, (), (), 32)
     never = [model.tokens.start, model.tokens.no_times, *range(model.tokens.first_time, model.tokens.size)]
     theirs = model.whisper_model.generate(
         encoder_outputs=model.whisper_model.get_encoder()(model.features(audio)), decoder_input_ids=torch.tensor(
@@ -191,6 +192,13 @@ def test_what_is_written_is_what_transformers_generates():
     )  # fmt: skip
     theirs = [[i for i in row if i not in (model.tokens.end, *model.tokens.prompt)] for row in theirs.tolist()]
     assert written == theirs and len({tuple(row) for row in written}) > 1 and all(len(set(row)) > 2 for row in written)
+
+
+def test_a_loop_is_left_out():
+    """Of what a model wrote up to the limit; nothing else is touched, nor a text that ends by itself."""
+    assert unlooped([7, *[4, 5] * 10, 4], 22) == [7, 4, 5, 4]
+    for whole in ([7, *[4, 5] * 10], [7, 4, 5, 4, 5, 8] * 2, [1, 2, 3]):
+        assert unlooped(whole, len(whole) + (len(whole) == 21)) == whole
 
 
 def distance(a: list[str], b: list[str]) -> int:
@@ -426,7 +434,7 @@ def test_all_of_a_model_may_be_trained(tones):
 
 def test_the_same_speech_from_a_task_and_by_hand(tones):
     task = load_task("whisper", tones, weights=SMALL, timestamps=True)
-    assert len(task.train) == 16 and task.make_model().window_s == 1.0
+    assert len(task.train) == 16 and task.make_model().window_s == 2.0
     by_hand = speech(tones, byte_tokens(timestamps=True).encode)
     assert torch.equal(task.train.labels, by_hand.train.labels) and task.val.texts == by_hand.val.texts
     with pytest.raises(ArgumentError, match="did you mean 'lora_rank'"):

@@ -1,6 +1,5 @@
 """The wizard: what it proposes, the files it leaves, and a session in a terminal on computers found in a network."""
 
-import configparser
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from processes import python
 from exogym import LocalTrainer, load_model
 from exogym.cli import app, main
 from exogym.cli.asking import Asker
+from exogym.cli.values import DATASETS
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.remote.profile import load_profile
@@ -27,9 +27,10 @@ from exogym.wizard import Taken, make_session, propose
 
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2
-STEPS = 60
-PATIENCE_S = 240
-ENTER, DOWN, SPACE = "\r", "\x1b[B", " "
+STEPS, WHISPER_STEPS = 60, 30
+PATIENCE_S = 600
+ENTER, DOWN, BACK = "\r", "\x1b[B", "\x7f"
+MODEL = "fit_1.model.safetensors"
 
 
 def measured(bandwidth_bps: float, latency_s: float = 1e-4, nodes: int = 2) -> Network:
@@ -136,6 +137,9 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         (["--task", "digits", "--hosts", "one.json"], "one computer only"),
         (["--task", "digits", "--hosts", "torn.json"], "not JSON"),
         (["--task", "digits", "--folder", "full"], "is not empty"),
+        (["--task", "digits", "--hosts", "two.json", "--strategy", "dilocoo"], "did you mean 'diloco'"),
+        (["--task", "digits", "--hosts", "two.json", "--balance", "evenly"], "balance='evenly'"),
+        (["--task", "whisper", "--data", "one.json"], "give the folder"),
         (["--task", "digits", "--computers", "a", "--code", "12"], "wanted NAME=CODE"),
     ],
 )
@@ -144,6 +148,7 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one.json").write_text('{"master": "10.0.0.1"}')
+    Path("two.json").write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
     Path("torn.json").write_text("{")
     Path("full").mkdir()
     Path("full/file").write_text("")
@@ -246,49 +251,82 @@ def ssh_config(folder: Path) -> Path:
     return config
 
 
-def test_from_computers_in_a_network_to_a_trained_model(hosts: Hosts, agents: list[str], tmp_path: Path) -> None:
-    """Found, paired by codes that a person types, one of them wrong at first; measured, agreed to, trained. The same
-    run in simulation ends in the same bits."""
-    there = tmp_path / "there"
-    terminal = Terminal(
-        hosts, tmp_path, "--ssh-config", str(ssh_config(tmp_path)), "--path-on-hosts", str(there), "--key", "own/key"
-    )  # fmt: skip
-    terminal.answer("What shall be trained?", ENTER)
+def talk(terminal: Terminal, codes: list[str], task: int, steps: int) -> None:
+    """Answer as a person would, who first types a wrong code and looks at what else there is to choose.
+
+    Args:
+        task: its place in the list.
+    """
+    terminal.answer("What shall be trained?", DOWN * task + ENTER)
     terminal.answer("2 found. Which shall train?", ENTER)
-    terminal.answer("Code that den at 10.77.0.11 shows:", ("000-001" if agents[1] != "000-001" else "000-002") + ENTER)
+    terminal.answer("Code that den at 10.77.0.11 shows:", ("000-001" if codes[1] != "000-001" else "000-002") + ENTER)
     terminal.until("the code is not the one")
-    terminal.answer("Code that den at 10.77.0.11 shows:", agents[1] + ENTER)
+    terminal.answer("Code that den at 10.77.0.11 shows:", codes[1] + ENTER)
     terminal.until("paired with den")
-    terminal.answer("Code that studio at 10.77.0.10 shows:", agents[0] + ENTER)
+    terminal.answer("Code that studio at 10.77.0.10 shows:", codes[0] + ENTER)
     terminal.until("paired with studio")
     terminal.answer("Shall this computer train, too?", "n")
-    terminal.answer("How many steps shall each computer train?", "\x7f" * 6 + str(STEPS) + ENTER)
+    terminal.answer("How many steps shall each computer train?", BACK * 6 + str(steps) + ENTER)
     terminal.until("all is well")
     terminal.answer("Measure now?", ENTER)
     terminal.until("times as fast")
     terminal.answer("Shall it start?", DOWN + ENTER)
-    terminal.answer("Which strategy?", ENTER)
-    terminal.answer("How many steps?", ENTER)
-    terminal.answer("How many examples in a batch?", ENTER)
-    terminal.answer("How is the load shared out?", ENTER)
+    for question in ("Which strategy?", "How many steps?", "How many examples in a batch?", "How is the load"):
+        terminal.answer(question, ENTER)
     terminal.answer("Shall it start?", ENTER)
     terminal.until("the same run again, in that folder: exogym distributed-train wizard --sync; or python train.py")
-    assert terminal.end() == 0, terminal.text
-    assert re.search(r"validation loss: \d\.\d+ before, \d\.\d+ after", terminal.text), terminal.text
-    assert re.search(r"training took .* were estimated, \d+ % (more|less)", terminal.text), terminal.text
-    session = tmp_path / "exogym-digits"
-    (run,) = (session / "runs").iterdir()
-    assert {path.name for path in session.iterdir()} >= {"distributed_hosts.json", "config.ini", "measured.json"}
-    profile = load_profile(session / "config.ini", "wizard")
+
+
+def simulated(session: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the fingerprint of the same run in simulation."""
+    monkeypatch.chdir(session)
+    profile = load_profile("config.ini", "wizard")
     model, train, val, task = profile.problem()
-    found = fingerprint(load_model(profile.problem()[0], run / "fit_1.model.safetensors"))
-    options = profile.fit_options(task, True) | {"num_nodes": 2, "save_dir": None, "checkpoint_interval": None}
-    del options["max_restarts"]
+    options = profile.fit_options(task, True) | {"num_nodes": 2}
     LocalTrainer(model, train, val).fit(profile.make_strategy(task), **options)
-    assert fingerprint(model) == found
-    parser = configparser.ConfigParser()
-    parser.read(session / "config.ini")
-    assert parser["distributed:wizard"]["steps"] == str(STEPS)
+    return fingerprint(model)
+
+
+@pytest.mark.parametrize("task", ["digits", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_from_computers_in_a_network_to_a_trained_model(
+    hosts: Hosts, agents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Found, paired by codes, looked at, measured, agreed to, trained; and in simulation the same bits.
+
+    Whisper learns a folder of clips that the hosts have not: fewer words of those held out are wrong afterwards.
+    """
+    words = ["--ssh-config", str(ssh_config(tmp_path)), "--path-on-hosts", str(tmp_path / "there"), "--key", "own/key"]
+    if task == "whisper":
+        write_clips(tmp_path / "speech", 48, 12)
+        words += ["--data", "speech"]
+    terminal = Terminal(hosts, tmp_path, *words)
+    talk(terminal, agents, DATASETS.index(task), STEPS if task == "digits" else WHISPER_STEPS)
+    assert terminal.end() == 0, terminal.text
+    assert re.search(r"training took .* were estimated, \d+ % (more|less)", terminal.text), terminal.text
+    name = "loss" if task == "digits" else "word error rate"
+    found = re.search(rf"validation {name}: (\d\.\d+) before, (\d\.\d+) after", terminal.text)
+    assert found and float(found[2]) < float(found[1]), terminal.text
+    session = tmp_path / f"exogym-{task}"
+    assert {path.name for path in session.iterdir()} >= {"distributed_hosts.json", "config.ini", "measured.json"}
+    (run,) = (session / "runs").iterdir()
+    again = simulated(session, monkeypatch)
+    assert fingerprint(load_model(load_profile("config.ini", "wizard").problem()[0], run / MODEL)) == again
+
+
+def write_clips(folder: Path, train: int, held_out: int) -> None:
+    """Write lines that espeak-ng reads aloud, and a manifest."""
+    import soundfile
+
+    from exogym.data.speech import lines_of_shakespeare, spoken
+
+    folder.mkdir()
+    learnt, kept = lines_of_shakespeare(train, held_out)
+    rows = ["file,split,text"]
+    for number, row in enumerate(spoken([*learnt, *kept])):
+        audio: Any = row["audio"]
+        soundfile.write(folder / f"{number}.wav", audio["array"], audio["sampling_rate"])
+        rows.append(f'{number}.wav,{"train" if number < train else "validation"},"{row["text"]}"')
+    (folder / "manifest.csv").write_text("\n".join(rows))
 
 
 @pytest.mark.slow
@@ -306,7 +344,7 @@ def test_the_command_and_the_script_repeat_the_run(hosts: Hosts, tmp_path: Path)
         for again in (["-m", "exogym", "distributed-train", "wizard", "--sync"], ["train.py"]):
             assert (done := python(*again, cwd=session)).returncode == 0, done.stdout + done.stderr
     model = load_profile(session / "config.ini", "wizard").problem()[0]
-    found = [fingerprint(load_model(model, run / "fit_1.model.safetensors")) for run in (session / "runs").iterdir()]
+    found = [fingerprint(load_model(model, run / MODEL)) for run in (session / "runs").iterdir()]
     assert len(found) == 3 and len(set(found)) == 1
 
 

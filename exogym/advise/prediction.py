@@ -33,7 +33,8 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
-from exogym.strategy.traffic import Plan
+from exogym.strategy.traffic import Plan, Traffic
+from exogym.training.driver import AGREEMENTS
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -302,6 +303,8 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
     lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
     late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
     lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
+    if any(traffic.overlap_steps for plan in plans for traffic in plan.traffic):
+        lines.append("nothing overlaps with computing: on hosts a run waits for a fragment where it is sent")
     beyond = [
         measurement.probes[t.kind].beyond(t.payload_bytes)
         for plan in plans
@@ -335,19 +338,20 @@ def _row_of_fleet(
     for traffic in plan.traffic:
         count = min(num_nodes if traffic.members is None else traffic.members, num_nodes)
         members: Any = count if count == num_nodes else np.linspace(0, num_nodes - 1, count).astype(int).tolist()
-        way = traffic.algorithm
-        if way is None and algorithm == "cheapest":
-            way = network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
+        way = _way(traffic, network, members, algorithm)
         fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
         cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
         idle_s = traffic.every_steps * step_s
         ramp_s = network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s)
         cost_s = scale * (network.duration_s(cost) + ramp_s)
-        stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
+        overlap = min(traffic.overlap_steps, traffic.every_steps) if network.measurement is None else 0
+        stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
         sent += factor * traffic.payload_bytes * of_all / traffic.every_steps
         names.append(f"{way or 'ring'} {traffic.kind}")
+    if num_nodes > 1 and math.isfinite(every):
+        stalls += scale * AGREEMENTS * network.message_s / every
     seconds = step_s + stalls
     mean_s = time.mean_s(num_nodes)
     computing, busiest = float(mean_s.mean()) / seconds, float(mean_s.max()) / seconds
@@ -355,6 +359,15 @@ def _row_of_fleet(
         plan.name, seconds, sent, 1 - computing, computing, num_nodes * float(mean_s.min()) / seconds,
         plan.couples_every, tuple(names), busiest >= target, plan.can_train,
     )  # fmt: skip
+
+
+def _way(traffic: Traffic, network: Network, members: Any, algorithm: str) -> str | None:
+    """Return how a collective is carried out; as exogym does it, an all-reduce that was measured is the exact one."""
+    if traffic.algorithm is not None:
+        return traffic.algorithm
+    if algorithm == "cheapest":
+        return network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
+    return "exact" if traffic.kind == "all_reduce" and network.measurement is not None else None
 
 
 def _row_of_rounds(

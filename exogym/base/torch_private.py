@@ -203,12 +203,3 @@ def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-
-
-def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[..., Any]:
-    """Return a traced graph as `backend` compiles it, when it is first called; `draws`: random numbers as torch would.
-
-    In this process, by no others: the ones that torch starts for it would outlive a fork.
-    """
-    options = {"compile_threads": 1, "fallback_random": draws} if backend == "inductor" else None
-    return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, options=options)

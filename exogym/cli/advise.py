@@ -246,7 +246,7 @@ def _links(network: str | None, hosts: Path | None, task: str | None) -> Network
     links = Network.of(network)
     if links.measurement is None:
         raise ArgumentError(f"--hosts measures, and --network {network} is no measurement: leave one of them out")
-    links.measurement.check_hosts([host.address for host in config.hosts for _ in range(host.slots)])
+    links.measurement.check_hosts(config.addresses)
     return links
 
 

@@ -9,10 +9,20 @@ from typing import Annotated
 
 import typer
 
-from exogym.cli.values import needs_extra
+from exogym.errors import needs
 
 PACKAGES = ("zeroconf", "spake2", "cryptography")
 PORT = 8422
+
+
+def needs_packages() -> None:
+    """See that the extra is installed.
+
+    Raises:
+        ExoGymError: it is not.
+    """
+    for name in PACKAGES:
+        needs(name, "discover")
 
 
 def agent(
@@ -34,7 +44,7 @@ def agent(
     Others are told its name, and nothing more. Who types the code that is shown here may log in over SSH as this user,
     and is told device, memory, speed and versions.
     """
-    needs_extra("discover", *PACKAGES)
+    needs_packages()
     from exogym.discovery import Agent, announced, facts
     from exogym.discovery.announcing import own_address, plain_name
 

@@ -6,10 +6,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from exogym.errors import ArgumentError
 from exogym.progress import notice
 
 T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Print `text`, in a terminal broken between words."""
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
 class Asker:

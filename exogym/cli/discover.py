@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exogym.cli.agent import PACKAGES, PORT
-from exogym.cli.values import needs_extra
+from exogym.cli.agent import PORT, needs_packages
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.progress import readable_bytes
 from exogym.remote import Host, HostsConfig
@@ -57,7 +56,7 @@ def discover(
 
     With --pair the computer of that name goes into the hosts file, once you have typed the code that it shows.
     """
-    needs_extra("discover", *PACKAGES)
+    needs_packages()
     if seconds <= 0:
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:

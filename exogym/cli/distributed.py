@@ -11,12 +11,15 @@ from typing import Annotated
 
 import typer
 
+from exogym.advise.afterwards import held_against
 from exogym.base.files import new_folder
 from exogym.errors import ArgumentError
+from exogym.network import Network
 from exogym.progress import notice
 from exogym.remote import HostsConfig, SSHLauncher
+from exogym.remote.measuring import MEASURED_FILE
 from exogym.remote.profile import Profile, load_profile
-from exogym.remote.results import bring, bring_run, history_of, names
+from exogym.remote.results import bring, bring_run, description_of, history_of, names, write_seen
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
 
 JOB = "exogym.remote.job"
@@ -30,12 +33,19 @@ def distributed_train(
     config: Annotated[Path, typer.Option(metavar="FILE", help="The file that holds the profile.")] = Path("config.ini"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of save_dir.")] = False,
     sync: Annotated[bool, typer.Option("--sync", help="First copy the current folder to the hosts, by rsync.")] = False,
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A measurement of these hosts, to hold the run against. [default: measured.json]"
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command, and run none.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
     """Train on several hosts over SSH. Prints what all ranks print; the final model comes into a new folder in runs/.
 
-    Exit status: 0, or that of the first host that failed.
+    At the end it says how far the step that exogym doctor --measure lets one expect was off, and what this run saw of
+    the hosts is in measured.json of its folder. Exit status: 0, or that of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)
     file = hosts or run.hosts_config
@@ -44,12 +54,18 @@ def distributed_train(
     known = HostsConfig.load(file)
     if run.nodes is not None and run.nodes < known.slots:
         raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
+    expected = _measurement_of(known, network)
     if dry_run:
         launcher_of(run, known, sync).launch(
             JOB, json.dumps(run.as_dict()), module=True, save_dir=run.save_dir, dry_run=True
         )
         return
-    train(profile, run, known, sync)
+    folder = train(profile, run, known, sync)
+    description = description_of(folder, 1)
+    if expected is not None and "plan" in description:
+        print(held_against(expected, description, description["seen"]["step_s"]))
+    elif expected is None and (folder / MEASURED_FILE).exists():
+        print(f"nothing was predicted: exogym doctor --hosts {file} --measure, before a run, writes {MEASURED_FILE}")
 
 
 def launcher_of(run: Profile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
@@ -88,8 +104,28 @@ def train(
         raise typer.Exit(code)
     bring(launcher, folder, 1)
     history = history_of(folder, 1)
+    seen = write_seen(folder, description_of(folder, 1), hosts.addresses)
     history.to_csv(folder / "history.csv")
     last = next((row for row in reversed(history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
-    print(f"{quality}written to {folder}/: {names(1)[0]}, history.csv, logs of all ranks")
+    files = [names(1)[0], "history.csv", *([] if seen is None else [seen.name]), "logs of all ranks"]
+    print(f"{quality}written to {folder}/: {', '.join(files)}")
     return folder
+
+
+def _measurement_of(hosts: HostsConfig, file: Path | None) -> Network | None:
+    """Return what was measured of the hosts, in the file that is named, or in measured.json if it is of them."""
+    path = file or Path(MEASURED_FILE)
+    if file is None and not path.exists():
+        return None
+    network = Network.of(str(path))
+    if network.measurement is None:
+        raise ArgumentError(f"{path} is no measurement: exogym doctor --hosts FILE --measure writes one")
+    try:
+        network.measurement.check_hosts(hosts.addresses)
+    except ArgumentError as error:
+        if file is not None:
+            raise
+        notice(f"{path} is not used: {error}")
+        return None
+    return network

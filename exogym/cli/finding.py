@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exogym.cli.agent import PACKAGES
-from exogym.cli.asking import Asker
+from exogym.cli.agent import needs_packages
+from exogym.cli.asking import Asker, say
 from exogym.cli.discover import agents, chosen, described
-from exogym.cli.values import needs_extra
 from exogym.errors import ArgumentError
 from exogym.progress import notice
 from exogym.remote import HostsConfig
@@ -50,7 +49,7 @@ class Finder:
             choices = {READ: f"those of {self.file}: {', '.join(known)}", LOOK: "look for others, too"}
             if self.asker.choose("--hosts", "Which computers?", choices, READ) == READ:
                 return
-        needs_extra("discover", *PACKAGES)
+        needs_packages()
         for one in self._chosen(computers, places):
             if one.address not in self._known():
                 self._pair(one, codes)
@@ -65,11 +64,11 @@ class Finder:
 
     def _chosen(self, computers: str | None, places: Sequence[str]) -> list[Found]:
         while True:
-            print("looking for computers in this network ...", flush=True)
+            say("looking for computers in this network ...")
             found = [one for one in agents(FIND_S, places) if one.answers]
             if found or not self.asker.can_ask:
                 break
-            print(NONE_FOUND)
+            say(NONE_FOUND)
             if not self.asker.sure("Look again?"):
                 raise ArgumentError("no computer was found")
         if not found:
@@ -99,7 +98,7 @@ class Finder:
                     raise
                 notice(str(error))
         enrol(paired, self.file, self.key, self.ssh_config)
-        print(f"paired with {one.name}: {described(paired.facts)}")
+        say(f"paired with {one.name}: {described(paired.facts)}")
 
     def _add_this(self) -> None:
         from exogym.discovery.announcing import own_address
@@ -107,4 +106,4 @@ class Finder:
 
         address = own_address(self.address)
         write_entry(self.file, own_entry(address), None)
-        print(f"this computer takes part as {address} ({socket.gethostname()}); all stand in {os.fspath(self.file)}")
+        say(f"this computer takes part as {address} ({socket.gethostname()}); all stand in {os.fspath(self.file)}")

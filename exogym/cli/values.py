@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
 import sys
 
-from exogym.errors import ArgumentError, ExoGymError, check_choice
+from exogym.errors import ArgumentError, check_choice
 
 INTERRUPTED = 130  # exit status after Ctrl-C
 DATASETS = ("digits", "mnist", "shakespeare", "cifar10", "whisper")
@@ -71,13 +70,3 @@ def check_dataset(text: str) -> None:
         check_choice("--dataset", text, DATASETS)
     elif os.getcwd() not in sys.path:  # as with python -m
         sys.path.insert(0, os.getcwd())
-
-
-def needs_extra(extra: str, *packages: str) -> None:
-    """See that the packages of an extra are installed.
-
-    Raises:
-        ExoGymError: one is not.
-    """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise ExoGymError(f"this needs {missing[0]}, which is not installed: pip install 'exogym[{extra}]'")

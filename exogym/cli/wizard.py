@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from exogym.advise.simulation import parameters_of
 from exogym.base.files import replacing
-from exogym.cli.asking import Asker, count, pairs
+from exogym.cli.asking import Asker, count, pairs, say
 from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
-from exogym.cli.values import DATASETS, needs_extra
+from exogym.cli.values import DATASETS
 from exogym.cli.watching import Watching
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import Network
 from exogym.remote import HostsConfig, check_hosts
 from exogym.remote.measuring import measure_hosts
-from exogym.remote.profile import EVALUATIONS
+from exogym.remote.profile import EVALUATIONS, Profile
 from exogym.remote.results import history_of
 from exogym.tasks import Task, load_task
 from exogym.wizard import Proposal, Session, Taken, make_session, propose
@@ -35,6 +34,7 @@ from exogym.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
+LABELS = {"val_wer": "word error rate"}
 FIREWALL = (
     "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
@@ -106,12 +106,15 @@ def wizard(
     proposes strategy, H and batch with the time they should take, and trains after your yes. Every question has an
     option, so all of it runs without a terminal, too; there --yes is the yes.
     """
-    needs_extra("wizard", "questionary")
+    needs("questionary", "wizard")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
     what = task or asker.choose("--task", "What shall be trained?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
+    if what == "whisper" and data is not None and data.is_file():
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
+    Profile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains before anything is done
     problem = load_task(what, data)
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
@@ -122,7 +125,7 @@ def wizard(
     if not run.look():
         raise typer.Exit(1)
     if measured is None and not run.may_measure():
-        print("nothing was done: --yes measures and trains")
+        say("nothing was done: --yes measures and trains")
         return
     plan = run.agree(measured)
     if plan is None:
@@ -226,15 +229,15 @@ class Preparing:
     def look(self) -> bool:
         """Look at the hosts until all is well; False: it is not, and that is all for now."""
         while True:
-            print(f"looking at {_several(len(self.config.hosts), 'computer')} ...", flush=True)
+            say(f"looking at {_several(len(self.config.hosts), 'computer')} ...")
             checks = check_hosts(self.config, sync=True, code=False)
             failed = [check for check in checks if not check.ok]
             if not failed:
-                print("all is well: " + ", ".join(host.address for host in self.config.hosts))
+                say("all is well: " + ", ".join(host.address for host in self.config.hosts))
                 return True
             print_checks(failed, sys.stdout)
             for text in dict.fromkeys(HELP[check.check] for check in failed if check.check in HELP):
-                print(text)
+                say(text)
             if not self.asker.sure("Look again?"):
                 return False
 
@@ -242,7 +245,7 @@ class Preparing:
         """Ask before anything is run there."""
         there = self.place.hosts["project_path"]
         data = "" if self.place.data is None else " with the data"
-        print(
+        say(
             f"next: time the network and a step of {self.wanted.name} on each computer, about half a minute; the "
             f"folder {self.place.folder}{data} is copied to {there} on each"
         )
@@ -258,7 +261,7 @@ class Preparing:
             self._network, self._batch = network, self.wanted.batch
         while True:
             plan = self._plan()
-            print(f"\n{plan}\n", flush=True)
+            say(f"\n{plan}\n")
             said = self._said()
             self.starts = said == START
             if said in (START, FILES):
@@ -275,15 +278,15 @@ class Preparing:
         with replacing(place.folder / MEASURED) as file:
             json.dump(self._network.measurement.describe(), file, indent=1)
         session = make_session(place.folder, self.wanted.fields(plan, place.data_there), place.hosts, sync=True)
-        print(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
-        print(f"the same run again, in that folder: {session.command}; or python {SCRIPT}")
+        say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
+        say(f"the same run again, in that folder: {session.command}; or python {SCRIPT}")
         return session
 
     def leave(self) -> None:
         """Remove what was made here before anybody agreed."""
         if self._made:
             shutil.rmtree(self.place.folder, ignore_errors=True)
-        print("nothing was trained")
+        say("nothing was trained")
 
     def _make(self) -> None:
         if not self._made:
@@ -294,7 +297,7 @@ class Preparing:
         wanted = self.wanted
         if self._network is None or self._batch != wanted.batch:
             self._make()
-            print("measuring ...", flush=True)
+            say("measuring ...")
             self._network = measure_hosts(
                 self.config, self.place.folder / MEASURED, sync=True, task=wanted.name, data=self.place.data_there,
                 batch_size=wanted.batch, project=self.place.folder,
@@ -309,7 +312,7 @@ class Preparing:
         if self.yes:
             return START
         if not self.asker.can_ask:
-            print("nothing was trained: --yes starts it")
+            say("nothing was trained: --yes starts it")
             return STOP
         choices = {
             START: "start training", CHANGE: "change something", FILES: "only write the files", STOP: "stop",
@@ -349,14 +352,13 @@ def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
         history = history_of(folder, 1)
     finally:
         os.chdir(before)
-    console = Console(file=sys.stdout, highlight=False)
     rows = [row for row in history.rows(node=None) if row["val_loss"] is not None]
     for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
         if rows[0][name] is not None and rows[-1].get(name) is not None:
-            label = name.removeprefix("val_").replace("_", " ")
-            console.print(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after", markup=False)
+            label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))
+            say(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after")
     if taken is not None:
-        console.print(str(taken), markup=False, soft_wrap=True)
+        say(str(taken))
 
 
 def _several(number: int, what: str) -> str:

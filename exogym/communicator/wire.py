@@ -97,9 +97,11 @@ class Wire:
         shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
             this run alone; else each is a script's own, and somebody may look at what it comes to.
         overlaps: whether `begin` sums while the caller goes on.
+        waited_s: seconds spent in it, where somebody watches.
     """
 
     process, shares_memory, overlaps = 0, True, False
+    waited_s = 0.0
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from exogym.compare.comparison import SINGLE
@@ -34,6 +34,11 @@ class Setting:
     max_norm: float | None
     H: int
     outer_lr: float | None
+    outer_momentum: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields; without the outer momentum where it is the strategies' own, as comparisons began."""
+        return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
 
     def val_interval(self, val_examples: int) -> int:
         """Return the steps between evaluations on `val_examples`."""

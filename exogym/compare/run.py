@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -211,7 +211,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     return {
         "task": task.name, "description": task.description, "train_examples": len(session.train),
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
-        "setting": asdict(session.setting), "partition": repr(session.split), "val_interval": session.val_interval,
+        "setting": session.setting.as_dict(), "partition": repr(session.split), "val_interval": session.val_interval,
         "device": str(session.place), "timing": timing,
     }  # fmt: skip
 

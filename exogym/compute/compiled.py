@@ -1,4 +1,4 @@
-"""`compute="compiled"`: local steps of a row as one graph, forward, backward, clipping and inner steps, by `torch.compile`.
+"""`compute="compiled"`: local steps of a row as one graph, from forward to inner step, by `torch.compile`.
 
 Held to `loop` within 1e-5 of a parameter's norm over a stretch in fp32 (`tests/test_compiled.py`). A graph is made once
 for `STEPS` steps and once for a single one, when first needed: seconds to a minute, then a few seconds from inductor's
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.base.torch_private import compiled, copy_
+from exogym.base.torch_private import copy_
 from exogym.compute.finite import Watch
 from exogym.compute.graph import Stepping, Tracer, first_line, number_dtype, refusal, signature
 from exogym.compute.inner import InnerOptimizer
@@ -33,6 +33,15 @@ from exogym.strategy.schedule import set_rates
 
 STEPS, OPERATIONS = 5, 400  # of a graph, at most: longer ones are no faster, and take minutes to compile
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05  # of a gradient's norm, where a graph is first compared
+
+
+def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[..., Any]:
+    """Return a graph as `backend` compiles it, when first called; `draws`: it draws random numbers, as torch would.
+
+    In this process and no other: those that torch starts to compile would outlive a fork.
+    """
+    options: Any = {"compile_threads": 1, "fallback_random": draws} if backend == "inductor" else None
+    return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, options=options)
 
 
 class Compiled(Loop):
@@ -95,7 +104,7 @@ class Compiled(Loop):
         first, count, losses = int(self.taken[row]), len(span.columns), list[Tensor]()
         worker.point(row)
         inner.enter(row)
-        batches, done = self.stream.batches(node.rank, first, count), 0
+        batches, done = self.stream.batches(*((node.rank, first) if span.source is None else span.source), count), 0
         while done < count:
             group = [self._plain(batch) for batch in islice(batches, self.most)]
             at = np.arange(first + done, first + done + len(group)) if span.at is None else span.at[done:]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exogym.base.torch_private import traced
-from exogym.compute.outputs import map_tensors, split_batch
+from exogym.compute.outputs import split_batch
 from exogym.compute.updates import SCALARS, State, Update
 from exogym.compute.worker import Worker
 from exogym.errors import ModelError
@@ -96,7 +96,8 @@ class Tracer:
         def call(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(worker.model, places, args, kwargs)
 
-        total, grads = None, [None] * len(leaves)
+        total: Tensor | None = None
+        grads: list[Tensor | None] = [None] * len(leaves)
         with torch.enable_grad():
             for part, share in split_batch(batch, worker.micro_batch_size or 1 << 62):
                 with worker.autocast():
@@ -138,7 +139,7 @@ def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def signature(batch: Any) -> Signature | None:
-    """Return what a graph is made for: names, shapes, strides and dtypes. None where a batch holds more than tensors."""
+    """Return what a graph is made for: names, shapes, strides, dtypes. None where a batch holds more than tensors."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), batch.stride(), batch.dtype)
     if isinstance(batch, Mapping):
@@ -148,10 +149,3 @@ def signature(batch: Any) -> Signature | None:
         found = [signature(value) for value in batch]
         return None if any(x is None for x in found) else (type(batch).__name__, *found)
     return None
-
-
-def leaves(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nested batch, in order."""
-    found: list[Tensor] = []
-    map_tensors(batch, found.append)
-    return found

@@ -1,7 +1,7 @@
 """The inner steps that can be part of a graph: torch's SGD, Adam and AdamW as functions of tensors.
 
-What changes from step to step (rates, bias corrections) is reckoned outside in Python's doubles, as torch does, and goes
-into the graph as numbers, so that one graph serves all steps, rates and runs.
+What changes from step to step (rates, bias corrections) is reckoned outside in Python's doubles, as torch does, and
+goes into the graph as numbers, so that one graph serves all steps, rates and runs.
 """
 
 from __future__ import annotations

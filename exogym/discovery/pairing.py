@@ -56,6 +56,7 @@ def pair(address: str, port: int, code: str, public_key: str, *, name: str | Non
     except OSError as error:
         raise PairingError(f"{address} port {port} does not answer ({error}): is exogym agent running there?") from None
     with connection:
+        address = connection.getpeername()[0]
         line = Line(connection, PAIR_S)
         line.tell({"exogym": VERSION, "want": "pair"})
         agent = told_name(line.hear())

@@ -31,6 +31,7 @@ from exogym.distributed.operation import ReduceOp
 from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire
 from exogym.errors import DataError, check_choice, checked
+from exogym.network.probes import never_falling
 
 NAME_BYTES = 256  # of a host, at most
 PAIR_BYTES = 1 << 20  # of the message that measures a pair's bandwidth
@@ -118,17 +119,16 @@ def _fields(
 ) -> dict[str, Any]:
     n = dist.get_world_size()
     calls = _calls(n)
-    tables: dict[str, dict[int, float]] = {}
+    tables: dict[str, dict[float, float]] = {}
     for kind in kinds:
-        least_s, table = float("inf"), tables.setdefault(kind, {})
-        for size in reversed(sizes):
-            least_s = min(least_s, statistics.median(_times(calls[kind], _numbers(kind, size), repeats)))
-            table[size // (n if kind in OF_ALL_PARTS else 1)] = least_s
+        parts = n if kind in OF_ALL_PARTS else 1
+        times = {size // parts: _times(calls[kind], _numbers(kind, size), repeats) for size in sizes}
+        tables[kind] = never_falling({size: statistics.median(took) for size, took in times.items()})
     fields: dict[str, Any] = {
         "num_nodes": n,
         "hosts": _hosts(),
         "pairs": _pairs(),
-        "collectives": {kind: {str(size): table[size] for size in sorted(table)} for kind, table in tables.items()},
+        "collectives": {kind: {str(size): s for size, s in table.items()} for kind, table in tables.items()},
         "first": {kind: _first(kind, sizes[0], table) for kind, table in tables.items() if kind in COLD},
         "message_s": _message_s(),
         "versions": {
@@ -218,7 +218,7 @@ def _hosts() -> list[str]:
     return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
 
 
-def _first(kind: str, size: int, table: Mapping[int, float]) -> float:
+def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
     """Return the seconds of the largest of a kind, were it the first of its group."""
     n = dist.get_world_size()
     with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():

@@ -18,6 +18,7 @@ class Group:
     """Joins the process group; every process of the world makes the same calls."""
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
+    wire: type[ProcessWire] = ProcessWire
 
     def applies(self, options: EngineOptions) -> bool:
         return world_size() > 1
@@ -33,4 +34,4 @@ class Group:
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
-            return body(ProcessWire(options.placement, native=options.native))
+            return body(self.wire(options.placement, native=options.native))

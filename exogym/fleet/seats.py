@@ -95,7 +95,7 @@ class Seats:
                 here.append((node, row))
         wire.place(placement)
         for node, row in here:
-            self.fleet.state.load_row(row, arriving[node] or self.fresh, self.names)
+            self.fleet.state.load_row(row, self.fresh | arriving[node], self.names)
 
     def _places(self, coming: Sequence[int], needed: set[int]) -> dict[int, tuple[int, int]]:
         """Return the process and row of each node that comes: where its state is, if that is no more than its share."""
@@ -119,9 +119,18 @@ class Seats:
         return found
 
     def _kept(self, row: int) -> Tensors:
-        """Return what the node in `row` keeps, in memory of its own; {} where it is as it began."""
+        """Return what the node in `row` keeps, in memory of its own: what is not as it began."""
         tensors = self.fleet.state.row(row, self.names)
-        return {name: x.detach().cpu().clone() for name, x in tensors.items()} if _unlike(tensors, self.fresh) else {}
+        if gone := self.fresh.keys() - tensors.keys():
+            raise StrategyError(
+                f"a node's {min(gone)!r} was there when the run began, and is gone: a node that has no row for a while "
+                "would get it again; keep the tensor, or sample no clients"
+            )
+        return {
+            name: x.detach().cpu().clone()
+            for name, x in tensors.items()
+            if name not in self.fresh or not torch.equal(x, self.fresh[name])
+        }
 
     def _fetched(self, node: int, process: int) -> Tensors:
         """Return what `node`, which comes to `process`, keeps, there; {} elsewhere and where it is as it began."""
@@ -180,7 +189,7 @@ class Seats:
         others = {}
         for node, process in sorted(keeper.items()):
             if node in wire.owner:
-                others[node] = self._brought(kept.get(node, {}), process, wire.owner[node])
+                others[node] = self.fresh | self._brought(kept.get(node, {}), process, wire.owner[node])
             else:
                 self.home[node] = process
                 if process == wire.process:

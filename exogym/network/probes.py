@@ -119,6 +119,20 @@ def positive_s(given: Any, name: str) -> float:
     return seconds
 
 
+def never_falling(table: Mapping[float, float]) -> dict[float, float]:
+    """Return times by size, rising, in which more bytes never take less: a probe that took longer has the larger's.
+
+    What else hosts do only adds time.
+
+    >>> never_falling({8: 0.5, 100: 0.4, 1000: 2.0})
+    {8: 0.4, 100: 0.4, 1000: 2.0}
+    """
+    least_s, found = math.inf, {}
+    for size in sorted(table, reverse=True):
+        found[size] = least_s = min(least_s, table[size])
+    return dict(sorted(found.items()))
+
+
 def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return sizes, rising, and seconds of the probes of a kind, checked."""
     kind_and_way(name)

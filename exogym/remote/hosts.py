@@ -116,6 +116,11 @@ class HostsConfig:
         """Processes on all hosts together."""
         return sum(host.slots for host in self.hosts)
 
+    @property
+    def addresses(self) -> list[str]:
+        """The host of each process, by rank."""
+        return [host.address for host in self.hosts for _ in range(host.slots)]
+
     def ranks(self, index: int) -> range:
         """Return the ranks of host number `index`."""
         first = sum(host.slots for host in self.hosts[:index])

@@ -60,7 +60,7 @@ def measure_hosts(
         why = named[0] if named else launcher.first_failure or "; ".join(lines[-3:])
         raise ExoGymError(f"the self-test failed on the hosts (exit code {code}): {why}")
     fields = json.loads(said[-1])
-    fields["hosts"] = [host.address for host in launcher.config.hosts for _ in range(host.slots)]
+    fields["hosts"] = launcher.config.addresses
     network = Network.of(fields)
     with replacing(file) as out:
         json.dump(fields, out, indent=1)

@@ -30,6 +30,7 @@ from exogym.remote.elastic.member import membership
 from exogym.remote.elastic.recovery import ElasticTrainer
 from exogym.remote.hosts import HostsConfig
 from exogym.remote.launcher import SSHLauncher, from_here
+from exogym.remote.watching import WatchedTrainer
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
 from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
@@ -67,7 +68,8 @@ class NetworkTrainer(Trainer):
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
-        folder: of the last run: what it told of itself, logs of all ranks, final model, history.
+        folder: of the last run: what it told of itself, logs of all ranks, final model, history, and measured.json,
+            what it saw of the hosts (`exogym.remote.watching`): `exogym advise --network` starts from it.
         outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
             the same run in simulation, bit for bit.
 
@@ -186,16 +188,17 @@ class NetworkTrainer(Trainer):
         """Train as LocalTrainer does, or another one of the same subject."""
         if given["num_nodes"] is None:
             given["num_nodes"] = world_size()
-        if local is None:
-            subject = self.subject
-            local = LocalTrainer(
-                subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn,
-                metrics=subject.metrics,
-            )  # fmt: skip
+        local = local or self._another(LocalTrainer)
         try:
             return local.fit(**given)
         finally:
             self._take(results.Results(local.history, local.description, local.traffic))
+
+    def _another(self, kind: type[LocalTrainer]) -> LocalTrainer:
+        subject = self.subject
+        return kind(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
 
     def _on_host(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
         """Train; where a controller waits for this very fit, leave it the results and end the process."""
@@ -215,7 +218,7 @@ class NetworkTrainer(Trainer):
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
         self._write_run(part, number, given)
-        self._here(given)
+        self._here(given, self._another(WatchedTrainer) if world_size() > 1 else None)
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
@@ -307,7 +310,9 @@ class NetworkTrainer(Trainer):
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
         step = max(self.history.column("step")[0].tolist(), default=0)
-        notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
+        seen = results.write_seen(self.folder, self.description, self.hosts.addresses)
+        saw = "" if seen is None else f", what it saw of the hosts ({seen.name})"
+        notice(f"finished: step {step}; model, history{saw} and logs in {from_here(self.folder)}")
         return self.model
 
     def _take(self, found: results.Results) -> None:

@@ -103,7 +103,7 @@ class Profile:
         name, *options = (part.strip() for part in self.strategy.split(":"))
         defaults: dict[str, Any] = {"lr": self.lr}
         if task is not None:
-            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
+            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
             defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
         if self.communication_interval is not None:
             if any(option.startswith("H=") for option in options):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from exogym.remote.launcher import SSHLauncher
 
 MODEL, HISTORY, FACTS = "model.safetensors", "history.safetensors", "facts.json"
+SEEN = "measured.json"
 
 
 def names(fit: int) -> list[str]:
@@ -126,6 +128,20 @@ def read(folder: Path, fit: int, model: nn.Module) -> Results:
 def history_of(folder: Path, fit: int) -> History:
     """Return the history alone of what `write` wrote."""
     return _read(folder, fit).history
+
+
+def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str]) -> Path | None:
+    """Write what a run saw of its hosts, by its description, as `Network.of` reads it; None where it saw too little."""
+    if (seen := description.get("seen")) is None:
+        return None
+    with replacing(folder / SEEN) as file:
+        json.dump(seen | {"hosts": list(hosts)}, file, indent=1)
+    return folder / SEEN
+
+
+def description_of(folder: Path, fit: int) -> dict[str, Any]:
+    """Return the description alone of what `write` wrote."""
+    return _read(folder, fit).description
 
 
 def _read(folder: Path, fit: int) -> Results:

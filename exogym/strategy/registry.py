@@ -9,7 +9,7 @@ from exogym.errors import ArgumentError, nearest
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
-DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr")
+DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
 _WORDS = {"none": None, "true": True, "false": False}
 _ELSEWHERE = {  # methods that are an option of another, by the names that papers give them
     "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
@@ -28,7 +28,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
             `false`, `none`, or else text.
         **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise.
-            `outer_lr` is only for the outer optimizer of the paper.
+            `outer_lr` is only for the outer optimizer of the paper, `outer_momentum` only beside it.
 
     Raises:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
@@ -59,6 +59,8 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         defaults.pop("lr", None)
     if "outer_optim" in given:
         defaults.pop("outer_lr", None)
+    if "outer_optim" in given or "outer_lr" in given:
+        defaults.pop("outer_momentum", None)
     given = {option: value for option, value in defaults.items() if option in known and value is not None} | given
     try:
         return kind(**given)

@@ -71,6 +71,7 @@ class TrainingLoop:
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None  # the final model, where it is known already
         self.together = False  # whether all processes have come to the end, and may meet once more
         self._calling_back = self._warm = False
+        self.spent = (0, 0.0, 0.0)  # steps trained after the first stretch, their seconds, and those without the wire
         self.evaluated_at = -1
         self.apart: dict[str, float] | None = None  # the spread before this step's synchronisation, where it was taken
         self.wall_before = 0.0
@@ -166,7 +167,7 @@ class TrainingLoop:
             self.apart = None
             self.driver.before_sync = self._measure_apart if agenda.may_be_evaluated(last) else None
             with pulse.at(pulse.WORKING if self._warm else pulse.STARTING):
-                losses = self.driver.advance(first, last)
+                losses = self._advance(first, last)
             self._warm = True
             if losses is None:
                 return False
@@ -198,6 +199,16 @@ class TrainingLoop:
         self._call_back(every=False)
         self._log()
         return True
+
+    def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
+        """Take a stretch, and note the time: all of it, and this process's own, without the wire."""
+        start, waited_s = time.perf_counter(), self.wire.waited_s
+        losses = self.driver.advance(first, last)
+        took_s = time.perf_counter() - start
+        if self._warm:  # the first stretch warms up
+            steps, training_s, own_s = self.spent
+            self.spent = (steps + last - first, training_s + took_s, own_s + took_s - self.wire.waited_s + waited_s)
+        return losses
 
     def _signals(self) -> list[signal.Signals]:
         """Return the signals that wait for a good moment: one to save at, or one at which all processes meet."""

@@ -26,6 +26,7 @@ MOST_LABELS = 448  # places of Whisper's decoder
 HELD_OUT_EVERY = 5  # clip is for validation where nobody says which
 QUIET = 1e-4  # of full scale: a clip that is nowhere louder is silence
 INT16 = 32767
+MARGIN_S = 1.0  # of silence behind the longest clip: Whisper is used to some
 
 
 class SpeechClips(BulkDataset):
@@ -37,6 +38,7 @@ class SpeechClips(BulkDataset):
         texts, speakers, names: of each clip.
         seconds: (n,) its length.
         window_s: of all.
+        targets: (n,) the number of its speaker, by which partitions by label deal clips.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SpeechClips(BulkDataset):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
         self.window_s, self.texts, self.speakers, self.names = window_s, list(texts), list(speakers), list(names)
         self.seconds = np.array(lengths) / SAMPLE_RATE
+        self.targets = np.unique(self.speakers, return_inverse=True)[1]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,6 +65,16 @@ class SpeechClips(BulkDataset):
             clip = self.clip(i)
             row[: len(clip)] = clip
         return audio, self.labels[indices]
+
+    def thinned(self, most: int) -> SpeechClips:
+        """Return at most so many clips, spread evenly over these."""
+        if len(self) <= most:
+            return self
+        kept = [i * len(self) // most for i in range(most)]
+        texts, speakers, names = ([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
+        labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
+        return SpeechClips(clips, labels, self.window_s, texts, speakers, names)
 
     def clip(self, index: int) -> Tensor:
         """Return the samples (n,) float32 of one clip, without silence behind."""
@@ -76,7 +89,7 @@ class Speech:
         train, val: the clips to train on, and those held out.
         origin: where they came from.
         left_out: why clips are not there, and of each kind how many.
-        window_s: seconds that the longest one needs, in whole ones.
+        window_s: seconds that all fit into.
     """
 
     train: SpeechClips
@@ -98,7 +111,8 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             Hugging Face or the folder that its `save_to_disk` wrote, or a sequence of mappings with "audio" (a file, or
             {"array", "sampling_rate"}) and "text".
         encode: gives the labels of (text, seconds), as the `encode` of Whisper's `Tokens`.
-        window_s: leave out longer clips; None: the window is that of the longest clip, up to 30 s.
+        window_s: leave out longer clips; None: the window is a second longer than the longest clip, in whole
+            seconds, up to 30.
         most_labels: leave out clips with more.
 
     Held out is what the manifest or the data set says; else every fifth clip. Left out, counted and said are clips that
@@ -141,7 +155,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             "or more, with words, and no longer than the window"
         )
     if window_s is None:
-        window_s = float(-(-max(map(len, clips)) // SAMPLE_RATE))
+        window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
     held = [bool(entry.held_out) for entry in kept]
     if all(entry.held_out is None for entry in kept) or len(set(held)) == 1:
         held = [i % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(kept)) - 1 for i in range(len(kept))]
@@ -244,8 +258,9 @@ def find_speech(
     if data is not None:
         return speech(data, encode, window_s=window_s)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
-    for place in filter(None, (os.environ.get("EXOGYM_DATA"), cache)):
-        if (folder := Path(place).expanduser() / "speech").is_dir():
+    given = os.environ.get("EXOGYM_DATA")
+    for place in ([Path(given).expanduser()] if given else []) + [cache]:
+        if (folder := place / "speech").is_dir():
             return speech(folder, encode, window_s=window_s)
     train, val = lines_of_shakespeare(lines, held_out)
     read = speech({"train": spoken(train), "validation": spoken(val)}, encode, window_s=window_s)

@@ -22,7 +22,7 @@ CLAIMS = [
         "4 very different workers, H = 50, perplexity at 20M: synchronous 41.35, naive 44.27, delayed Nesterov with "
         "dynamic local updates 41.13.",
         "N = 4 of speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, as many local steps in all: is naive behind both, "
-        "and delayed Nesterov with dynamic updates at most 1 % above synchronous? (0.7 is high for 33 rounds: see R1.)",
+        "and delayed Nesterov with dynamic updates at most 1 % above synchronous?",
         {
             "synchronous": MODERATE,
             "naive": unequal("rule=nesterov"),

@@ -21,8 +21,10 @@ CLAIMS = [
         {"one node": SINGLE, "DiLoCo": DILOCO, "DDP": DDP},
         [lower("DDP", "DiLoCo"), lower("DiLoCo", "one node")],
         "curves",
-        "In one seed DiLoCo ends behind one node. With H = 10 and an outer rate of 0.4 on the same task it is ahead of "
-        "one node in the table of the results page (2.0901 ± 0.0143 against 2.1958 ± 0.0094). Nothing else was tried.",
+        "In one seed DiLoCo ends behind one node. With H = 10 and an outer rate of 0.4 on the same task it is ahead "
+        "of one node in the table of the results page (2.0901 ± 0.0143 against 2.1958 ± 0.0094). With H = 30 an outer "
+        "rate of 0.4 is no better (R13). The outer momentum has 33 rounds here; the paper's has 128, after 24,000 "
+        "steps of one node.",
     ),
     Claim(
         "R2",
@@ -40,6 +42,8 @@ CLAIMS = [
             "N=8": Cell("diloco:H=30:outer_lr=0.8", nodes=8, batch_size=4),
         },
         [ascending(["N=2", "N=4", "N=8"]), lower("N=1", "DDP"), lower("DDP", "N=2")],
+        notes="The outer steps begin small (0.76 of a round's change in the first, with this rate and momentum), and "
+        "one node has 33 of them to make up for it; the paper's runs are longer.",
     ),
     Claim(
         "R3",
@@ -54,6 +58,7 @@ CLAIMS = [
             "H=100": Cell("diloco:H=100:outer_lr=0.7", steps=3000),
         },
         [ascending(["H=10", "H=30", "H=100"]), no_worse("H=100", "H=10", 0.05), bytes_are("H=100", "H=10", 0.1)],
+        notes="H = 100 has 30 rounds here, H = 10 has 300; the paper's H = 1,000 still has 64.",
     ),
     Claim(
         "R4",
@@ -61,12 +66,16 @@ CLAIMS = [
         "Douillard et al., DiLoCo, arXiv:2311.08105, outer optimizers",
         "Of SGD (which is FedAvg), SGD with momentum, Nesterov and Adam as outer optimizers at H = 500, Nesterov is "
         "best.",
-        "H = 50, 1,500 steps (30 rounds): is DiLoCo ahead of FedAvg in every seed? The bytes are equal.",
+        "H = 50, 1,500 steps (30 rounds), outer rate 0.7: is DiLoCo ahead of FedAvg in every seed? The bytes are "
+        "equal.",
         {
             "DiLoCo": Cell("diloco:H=50:outer_lr=0.7", steps=1500),
             "FedAvg": Cell("fedavg:H=50", steps=1500),
         },
-        [lower("DiLoCo", "FedAvg"), bytes_are("DiLoCo", "FedAvg", 1.0)],
+        [lower("DiLoCo", "FedAvg")],
+        notes="A second check, that the bytes are equal, was taken out after the training: it holds by construction, "
+        "and let a claim that does not come out come out in part. The paper's runs have 128 rounds. Other outer rates "
+        "were not tried at this H.",
     ),
     Claim(
         "R15",

@@ -2,7 +2,7 @@
 
 export const POLL_MS = 1000;
 export const store = { list: [], chosen: new Set() };
-export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss" };
+export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

@@ -50,8 +50,8 @@ export function runPage(main, name) {
       if (value === null || key === "model") continue;
       facts.append(make("dt", {}, key), make("dd", {}, typeof value === "object" ? JSON.stringify(value) : value));
     }
-    about.replaceChildren(make("h2", {}, "What it is"), facts, make("h2", {}, "Again"),
-      run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
+    about.replaceChildren(make("h2", {}, "What it is"), facts,
+      run.command || run.snippet ? make("h2", {}, "Again") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
   }
 
   async function pictures() {

@@ -15,19 +15,15 @@ export const COLUMNS = [
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
   ["wall_s", "time", (run) => seconds(run.wall_s), true],
   ["started_s", "age", ageOf, true],
-  ["tags", "tags", (run) => run.tags.join(", ")],
 ];
 
 export function cell(run, [key, , text, number]) {
   if (key === "name") {
     const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`;
-    return make("td", { class: "name" }, make("a", { href: way }, run.name));
+    return make("td", { class: "name", title: run.note }, make("a", { href: way }, run.name),
+      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)));
   }
   if (key === "state") return make("td", {}, stateOf(run.state));
-  if (key === "tags") {
-    return make("td", { title: run.note }, ...run.tags.map((tag) => make("span", { class: "tag" }, tag)),
-      run.note ? make("span", { class: "soft" }, run.note.split("\n")[0].slice(0, 40)) : "");
-  }
   return make("td", { class: number ? "number" : "" }, text(run));
 }
 
@@ -44,9 +40,14 @@ export function runsPage(main) {
     states.append(make("option", { value: state }, state || "any state"));
   }
   states.value = look.state;
+  const inside = make("input", { type: "checkbox", id: "inside", onchange(event) {
+    look.inside = event.target.checked; show();
+  } });
+  inside.checked = look.inside;
   const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
   main.append(
-    make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states), compare),
+    make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
+      make("label", {}, inside, " runs of comparisons and sweeps"), compare),
     count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
 
   function heads() {
@@ -65,12 +66,11 @@ export function runsPage(main) {
     const words = look.text.toLowerCase().split(/\s+/).filter(Boolean);
     const said = (run) => `${run.name} ${run.strategy} ${run.task} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
     const found = store.list.filter((run) => (!look.state || run.state === look.state)
-      && words.every((word) => said(run).includes(word)));
+      && (look.inside || words.length || !run.name.includes("/")) && words.every((word) => said(run).includes(word)));
     const way = look.down ? -1 : 1;
     if (look.sort !== "started_s" || !look.down) {  // the list comes newest first, each parent before its runs
-      const key = (run) => (look.sort === "tags" ? run.tags.join(",") || null : run[look.sort]);
       found.sort((a, b) => {
-        const [x, y] = [key(a), key(b)];
+        const [x, y] = [a[look.sort], b[look.sort]];
         if (x === null || y === null) return (x === null) - (y === null);
         return way * (x < y ? -1 : x > y ? 1 : 0);
       });

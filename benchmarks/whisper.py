@@ -1,0 +1,161 @@
+"""Whisper tiny.en on lines of Shakespeare that espeak-ng reads aloud: words wrong before and after fine-tuning.
+
+    python benchmarks/whisper.py --steps 80                        simulated: one node alone, and two with DiLoCo
+    python benchmarks/whisper.py --steps 80 --hosts                the two on hosts, of which one is killed on the way
+    python benchmarks/whisper.py --audio jfk.flac --text "And so ..."   is every word of a recording right?
+
+The lines that are held out are read by the voices that are trained on, and by another one. The hosts are network
+namespaces on links of 100 Mbit/s, with a real sshd each; that needs Linux, root, iproute2 and openssh-server. Both have
+the same two cores. Beside the seconds stands what the clock predicts from a step measured in the simulation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from exogym import LocalTrainer, load_model
+from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
+from exogym.models.whisper import WhisperModelWrapper, WordErrors
+from exogym.progress import readable_bytes
+from exogym.record.history import History
+from exogym.record.run_folder import read_status
+from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from exogym.tasks import Task, load_task
+
+PROFILE = """
+[distributed:whisper]
+task = whisper
+strategy = diloco
+communication_interval = {H}
+steps = {steps}
+min_hosts = 1
+max_restarts = 1
+hosts_config = hosts.json
+"""
+RATE, NETWORK = "100mbit", "100Mbps,0.2ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80, help="of each node (default: 80)")
+    parser.add_argument("--H", type=int, default=10, help="steps between two averages (default: 10)")
+    parser.add_argument("--hosts", action="store_true", help="train on two hosts, and kill the worker of one")
+    parser.add_argument("--audio", help="write this recording down, and do nothing else")
+    parser.add_argument("--text", default="", help="what is said in it")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.audio:
+        model = WhisperModelWrapper.from_weights()
+        (heard,) = model.transcribe([read_audio(args.audio)[0]])
+        print(heard)
+        if args.text:
+            print(WordErrors.of([args.text], [heard]))
+        return
+    task = load_task("whisper")
+    print(f"{task.description}; {len(task.val)} lines held out", flush=True)
+    if args.hosts:
+        on_hosts(task, args.steps, args.H)
+    else:
+        simulated(task, args.steps, args.H)
+
+
+def simulated(task: Task, steps: int, H: int) -> None:
+    for window_s in (30.0, task.val.window_s):  # type: ignore[attr-defined]
+        say(f"before, window of {window_s:g} s", WhisperModelWrapper.from_weights(window_s=window_s), task)
+    inner = {"lr": task.lr, "max_norm": 1.0, "lr_scheduler": "cosine", "warmup_steps": task.warmup_steps}
+    outer = {"outer_lr": task.outer_lr, "outer_momentum": task.outer_momentum}
+    every_other = TensorDataset(*task.train.take(torch.arange(0, len(task.train), 2)))  # type: ignore[attr-defined,arg-type]
+    runs: dict[str, Any] = {
+        "one node alone, half of the lines": (1, every_other, SimpleReduceStrategy(**inner)),  # type: ignore[arg-type]
+        "two nodes, DiLoCo": (2, task.train, DiLoCoStrategy(H=H, **inner, **outer)),  # type: ignore[arg-type]
+    }
+    for name, (nodes, train, strategy) in runs.items():
+        trainer = LocalTrainer(task.make_model(0), train, task.val)
+        start = time.perf_counter()
+        trainer.fit(
+            strategy, num_nodes=nodes, max_steps=steps, batch_size=task.batch_size, val_interval=steps, progress=False,
+            network=NETWORK if nodes > 1 else None,
+        )  # fmt: skip
+        told(name, trainer.model, task, trainer.history, time.perf_counter() - start)
+
+
+def on_hosts(task: Task, steps: int, H: int) -> None:
+    root = Path(__file__).parent.parent
+    sys.path.insert(0, str(root / "tests"))
+    from hosts import Hosts
+
+    with tempfile.TemporaryDirectory() as folder, Hosts(2, Path(folder) / "hosts") as hosts:
+        hosts.limit(RATE)
+        project = Path(folder) / "project"
+        project.mkdir()
+        hosts.file(project / "hosts.json")
+        (project / "config.ini").write_text(PROFILE.format(H=H, steps=steps))
+        words = [sys.executable, "-m", "exogym", "distributed-train", "whisper"]
+        before, start = sent(hosts), time.perf_counter()
+        with open(project / "said", "w") as file:
+            run = hosts.controller.start(words, cwd=project, stdout=file, stderr=subprocess.STDOUT)
+        while not any(step_of(path) >= steps // 3 for path in project.glob("runs/*")):
+            if run.poll() is not None:
+                raise SystemExit((project / "said").read_text())
+            time.sleep(0.2)
+        for pid, line in hosts[1].processes().items():
+            if "runner.py" in line:
+                os.kill(pid, signal.SIGKILL)
+                print(f"killed the worker of host 1 at step {max(map(step_of, project.glob('runs/*')))}", flush=True)
+        code, seconds = run.wait(), time.perf_counter() - start
+        lines = (project / "said").read_text().splitlines()
+        print("\n".join(line for line in lines if "gone" in line or "go on" in line or "is back" in line or code))
+        (run_folder,) = project.glob("runs/*")
+        model = load_model(task.make_model(0), run_folder / "fit_1.model.safetensors")
+        from exogym.remote.results import history_of
+
+        told("two hosts, one killed on the way", model, task, history_of(run_folder, 1), seconds)
+        each = [after - old for after, old in zip(sent(hosts), before, strict=True)]
+        print(f"sent by the hosts, start and results included: {', '.join(map(readable_bytes, each))}")
+
+
+def sent(hosts: Any) -> list[int]:
+    """Return the bytes that each host's interface has sent."""
+    counter = ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+    return [int(host.run(counter).stdout or 0) for host in hosts.machines]
+
+
+def step_of(folder: Path) -> int:
+    return int(read_status(folder).get("step") or 0) if (folder / "status.json").exists() else 0
+
+
+def told(name: str, model: Any, task: Task, history: History, seconds: float) -> None:
+    rows = [row for row in history.rows(node=None) if row["val_loss"] is not None]
+    losses = f"loss {rows[0]['val_loss']:.3f} to {rows[-1]['val_loss']:.3f}"
+    predicted = f" (predicted {rows[-1]['time_s']:.0f} s)" if rows[-1].get("time_s") else ""
+    size, training_s = readable_bytes(rows[-1]["tx_bytes"]), rows[-1]["wall_s"]
+    say(
+        name,
+        model,
+        task,
+        f"{losses}; {size} sent per node; trained {training_s:.0f} s{predicted}, in all {seconds:.0f} s",
+    )
+
+
+def say(name: str, model: Any, task: Task, more: str = "") -> None:
+    clips: Any = task.val
+    assert isinstance(clips, SpeechClips)
+    other = [row["audio"]["array"][: model.samples] for row in spoken(clips.texts, [STRANGER])]
+    own = model.errors_on([clips.clip(i) for i in range(len(clips))], clips.texts).rate
+    strange = model.errors_on(other, clips.texts).rate
+    print(f"{name}: {own:.1%} of the words wrong, {strange:.1%} with another voice; {more}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""compute='compiled' is compute='loop' within a tolerance, or is refused.
+
+Most tests run the graph operation by operation: its mathematics, without the compiler's seconds. Those that compile
+with inductor are slow, and need g++.
+"""
+
+import functools
+import itertools
+import os
+import random
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+from exogym import LocalTrainer, compute
+from exogym.compute.compiled import STEPS, Compiled, compiled
+from exogym.errors import ModelError
+from exogym.models import CharGPT
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedProxStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from exogym.testing import fingerprint
+
+TOLERANCE = 1e-5  # of a parameter's norm, in fp32
+
+
+@pytest.fixture(autouse=True)
+def by_operations(monkeypatch):
+    monkeypatch.setattr(compute.compiled, "compiled", lambda graph, backend, draws: graph)
+
+
+def examples(count=160, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=g)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def network(*layers):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), *(layer() for layer in layers or [nn.Tanh]), nn.Linear(8, 2))
+
+
+def fit(how, strategy, model=network, data=None, **options):
+    trainer = LocalTrainer(model(), data or examples(), loss_fn=F.cross_entropy)
+    options = {"num_nodes": 3, "max_steps": 26, "batch_size": 4, "device": "cpu"} | options
+    trainer.fit(strategy, compute=how, **options)
+    return trainer
+
+
+def assert_close(ours, theirs, tolerance=TOLERANCE):
+    for (name, a), b in zip(theirs.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
+        assert float((a.double() - b.double()).norm()) <= tolerance * float(a.double().norm()), name
+    for a, b in zip(ours.history, theirs.history, strict=True):
+        assert (a["step"], a["node"], a["lr"]) == (b["step"], b["node"], b["lr"])
+        losses = [row["train_loss"] or 0.0 for row in (a, b)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=tolerance)
+
+
+# The same numbers as the loop
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.out, self.unused = nn.Linear(6, 2), nn.Linear(3, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(self.frozen(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.out(self.b(self.a(x).relu()))
+
+
+class TwoTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.out = nn.Linear(6, 6).double(), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.a(x.double()).float())
+
+
+OPTIMIZERS = {
+    "sgd": OptimSpec("sgd", lr=0.1),
+    "momentum": OptimSpec("sgd", lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "nesterov": OptimSpec("sgd", lr=0.05, momentum=0.9, nesterov=True),
+    "adam": OptimSpec("adam", lr=0.01, weight_decay=0.1),
+    "adamw": OptimSpec("adamw", lr=0.01, weight_decay=0.1),
+    "amsgrad, upwards": OptimSpec("adamw", lr=0.01, amsgrad=True, maximize=True),
+    "groups": OptimSpec("adamw", groups=[("*.bias", {"lr": 0.1, "weight_decay": 0.0})], lr=0.01),
+    "not in a graph": OptimSpec("rmsprop", lr=0.01),
+}
+MODELS = {
+    "unused and frozen": Unused,
+    "tied": Tied,
+    "two types": TwoTypes,
+    "BatchNorm": lambda: nn.Sequential(nn.BatchNorm1d(6), *network()),
+    "dropout": functools.partial(network, functools.partial(nn.Dropout, 0.3)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_steps_as_in_the_loop(optimizer):
+    """Rounds of 12: two graphs of five steps and two single ones; optimizers begin anew only in the first."""
+    runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=12)) for how in ("compiled", "loop")]
+    assert_close(*runs)
+    assert runs[0].description["chosen"]["compute"] == "compiled"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model):
+    assert_close(*(fit(how, DiLoCoStrategy("adamw", lr=0.01, H=6), MODELS[model]) for how in ("compiled", "loop")))
+
+
+SCHEDULES = {
+    "cosine": {"lr_scheduler": "cosine", "warmup_steps": 3},
+    "clipped": {"max_norm": 0.05},
+    "torch's": {"lr_scheduler": functools.partial(StepLR, step_size=4, gamma=0.3), "max_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_and_clipping_follow_each_step_of_a_graph(name):
+    strategy = lambda: FedAvgStrategy(OPTIMIZERS["momentum"], H=13, **SCHEDULES[name])  # noqa: E731
+    ours, theirs = (fit(how, strategy()) for how in ("compiled", "loop"))
+    assert_close(ours, theirs)
+    other = fit("loop", FedAvgStrategy(OPTIMIZERS["momentum"], H=13))
+    with pytest.raises(AssertionError):
+        assert_close(other, theirs)
+
+
+OPTIONS = {
+    "accumulation": {"gradient_accumulation": 3},
+    "micro-batches": {"minibatch_size": 3},
+    "bf16": {"precision": "bf16"},
+    "short last batches": {"max_steps": 40, "batch_size": 7},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    tolerance = 0.02 if name == "bf16" else TOLERANCE
+    runs = (fit(how, FedAvgStrategy("adamw", H=12, lr=0.01), **OPTIONS[name]) for how in ("compiled", "loop"))
+    assert_close(*runs, tolerance)
+
+
+class ByHand(Strategy):
+    def step(self):
+        self.communicate_gradients()
+        self.update_parameters()
+        super().step()
+
+
+STRATEGIES = {
+    "gradients meet": lambda: SimpleReduceStrategy("adamw", lr=0.01, max_norm=0.5),
+    "by hand": lambda: ByHand("adamw", lr=0.01),
+    "corrected": lambda: FedProxStrategy(OPTIMIZERS["sgd"], H=7, mu=0.5),
+    "sampled": lambda: FedAvgStrategy("adamw", lr=0.01, H=6, client_fraction=0.5),
+    "unequal work": lambda: FedAvgStrategy("sgd", lr=0.1, H=9, local_steps=[9, 1, 6]),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies(name):
+    assert_close(*(fit(how, STRATEGIES[name]()) for how in ("compiled", "loop")))
+
+
+def test_a_small_gpt():
+    tokens = torch.randint(0, 17, (60, 9), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    for dropout in (0.0, 0.2):
+        runs = []
+        for how in ("compiled", "loop"):
+            torch.manual_seed(1)
+            trainer = LocalTrainer(CharGPT(17, 8, n_layer=2, n_head=2, n_embd=16, dropout=dropout), data)
+            trainer.fit(DiLoCoStrategy("adamw", H=6, lr=0.01), num_nodes=2, max_steps=12, batch_size=4, compute=how)
+            runs.append(trainer)
+        assert_close(*runs, 5e-5)
+
+
+def test_steps_are_really_taken_by_graphs(monkeypatch):
+    """Of 26 steps of a node in rounds of 13, 20 go in graphs of five and six alone; none is the loop's."""
+    taken = []
+    run = Compiled._run
+
+    def counted(self, key, trace, steps, inputs):
+        taken.append(steps)
+        return run(self, key, trace, steps, inputs)
+
+    monkeypatch.setattr(Compiled, "_run", counted)
+    fit("compiled", FedAvgStrategy("adamw", lr=0.01, H=13), num_nodes=1)
+    assert sorted(taken) == [1] * 6 + [STEPS] * 4
+
+
+# The laws
+
+
+def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
+    """Told to stop in a graph of five steps, in the middle of a stretch of 12, a node goes on with the next five."""
+    strategy = lambda: DiLoCoStrategy("adamw", lr=0.01, H=12)  # noqa: E731
+    whole = fingerprint(fit("compiled", strategy()).model)
+    assert fingerprint(fit("compiled", strategy(), processes=2).model) == whole
+
+    run, calls = Compiled._run, itertools.count(1)
+
+    def interrupted(*args):
+        if next(calls) == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="SIGINT after step"):
+        patch.setattr(Compiled, "_run", interrupted)
+        fit("compiled", strategy(), save_dir=tmp_path)
+    assert next(calls) < 12  # of 36
+    assert fingerprint(fit("compiled", strategy(), save_dir=tmp_path, resume=True).model) == whole
+
+
+def test_a_checkpoint_goes_on_as_it_was_saved(tmp_path):
+    """Optimizer state that a graph wrote is what the loop would have: its names, shapes and dtypes."""
+    kept = {}
+    for how in ("compiled", "loop"):
+        fit(how, DiLoCoStrategy("adamw", H=12, lr=0.01), save_dir=tmp_path / how, num_nodes=1)
+        files = sorted((tmp_path / how).rglob("*.safetensors"))
+        kept[how] = {k: (v.dtype, v.shape) for f in files for k, v in load_file(f).items() if "optimizer" in k}
+    assert kept["compiled"] == kept["loop"] and any("exp_avg_sq" in key for key in kept["loop"])
+
+
+# Refused
+
+
+class Closure(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.out = nn.Linear(6, 6), nn.Linear(6, 2)
+        weight = self.a.weight
+        self.extra = lambda x: F.linear(x, weight)
+
+    def forward(self, x):
+        return self.out(self.a(x) + self.extra(x))
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(x) if x.sum() > 0 else self.out(-x)
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+        self.out.weight.register_hook(lambda grad: 2 * grad)
+
+    def forward(self, x):
+        return self.out(x)
+
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(x) * random.random()
+
+
+REFUSED = {
+    "closure over a parameter": (Closure, {}, "gives 'a.weight' another gradient"),
+    "hook on a parameter": (Hooked, {}, "gives 'out.weight' another gradient"),
+    "branch on data": (Branching, {}, "cannot be written as a graph"),
+    "Python's random numbers": (Drawing, {}, "Python's or numpy's random numbers"),
+    "fp16": (network, {"precision": "fp16"}, "fp16 scales"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_where_it_would_be_something_else(name):
+    model, options, words = REFUSED[name]
+    with pytest.raises(ModelError, match=f"compute='compiled' cannot train this model: .*{words}.*use compute='loop'"):
+        fit("compiled", FedAvgStrategy("sgd", H=6, lr=0.1), model, **options)
+
+
+def test_batches_with_more_than_tensors_are_refused():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, x, y, words):
+            return F.cross_entropy(self.out(x), y)
+
+    rows = [{"x": x, "y": y, "words": "text"} for x, y in examples(24)]
+    with pytest.raises(ModelError, match="more than tensors"):
+        LocalTrainer(Words(), rows).fit(FedAvgStrategy("sgd", H=6), max_steps=6, batch_size=4, compute="compiled")
+
+
+def test_what_cannot_be_compiled_here_says_so(monkeypatch):
+    def broken(graph, backend, draws):
+        def call(*inputs):
+            raise RuntimeError("no compiler\nand more")
+
+        return call
+
+    monkeypatch.setattr(compute.compiled, "compiled", broken)
+    with pytest.raises(ModelError, match=r"cannot be compiled here \(RuntimeError: no compiler\)"):
+        fit("compiled", FedAvgStrategy("sgd", H=6))
+
+
+def test_a_compiler_that_gives_other_numbers_is_found(monkeypatch):
+    def wrong(graph, backend, draws):
+        def call(*inputs):
+            params, *rest = graph(*inputs)
+            return [p + 1 for p in params], *rest
+
+        return call
+
+    monkeypatch.setattr(compute.compiled, "compiled", wrong)
+    with pytest.raises(ModelError, match="other numbers than operation by operation"):
+        fit("compiled", FedAvgStrategy("sgd", H=6))
+
+
+# With a compiler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("model", ["network", "dropout"])
+def test_compiled_by_inductor(monkeypatch, capsys, optimizer, model):
+    monkeypatch.setattr(compute.compiled, "compiled", compiled)
+    build = MODELS.get(model, network)
+    assert_close(*(fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=12), build) for how in ("compiled", "loop")))
+    assert "exogym: compute='compiled': compiled in" in capsys.readouterr().err

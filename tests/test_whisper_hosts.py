@@ -1,0 +1,99 @@
+"""Whisper on hosts: `exogym distributed-train` on a profile of the task `whisper`, undisturbed and with a host killed.
+
+The weights are small and made anew, the speech is tones of a folder with a manifest: the way is that of real ones.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, fixtures
+from hosts.fixtures import said, wait_for
+from speech_files import folder_of_tones
+
+from exogym import LocalTrainer, load_model
+from exogym.faults import Faults
+from exogym.models.whisper.weights import SMALL
+from exogym.record.run_folder import read_status
+from exogym.remote.profile import load_profile
+from exogym.tasks import load_task
+from exogym.testing import fingerprint
+
+hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them
+COUNT = 2
+PROFILE = """
+[speech]
+task = whisper
+data = recordings
+task_options = weights=small-random, lora_rank=4
+
+[distributed:whisper]
+base_profile = speech
+strategy = diloco
+communication_interval = 4
+steps = {steps}
+hosts_config = hosts.json
+"""
+
+
+def prepare(hosts: Hosts, project: Path, steps: int, more: str = "") -> None:
+    folder_of_tones(project / "recordings", 20, rate=8_000)
+    hosts.file(project / "hosts.json")
+    (project / "config.ini").write_text(PROFILE.format(steps=steps) + more)
+
+
+def simulated(project: Path, **options) -> LocalTrainer:
+    """Train in this process what the profile says; nothing of it is written here again."""
+    profile = load_profile(project / "config.ini", "whisper")
+    task = load_task("whisper", project / "recordings", weights=SMALL, lora_rank=4)
+    trainer = LocalTrainer(task.make_model(0), task.train, task.val)
+    trainer.fit(
+        profile.make_strategy(task), num_nodes=2, max_steps=profile.steps, batch_size=task.batch_size, device="cpu",
+        val_interval=profile.steps // 10, **options,
+    )  # fmt: skip
+    return trainer
+
+
+def trained(folder: Path) -> int:
+    status = read_status(folder) if (folder / "status.json").exists() else {}
+    return int(status.get("step", 0))
+
+
+def is_the_simulation(project: Path) -> dict[int, list]:
+    """Hold the final model of the run against the simulation with the same outages; return these."""
+    (folder,) = (project / "runs").iterdir()
+    facts = json.loads((folder / "fit_1.facts.json").read_text())
+    away = {int(k): [tuple(x) for x in v] for k, v in facts["description"].get("outages", {}).items()}
+    expected = simulated(project, faults=Faults(absent=away, forget=True) if away else None)
+    model = load_task("whisper", project / "recordings", weights=SMALL, lora_rank=4).make_model(1)
+    load_model(model, folder / "fit_1.model.safetensors")
+    assert fingerprint(model) == fingerprint(expected.model)
+    return away
+
+
+def test_a_profile_trains_whisper_on_two_hosts_with_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
+    prepare(hosts, project, 10)
+    words = [sys.executable, "-m", "exogym", "distributed-train", "whisper"]
+    done = hosts.controller.run(words, cwd=project)
+    assert done.returncode == 0, said(done)
+    assert is_the_simulation(project) == {} and hosts.left_over() == {}
+    (history,) = (project / "runs").glob("*/history.csv")
+    assert "val_wer" in history.read_text().splitlines()[0]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
+    prepare(hosts, project, 400, "min_hosts = 1\nmax_restarts = 1\n")
+    words = [sys.executable, "-m", "exogym", "distributed-train", "whisper"]
+    with open(project / "said", "w") as file:
+        run = hosts.controller.start(words, cwd=project, stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: any(trained(path) > 40 for path in (project / "runs").glob("*/")), run)
+    (worker,) = [pid for pid, line in hosts[1].processes().items() if "runner.py" in line]
+    os.kill(worker, signal.SIGKILL)
+    assert run.wait(300) == 0, (project / "said").read_text()
+    away = is_the_simulation(project)
+    assert set(away) == {1} and hosts.left_over() == {}
