@@ -65,7 +65,7 @@ def test_who_is_lost_is_seen_and_who_comes_back(hosts: Hosts, project: Path) -> 
         run.send_signal(signal.SIGINT)
         run.wait(120)
     (folder,) = (project / "runs").iterdir()
-    assert read_status(folder)["state"] == "stopped"
+    assert read_status(folder)["state"] in ("stopped", "lost")  # without save_dir it may have no time to say so
     assert {host["state"] for host in read_hosts(folder)["hosts"]} <= {"stopped", "failed", "done"}
 
 

@@ -15,7 +15,7 @@ from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement, Probes
-from exogym.network.overheads import IDLE_S, moved_in_memory, slow_start_s
+from exogym.network.overheads import moved_in_memory, slow_start_s
 from exogym.network.trace import Trace
 
 Members = int | Sequence[int]
@@ -159,10 +159,10 @@ class Pricing:
     def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
         """Return the seconds that a collective loses as its connections start slowly; 0 where they were not idle."""
         ids = self._members(members)
-        if not self.tcp or idle_s <= IDLE_S or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
+        if not self.tcp or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
             return 0.0
         bandwidth, latency = self.links.slowest(np.asarray(ids))
-        return slow_start_s(payload_bytes, float(bandwidth), float(latency))
+        return slow_start_s(payload_bytes, float(bandwidth), float(latency), idle_s)
 
     def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
         """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""

@@ -7,7 +7,7 @@
     summary.json    the last record of the averaged model, and bytes by collective; there once the run has ended
     checkpoints/    where the run saves and was given no other place
 
-and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`) and hosts.json (`exogym.remote.health`).
+and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`), hosts.json (`exogym.remote.health`).
 
 A run that goes on in its folder adds to the events, and drops the records after the step that it goes on from.
 
