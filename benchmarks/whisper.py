@@ -151,7 +151,7 @@ def told(name: str, model: Any, task: Task, history: History, seconds: float) ->
 def say(name: str, model: Any, task: Task, more: str = "") -> None:
     clips: Any = task.val
     assert isinstance(clips, SpeechClips)
-    other = [row["audio"]["array"][: model.samples] for row in spoken(clips.texts, [STRANGER])]  # type: ignore[index]
+    other = [row["audio"]["array"][: model.samples] for row in spoken(clips.texts, [STRANGER])]
     own = model.errors_on([clips.clip(i) for i in range(len(clips))], clips.texts).rate
     strange = model.errors_on(other, clips.texts).rate
     print(f"{name}: {own:.1%} of the words wrong, {strange:.1%} with another voice; {more}", flush=True)

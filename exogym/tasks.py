@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from exogym.base import rng
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
-from exogym.errors import ArgumentError, check_choice, checked, nearest
+from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
 
 
@@ -214,16 +214,19 @@ def whisper_task(
     timestamps: bool = False,
     lines: int = 96,
     held_out: int = 24,
+    val_clips: int = 32,
 ) -> Task:
     """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
     `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
-    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud.
+    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
+    out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
     """
     from exogym.data.speech import find_speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
     from exogym.models.whisper.weights import find_weights
 
+    check_count("val_clips", val_clips)
     found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
     source = find_speech(data, load_tokens(found, **spoken).encode, window_s=window_s, lines=lines, held_out=held_out)
     build = functools.partial(
@@ -236,7 +239,7 @@ def whisper_task(
         f"Whisper on {len(source.train)} clips of up to {source.window_s:g} s, {trained}",
         source.origin,
         source.train,
-        source.val,
+        source.val.thinned(val_clips),
         build,
         nodes=2,
         batch_size=2,

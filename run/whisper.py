@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--lora_rank", type=int, default=8)
     parser.add_argument("--window_s", type=float, help="leave out longer clips (default: as long as the longest one)")
-    parser.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="less memory, more time")
     parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
     parser.add_argument("--min_hosts", type=int, help="go on without lost hosts, down to so many")
     parser.add_argument("--save", help="folder for the final model, as transformers reads it")

@@ -36,7 +36,7 @@ MinJobAge=300
 SlurmdTimeout=300
 InactiveLimit=0
 {nodes}
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 OverSubscribe=NO PreemptMode=OFF
 """
 
@@ -61,7 +61,15 @@ class Slurm:
         self._start("slurmctld", "-D", "-i")
         for name in names:
             self._start("slurmd", "-D", "-N", name)
-        self.wait(lambda: self.run("sinfo", "-h", "-o", "%T").split() == ["idle"] * 2, "the machines to be idle")
+
+    def ready(self) -> None:
+        """Wait until all machines are idle."""
+        self.wait(
+            lambda: (
+                self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * (len(self.started) - 1)
+            ),
+            "the machines to be idle",
+        )
 
     def _start(self, program: str, *words: str) -> None:
         log = (self.folder / f"{program}.{len(self.started)}.log").open("wb")
@@ -115,6 +123,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         pytest.skip("a SLURM of one's own needs root, and Debian's slurm-wlm")
     held = Slurm(folder)
     try:
+        held.ready()
         yield held
     finally:
         held.close()

@@ -50,7 +50,7 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     programs.mkdir()
     python = programs / "py'thon $x"
     for path, text in {
-        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN,
+        python: FAKE_PYTHON, programs / "srun": FAKE_SRUN, programs / "squeue": "#!/bin/sh\necho RUNNING\n",
     }.items():  # fmt: skip
         path.write_text(text)
         path.chmod(0o755)
@@ -69,6 +69,31 @@ def test_words_reach_the_script_as_they_are(tmp_path: Path) -> None:
     )
     assert current == str(folder) and len(secret) == 64
     assert not list(tmp_path.rglob("owned"))
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "again"),
+    [
+        (143, "RUNNING", "99", True), (143, "CANCELLED", "0", False), (143, "RUNNING", "100", False),
+        (1, "RUNNING", "0", False),
+    ],
+)  # fmt: skip
+def test_who_is_started_again(tmp_path: Path, code: int, state: str, restarts: str, again: bool) -> None:
+    """Who was told to save, but not who was cancelled, has failed, or was started too often."""
+    for name, text in {
+        "python": f"exit {code}", "srun": FAKE_SRUN, "squeue": f"echo {state}", "scontrol": 'echo "asked: $*"',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = job_script(SlurmJob("a.py", folder=str(tmp_path), python=str(tmp_path / "python")))
+    given = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": restarts,
+    }
+    done = subprocess.run(["bash"], input=text, env=given, capture_output=True, text=True)
+    assert ("asked: requeue 7" in done.stdout) == again, done.stdout + done.stderr
+    assert done.returncode == (0 if again else code)
 
 
 def test_sigterm_twice_in_a_job_is_sigterm_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +243,12 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
         cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
         cluster.run("scancel", "--batch", "--signal=USR1", job)  # as SLURM does before the limit
         cluster.wait(lambda: "is to be started again" in log(), "the job to notice")
-        assert "stopped by SIGTERM after step" in log(), log()
         cluster.wait(lambda: "going on from step" in log(), "the job to go on")
         assert cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
         cluster.wait(lambda: state()["state"] in ("COMPLETED", "FAILED"), "the job to end")
         assert state()["state"] == "COMPLETED", log()
         assert state()["restarts"] == "2"
+        assert log().count("stopped by SIGTERM after step") == 2, log()  # and saved itself
         assert main(["cluster", "logs", job, "--lines", "100000"]) == 0
         assert capsys.readouterr().out.count("going on from step") == 2
         assert main(["cluster", "cancel", "999999"]) == 2

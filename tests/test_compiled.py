@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import signal
+import time
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, compute
 from exogym.compute.compiled import STEPS, Compiled, compiled
+from exogym.compute.loop import Loop
+from exogym.compute.vmap import Vmap
 from exogym.errors import ModelError
 from exogym.models import CharGPT
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedProxStrategy, OptimSpec, SimpleReduceStrategy, Strategy
@@ -348,3 +351,59 @@ def test_compiled_by_inductor(monkeypatch, capsys, optimizer, model):
     build = MODELS.get(model, network)
     assert_close(*(fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=12), build) for how in ("compiled", "loop")))
     assert "exogym: compute='compiled': compiled in" in capsys.readouterr().err
+
+
+# compute="auto"
+
+
+@pytest.fixture
+def free_compiler(monkeypatch):
+    """By a guess of nothing, compiling is always tried."""
+    for name in ("LEAST_COMPILE_S", "OPERATION_S", "LOAD_S"):
+        monkeypatch.setattr(compute.choosing, name, 1e-9)
+
+
+def slowed(way, seconds, monkeypatch):
+    steps = way.steps
+
+    def slow(self, spans, losses, may_stop=True):
+        time.sleep(seconds)
+        steps(self, spans, losses, may_stop)
+
+    monkeypatch.setattr(way, "steps", slow)
+
+
+def test_auto_takes_what_is_fastest_and_keeps_it_on_resume(tmp_path, free_compiler, monkeypatch, capsys):
+    strategy = lambda: FedAvgStrategy("sgd", lr=0.1, H=6)  # noqa: E731
+    with monkeypatch.context() as patch:
+        slowed(Loop, 0.2, patch)
+        slowed(Vmap, 0.2, patch)
+        auto = fit("auto", strategy(), save_dir=tmp_path, max_steps=12)
+    assert auto.description["chosen"]["compute"] == "compiled"
+    assert "exogym: compute='auto' chose 'compiled' (loop " in capsys.readouterr().err
+    resumed = fit("auto", strategy(), save_dir=tmp_path, max_steps=18, resume=True)
+    assert resumed.description["chosen"]["compute"] == "compiled"
+    assert "chose" not in capsys.readouterr().err  # no second trial
+    assert fingerprint(resumed.model) == fingerprint(fit("compiled", strategy(), max_steps=18).model)
+
+
+def test_auto_leaves_out_what_would_end_later(free_compiler, monkeypatch, capsys):
+    slowed(Compiled, 0.2, monkeypatch)
+    auto = fit("auto", FedAvgStrategy("sgd", lr=0.1, H=6), num_nodes=1)
+    assert auto.description["chosen"]["compute"] in ("loop", "vmap")
+    assert ", compiled " in capsys.readouterr().err  # it was tried
+
+
+def test_auto_compiles_nothing_for_a_short_run(monkeypatch, capsys):
+    monkeypatch.setattr(Compiled, "__init__", None)
+    auto = fit("auto", FedAvgStrategy("sgd", lr=0.1, H=6))
+    assert auto.description["chosen"]["compute"] in ("loop", "vmap")
+    assert "to compile would take longer than it could save" in capsys.readouterr().err
+
+
+def test_a_trial_leaves_nothing_behind(free_compiler):
+    """A run that `auto` has chosen for is that run, with statistics of BatchNorm and an optimizer that counts."""
+    strategy = lambda: FedAvgStrategy("adamw", lr=0.01, H=6)  # noqa: E731
+    auto = fit("auto", strategy(), MODELS["BatchNorm"])
+    same = fit(auto.description["chosen"]["compute"], strategy(), MODELS["BatchNorm"])
+    assert fingerprint(auto.model) == fingerprint(same.model)

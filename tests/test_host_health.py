@@ -212,3 +212,22 @@ def test_a_process_says_how_far_it_is_where_somebody_watches(tmp_path: Path, mon
     assert {name: row[:2] for name, row in reports.sample()["steps"].items()} == {"2": [7, 1]}
     reports.close()
     assert not Path(reports.steps).exists()
+
+
+def test_gpus_as_their_own_program_tells_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of nvidia-smi with --format=csv,noheader,nounits; what it does not tell is left out."""
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for said, found in (
+        ("echo 'NVIDIA H200, 37, 1024, 143771'; echo 'NVIDIA H200, 0, 0, 143771'", [0.37, 0.0]),
+        ("echo 'NVIDIA H200, [N/A], 1, 2'", None),
+        ("exit 9", []),
+    ):
+        program.write_text(f"#!/bin/sh\n{said}\n")
+        program.chmod(0o755)
+        reports = Reports({"mark": "m", "every_s": 1.0}, str(tmp_path), "lo", list)
+        gpus = reports.sample().get("gpus")
+        reports.close()
+        assert (gpus if gpus is None else [gpu["use"] for gpu in gpus]) == found
+        if gpus:
+            assert gpus[0]["name"] == "NVIDIA H200" and gpus[0]["memory_bytes"] == 2**30

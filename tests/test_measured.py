@@ -107,6 +107,26 @@ def test_a_run_is_predicted_with_the_reduction_that_it_has(strategy, sums, agree
     assert trainer.clock.time_s[0] == pytest.approx(0.6 + first_s + sums * sum_s + agreements * 0.001)
 
 
+def test_on_hosts_nothing_overlaps():
+    """Eight fragments of 1 s each in twelve steps are waited for; by formula they hide in the steps."""
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    ends, rows = [], []
+    links = Network("32bps")  # two fragments of 8 bytes a round, 2 s each
+    probes = {"num_nodes": 2, "collectives": {"exact all_reduce": {"4": 1.0, "8": 1.0}}}
+    strategy = "streaming_diloco:H=3:num_fragments=2:fragment_sync_delay=1:outer_optim=sgd"
+    for network in (links, Network.of(probes)):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 2, bias=False))
+        trainer = LocalTrainer(model, data, loss_fn=lambda x, y: x.square().mean())
+        trainer.fit(
+            parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=12, network=network, step_seconds=10.0,
+            final_sync=False,
+        )  # fmt: skip
+        ends.append(float(trainer.clock.time_s[0]))
+        rows += advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0, strategies=[strategy]).rows
+    assert ends[0] == pytest.approx(120.0) and ends[1] == pytest.approx(120.0 + 8)
+    assert [row.seconds_per_step for row in rows] == pytest.approx([10.0, 10.0 + 2 / 3])
+
+
 def test_who_agrees_waits_for_the_latest():
     clock = Clock(2, Network.of(BOTH), [1.0, 2.0])
     clock.advance(1)

@@ -152,6 +152,7 @@ def test_what_is_not_said_is_not_found(algorithm, words, tmp_path):
 
 def test_the_page_has_the_table():
     assert table_of_the_page()[1] == table(), "run: make table"
+    assert len(OURS) >= 25 and all(f"| `{name}` |" in table() for name in OURS)
 
 
 @pytest.mark.parametrize("name", OURS)

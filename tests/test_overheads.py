@@ -8,13 +8,19 @@ from exogym.clock import Clock
 from exogym.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network
-from exogym.network.overheads import FIRST_WINDOW_BYTES, slow_start_s
+from exogym.network.overheads import FIRST_WINDOW_BYTES, TIMEOUT_S, slow_start_s
 
 
-def played_s(payload, bandwidth, latency):
-    """Send windows that double, each answered after a round trip, until the line is full; then at its rate."""
-    sent, window, now = 0, FIRST_WINDOW_BYTES, 0.0
+def played_s(payload, bandwidth, latency, idle=float("inf")):
+    """Send windows that double, each answered after a round trip, until the line is full; then at its rate.
+
+    Before, the window was halved for each timeout without a packet.
+    """
     full = bandwidth / 8 * 2 * latency
+    sent, window, now = 0, full, 0.0
+    while idle >= 2 * latency + TIMEOUT_S and window > FIRST_WINDOW_BYTES:
+        idle, window = idle - 2 * latency - TIMEOUT_S, window / 2
+    window = max(window, FIRST_WINDOW_BYTES)
     while window < full and sent + window < payload:
         sent, window, now = sent + window, 2 * window, now + 2 * latency
     return now + (payload - sent) * 8 / bandwidth
@@ -22,16 +28,17 @@ def played_s(payload, bandwidth, latency):
 
 @pytest.mark.parametrize("payload", [1e3, 1e5, 3e6, 1e9])
 @pytest.mark.parametrize(("bandwidth", "latency"), [(5e8, 0.075), (1e9, 0.01), (1e7, 0.1), (1e9, 1e-5)])
-def test_slow_start_is_what_it_is_round_by_round(payload, bandwidth, latency):
-    lost = played_s(payload, bandwidth, latency) - payload * 8 / bandwidth
-    assert slow_start_s(payload, bandwidth, latency) == pytest.approx(lost, abs=1e-9)
+@pytest.mark.parametrize("idle", [0.1, 0.5, 1.3, 4.0, float("inf")])
+def test_slow_start_is_what_it_is_round_by_round(payload, bandwidth, latency, idle):
+    lost = played_s(payload, bandwidth, latency, idle) - payload * 8 / bandwidth
+    assert slow_start_s(payload, bandwidth, latency, idle) == pytest.approx(lost, abs=1e-9)
 
 
 def test_only_idle_connections_start_slowly():
-    """H = 1 with short steps keeps the window; after a second of computing it is lost."""
+    """H = 1 with short steps keeps the window; after ten seconds of computing it is lost."""
     plain, slow = Network("500Mbps", "75ms"), Network("500Mbps", "75ms", tcp=True)
     ramp_s = slow_start_s(4e6, 5e8, 0.075)
-    for step_s, ramps in ((0.1, 1), (1.0, 3)):
+    for step_s, ramps in ((0.1, 1), (10.0, 3)):
         ends = []
         for network in (plain, slow):
             clock = Clock(4, network, step_s)

@@ -100,12 +100,25 @@ def test_a_folder_with_a_manifest(tmp_path):
     found = speech(folder_of_tones(tmp_path, 11, rate=8_000), letters)
     assert (len(found.train), len(found.val)) == (9, 2) and found.window_s == 2.0 and not found.left_out
     assert found.val.names == ["4.wav", "9.wav"] and found.train.speakers[:3] == ["s0", "s1", "s0"]
+    by_speaker = Stream(found.train, 2, batch_size=2, partitioner="shards:1")
+    speakers = [{found.train.speakers[i] for i in by_speaker.indices(node, 0)[0]} for node in (0, 1)]
+    assert speakers == [{"s0"}, {"s1"}] or speakers == [{"s1"}, {"s0"}]
     audio, labels = found.train.take(torch.tensor([2, 0]))
     assert audio.shape == (2, 32_000) and audio.dtype == torch.float32 and labels.dtype == torch.int64
     assert torch.equal(audio[1, :8_000], found.train.clip(0)) and not audio[1, 8_000:].any()
     assert labels[1].tolist() == [*letters("one", 0.5), *[-100] * (labels.shape[1] - 3)]
     batch = next(iter(Stream(found.train, 2, batch_size=2).batches(0, 0, 1)))
     assert batch[0].shape == (2, 32_000) and batch[1].shape == (2, 5)
+
+
+def test_clips_are_thinned_evenly(tmp_path):
+    clips = speech(folder_of_tones(tmp_path, 11), letters).train
+    some = clips.thinned(3)
+    assert some.names == [clips.names[i] for i in (0, 3, 6)] and some.window_s == clips.window_s
+    for at, i in enumerate((0, 3, 6)):
+        audio, labels = some[at]
+        assert torch.equal(audio, clips[i][0]) and labels[labels >= 0].tolist() == letters(clips.texts[i], 1)
+    assert clips.thinned(9) is clips
 
 
 def manifest_texts(folder, name, content):

@@ -39,6 +39,13 @@ def measured(bandwidth_bps: float, latency_s: float = 1e-4, nodes: int = 2) -> N
     return Network.measured(all_reduce=times, num_nodes=nodes)
 
 
+def measured_of(hosts: Hosts) -> dict[str, Any]:
+    """Return what a file says that was measured of the hosts, by the names they have: den is the first."""
+    known = measured(2e8).measurement
+    assert known is not None
+    return known.describe() | {"hosts": [host.address for host in hosts.machines[::-1]], "step_s": [0.05, 0.05]}
+
+
 def planned(network: Network, **more: Any) -> Any:
     given: dict[str, Any] = {"parameters": 1e6, "steps": 2000, "batch_size": 8, "step_s": [0.05, 0.05]}
     return propose(network=network, **given | more)
@@ -137,6 +144,9 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         (["--task", "digits", "--hosts", "one.json"], "one computer only"),
         (["--task", "digits", "--hosts", "torn.json"], "not JSON"),
         (["--task", "digits", "--folder", "full"], "is not empty"),
+        (["--task", "digits", "--hosts", "two.json", "--strategy", "dilocoo"], "did you mean 'diloco'"),
+        (["--task", "digits", "--hosts", "two.json", "--balance", "evenly"], "balance='evenly'"),
+        (["--task", "whisper", "--data", "one.json"], "give the folder"),
         (["--task", "digits", "--computers", "a", "--code", "12"], "wanted NAME=CODE"),
     ],
 )
@@ -145,6 +155,7 @@ def test_what_is_wrong_is_said_before_anything_is_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("one.json").write_text('{"master": "10.0.0.1"}')
+    Path("two.json").write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
     Path("torn.json").write_text("{")
     Path("full").mkdir()
     Path("full/file").write_text("")
@@ -163,10 +174,8 @@ def test_nothing_is_done_without_a_yes(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.controller.inside():
         done = python(*words, cwd=tmp_path)
     assert done.returncode == 0 and "all is well" in done.stdout and "nothing was done" in done.stdout, done.stderr
-    known = measured(2e8).measurement
-    assert known is not None
-    fields = known.describe() | {"hosts": [host.address for host in hosts.machines], "step_s": [0.05, 0.05]}
-    (tmp_path / "measured.json").write_text(json.dumps(fields))
+    fields = measured_of(hosts)
+    (tmp_path / "measured.json").write_text(json.dumps(fields | {"hosts": fields["hosts"][::-1]}))
     with hosts.controller.inside():
         done = python(*words, "--measured", "measured.json", cwd=tmp_path)
     assert done.returncode == 0 and "times as fast" in done.stdout and "nothing was trained" in done.stdout, done.stderr
@@ -247,11 +256,12 @@ def ssh_config(folder: Path) -> Path:
     return config
 
 
-def talk(terminal: Terminal, codes: list[str], task: int, steps: int) -> None:
+def talk(terminal: Terminal, codes: list[str], task: int, steps: int, measures: bool) -> None:
     """Answer as a person would, who first types a wrong code and looks at what else there is to choose.
 
     Args:
         task: its place in the list.
+        measures: whether nothing was measured before.
     """
     terminal.answer("What shall be trained?", DOWN * task + ENTER)
     terminal.answer("2 found. Which shall train?", ENTER)
@@ -264,7 +274,8 @@ def talk(terminal: Terminal, codes: list[str], task: int, steps: int) -> None:
     terminal.answer("Shall this computer train, too?", "n")
     terminal.answer("How many steps shall each computer train?", BACK * 6 + str(steps) + ENTER)
     terminal.until("all is well")
-    terminal.answer("Measure now?", ENTER)
+    if measures:
+        terminal.answer("Measure now?", ENTER)
     terminal.until("times as fast")
     terminal.answer("Shall it start?", DOWN + ENTER)
     for question in ("Which strategy?", "How many steps?", "How many examples in a batch?", "How is the load"):
@@ -295,8 +306,12 @@ def test_from_computers_in_a_network_to_a_trained_model(
     if task == "whisper":
         write_clips(tmp_path / "speech", 48, 12)
         words += ["--data", "speech"]
+    else:
+        (tmp_path / "measured.json").write_text(json.dumps(measured_of(hosts)))
+        words += ["--measured", "measured.json"]
     terminal = Terminal(hosts, tmp_path, *words)
-    talk(terminal, agents, DATASETS.index(task), STEPS if task == "digits" else WHISPER_STEPS)
+    steps = STEPS if task == "digits" else WHISPER_STEPS
+    talk(terminal, agents, DATASETS.index(task), steps, measures=task == "whisper")
     assert terminal.end() == 0, terminal.text
     assert re.search(r"training took .* were estimated, \d+ % (more|less)", terminal.text), terminal.text
     name = "loss" if task == "digits" else "word error rate"

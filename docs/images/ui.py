@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageChops
 from selenium import webdriver
 
 MOST_BYTES = 100_000
@@ -65,7 +65,7 @@ PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is the
     "nodes": ("#/run/digits", "document.querySelectorAll('section:not([hidden]) canvas.heat').length == 2"),
     "compare": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
     "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12"),
-    "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(row => row.textContent.includes('bit/s'))"
+    "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(r => r.textContent.includes('bit/s'))"
               ".length == 2"),
     "new": ("#/new", "document.getElementById('option-strategies') !== null"),
     "dark": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
@@ -156,11 +156,14 @@ def shown(driver: Any, name: str) -> tuple[bytes, dict[str, list[str]]]:
 
 
 def small(png: bytes) -> bytes:
-    """Return a picture with few colours."""
+    """Return a picture with few colours, and nothing empty below."""
     out = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(
-        out, "PNG", optimize=True
-    )
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    empty = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
+    box = ImageChops.difference(image, empty).getbbox()
+    assert box is not None, "the picture is empty"
+    image = image.crop((0, 0, image.width, min(box[3] + 16, image.height)))
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 

@@ -303,6 +303,8 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
     lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
     late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
     lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
+    if any(traffic.overlap_steps for plan in plans for traffic in plan.traffic):
+        lines.append("nothing overlaps with computing: on hosts a run waits for a fragment where it is sent")
     beyond = [
         measurement.probes[t.kind].beyond(t.payload_bytes)
         for plan in plans
@@ -342,7 +344,8 @@ def _row_of_fleet(
         idle_s = traffic.every_steps * step_s
         ramp_s = network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s)
         cost_s = scale * (network.duration_s(cost) + ramp_s)
-        stalls += max(0.0, cost_s - min(traffic.overlap_steps, traffic.every_steps) * step_s) / traffic.every_steps
+        overlap = min(traffic.overlap_steps, traffic.every_steps) if network.measurement is None else 0
+        stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
         sent += factor * traffic.payload_bytes * of_all / traffic.every_steps

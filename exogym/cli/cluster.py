@@ -42,6 +42,7 @@ def slurm(
     memory: Annotated[str | None, typer.Option(metavar="M", help="Of each machine, as 64G.")] = None,
     before: Annotated[int, typer.Option(metavar="SECONDS", help="Save so long before the limit.")] = 120,
     port: Annotated[int | None, typer.Option(metavar="PORT", help="Where they meet. [by the job's number]")] = None,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Starts at most that the job asks for itself.")] = 100,
     python: Annotated[str, typer.Option(metavar="PATH", help="The interpreter there.")] = sys.executable,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="The script's current folder there.")] = Path("."),
     out: Annotated[Path, typer.Option(metavar="FILE", help="For the job script.")] = Path("job.sh"),
@@ -55,6 +56,7 @@ def slurm(
     job = SlurmJob(
         script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
         partition=partition, account=account, qos=qos, cpus=cpus, gpus=gpus, memory=memory, before_s=before, port=port,
+        restarts=restarts,
         python=python, folder=os.path.abspath(folder),
     )  # fmt: skip
     _write(out, job_script(job))

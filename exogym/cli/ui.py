@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from exogym.errors import ExoGymError
+from exogym.progress import notice
 
 COMMANDS = ("compare", "sweep")  # what the page may start
 OURS = ("out", "resume", "debug", "help")  # of their options, those that the page gives itself
@@ -47,6 +48,7 @@ def ui(
 
     def ready(address: str) -> None:
         print(address, flush=True)
+        notice("open this address in a browser; Ctrl-C ends the page, and what it started goes on")
         has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         if opens and sys.stdout.isatty() and has_screen:
             webbrowser.open(address)

@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import Network
 from exogym.remote import HostsConfig, check_hosts
 from exogym.remote.measuring import measure_hosts
-from exogym.remote.profile import EVALUATIONS
+from exogym.remote.profile import EVALUATIONS, Profile, options_of
 from exogym.remote.results import history_of
 from exogym.tasks import Task, load_task
 from exogym.wizard import Proposal, Session, Taken, make_session, propose
@@ -49,6 +49,9 @@ def wizard(
     ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Its data; copied to the computers. [default: the usual places]")
+    ] = None,
+    task_options: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Of the task, as 'lora_rank=8, lines=40'.")
     ] = None,
     hosts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A hosts file; those paired with go into it.")
@@ -112,11 +115,16 @@ def wizard(
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
     what = task or asker.choose("--task", "What shall be trained?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
-    problem = load_task(what, data)
+    if what == "whisper" and data is not None and data.is_file():
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
+    Profile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains before anything is done
+    problem = load_task(what, data, **options_of(task_options))
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
-    wanted = Wanted(what, problem, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed, save_dir)
+    wanted = Wanted(
+        what, problem, task_options, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed, save_dir
+    )  # fmt: skip
     place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data)
     run = Preparing(asker, wanted, place, yes)
     if not run.look():
@@ -148,6 +156,7 @@ class Wanted:
 
     name: str
     task: Task
+    options: str | None
     steps: int
     strategy: str | None
     batch_size: int | None
@@ -163,7 +172,8 @@ class Wanted:
     def fields(self, plan: Proposal, data: str | None) -> dict[str, Any]:
         """Return the profile's fields."""
         return {
-            "task": self.name, "data": data, "strategy": plan.strategy, "steps": self.steps, "batch_size": self.batch,
+            "task": self.name, "data": data, "task_options": self.options,
+            "strategy": plan.strategy, "steps": self.steps, "batch_size": self.batch,
             "lr": self.lr, "balance": self.balance, "seed": self.seed, "retries": RETRIES,
         } | ({} if self.save_dir is None else {
             "save_dir": self.save_dir, "checkpoint_interval": max(1, self.steps // SAVES), "max_restarts": RESTARTS,
@@ -297,7 +307,7 @@ class Preparing:
             say("measuring ...")
             self._network = measure_hosts(
                 self.config, self.place.folder / MEASURED, sync=True, task=wanted.name, data=self.place.data_there,
-                batch_size=wanted.batch, project=self.place.folder,
+                batch_size=wanted.batch, task_options=wanted.options, project=self.place.folder,
             )  # fmt: skip
             self._batch = wanted.batch
         return propose(

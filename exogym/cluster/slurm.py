@@ -34,8 +34,7 @@ export EXOGYM_SECRET EXOGYM_SIGTERM_ONCE=1
 
 # SLURM sends TERM to all processes when the job is preempted or cancelled, and some time before the limit USR1 to this
 # shell, which then sends TERM. At that the processes save where each node stands (fit with save_dir), and end.
-limit=
-trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap : TERM
 
 # This shell runs on the first machine of the job, where the others find the first launcher: SLURM tells its address.
@@ -45,8 +44,10 @@ srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_P
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-if [ -n "$limit" ] && [ "$code" -ne 0 ]; then
-    echo "the time limit is near: the run has saved itself and is to be started again" >&2
+# 143: ended by TERM. A job that was cancelled is not running any more.
+state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
+if [ "$code" -eq 143 ] && [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+    echo "the run was told to save itself, and is to be started again" >&2
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -64,6 +65,7 @@ class SlurmJob:
         cpus, gpus, memory, time, partition, account, qos: as SLURM's options; None: its defaults.
         before_s: seconds before the time limit at which the run is told to save.
         port: at which the machines meet; None: one that follows from the number of the job.
+        restarts: so often at most the job has itself started again.
 
     Raises:
         ArgumentError: a word that is not of the form it must have.
@@ -88,10 +90,12 @@ class SlurmJob:
     qos: str | None = None
     before_s: int = 120
     port: int | None = None
+    restarts: int = 100
 
     def __post_init__(self) -> None:
         for name in ("nodes", "before_s"):
             check_count(name, getattr(self, name))
+        check_count("restarts", self.restarts, least=0)
         for name in ("processes_per_node", "cpus", "gpus", "port"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -125,7 +129,7 @@ def job_script(job: SlurmJob) -> str:
     script = job.script if not job.script.startswith("-") else f"./{job.script}"
     return TEMPLATE.format(
         directives="\n".join([*directives, "#SBATCH --requeue"]), folder=shlex.quote(job.folder),
-        python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes,
+        python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes, restarts=job.restarts,
         port=job.port or "$((20000 + SLURM_JOB_ID % 10000))", command=shlex.join([script, *job.arguments]),
     )  # fmt: skip
 

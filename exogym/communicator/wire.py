@@ -15,28 +15,37 @@ CHUNK_ELEMENTS = 1 << 18
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def tree_sum(x: Tensor, ids: Sequence[int], weights: Tensor | None = None, divisor: int = 1) -> Tensor:
+def tree_sum(
+    x: Tensor, ids: Sequence[int], weights: Tensor | None = None, divisor: int = 1, rows: Sequence[int] | None = None
+) -> Tensor:
     """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
 
     Leaves stand at their ids; at each level positions 2k and 2k+1 are added, and a position whose
     sibling is absent passes through. The result depends on ids and rows only. Rows are multiplied by `weights` (n,)
     first, and the sum is divided by `divisor`. Half-precision rows are weighted and summed in fp32 and rounded once.
+    With `rows` (n,) it is these rows of `x`, which then may have more.
 
     >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
     tensor([7.])
     """
-    n, width = x.shape
+    n, width = len(ids), x.shape[1]
     if n == 1 and weights is None:
-        return x[0].clone()
+        return x[0 if rows is None else rows[0]].clone()
     exact = _exact(x)
     shares = None if weights is None else weights[:, None].to(x.device, exact)
     out = torch.empty(width, dtype=x.dtype, device=x.device)
     step = max(1, CHUNK_ELEMENTS // n) if x.device.type == "cpu" else width
     dense = list(ids) == list(range(n))
+    order = [] if dense else _additions(ids)
+    at = None if rows is None else torch.tensor(rows, device=x.device)
     for start in range(0, width, step):
-        part = x[:, start : start + step].to(exact)
+        part = x[:, start : start + step]  # gathered piece by piece, so that what is summed is in the cache
+        part = (part if at is None else part.index_select(0, at)).to(exact)
         part = part if shares is None else part * shares
-        total = _tree_dense(part) if dense else _tree_sparse(part, ids)
+        if dense:
+            total = _tree_dense(part)
+        else:
+            total = _tree_sparse(part if at is not None or shares is not None else part.clone(), order)
         out[start : start + step] = total if divisor == 1 else total.div_(divisor)
     return out
 
@@ -52,16 +61,31 @@ def _tree_dense(x: Tensor) -> Tensor:
     return x[0]
 
 
-def _tree_sparse(x: Tensor, ids: Sequence[int]) -> Tensor:
-    level = dict(zip(ids, x, strict=True))
+def _additions(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return which row is added to which, (to, from), in order; the first row ends as the sum.
+
+    >>> _additions([0, 1, 5])
+    [(0, 1), (0, 2)]
+    """
+    level = dict(zip(ids, range(len(ids)), strict=True))  # position to the row that stands for it
+    found = []
     while len(level) > 1:
-        above: dict[int, Tensor] = {}
-        for position, value in level.items():
-            parent = position // 2
-            above[parent] = above[parent] + value if parent in above else value
+        above: dict[int, int] = {}
+        for position, row in level.items():
+            if (parent := position // 2) in above:
+                found.append((above[parent], row))
+            else:
+                above[parent] = row
         level = above
-    (total,) = level.values()
-    return total
+    return found
+
+
+def _tree_sparse(x: Tensor, additions: Sequence[tuple[int, int]]) -> Tensor:
+    """Add rows of `x` in place, as `_additions` says."""
+    rows = x.unbind(0)
+    for to, source in additions:
+        rows[to].add_(rows[source])
+    return rows[0]
 
 
 class Parcel(NamedTuple):
@@ -110,6 +134,11 @@ class Wire:
         self.native = native
         self.placement = [self.ranks]
 
+    @property
+    def total_rows(self) -> int:
+        """How many rows the run has, in all processes."""
+        return sum(map(len, self.placement))
+
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """From now on rows belong to these ids, of row 0 first, in each process; as many as before.
 
@@ -150,6 +179,9 @@ class Wire:
         """
         if self.native:
             return self._reduce_native(x, ids, op, weights)
+        if op in ("sum", "mean") and list(ids) != self.ranks:
+            rows = [self.row_of[i] for i in ids]
+            return tree_sum(x, ids, weights, len(ids) if op == "mean" and weights is None else 1, rows)
         return reduce_rows(self.rows(x, ids), ids, op, weights)
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:

@@ -86,7 +86,7 @@ class Compiled(Loop):
         self.kind = kind
         self._first_gradient = self.tracer.gradient(batch)
         self._compare(batch)
-        operations = len(self._first_gradient.graph.nodes)  # type: ignore[attr-defined]
+        self.operations = operations = len(self._first_gradient.graph.nodes)  # type: ignore[attr-defined]
         self.most = 1 if worker.draws_torch else max(1, min(STEPS, OPERATIONS // operations))
 
     # Spans

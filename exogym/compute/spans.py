@@ -103,7 +103,7 @@ class Losses(Stateful):
 
 
 class Compute(Protocol):
-    """A way of computing local steps of rows: `loop`, `vmap`, and what is to come. All are held to `loop`.
+    """A way of computing local steps of rows: `loop`, `vmap`, `compiled`, and what is to come. All are held to `loop`.
 
     It is timed from outside, so it may run a span as it likes: step by step, many rows at once, as one graph.
 

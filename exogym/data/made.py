@@ -28,6 +28,7 @@ class Made(Sequence[Any]):
     ):
         self.factory, self.num_nodes, self.is_train, self.check, self.kept = factory, num_nodes, is_train, check, kept
         self._here: OrderedDict[int, tuple[Any, Take | None]] = OrderedDict()
+        self._by_name: bool | None = None  # whether the third argument goes by its name; found at the first call
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -58,25 +59,13 @@ class Made(Sequence[Any]):
         Raises:
             DataError: it cannot be called as a factory, or it failed for this node.
         """
-        args: tuple[Any, ...] = (node, self.num_nodes, self.is_train)
-        kwargs: dict[str, Any] = {}
         name = getattr(self.factory, "__name__", type(self.factory).__name__)
+        if self._by_name is None:
+            self._by_name = self._goes_by_name(name)
         try:
-            signature = inspect.signature(self.factory)
-        except (TypeError, ValueError):  # a builtin
-            signature = None
-        if signature is not None:
-            if "train_dataset" in signature.parameters:
-                args, kwargs = args[:2], {"train_dataset": self.is_train}
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise DataError(
-                    f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
-                    "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
-                ) from None
-        try:
-            return self.factory(*args, **kwargs)
+            if self._by_name:
+                return self.factory(node, self.num_nodes, train_dataset=self.is_train)
+            return self.factory(node, self.num_nodes, self.is_train)
         except ExoGymError:
             raise
         except Exception as error:
@@ -85,6 +74,22 @@ class Made(Sequence[Any]):
                 f"{name}{(node, self.num_nodes, self.is_train)} by itself"
             )
             raise
+
+    def _goes_by_name(self, name: str) -> bool:
+        """Return whether the factory's third argument is named `train_dataset`; DataError where it takes others."""
+        try:
+            signature = inspect.signature(self.factory)
+        except (TypeError, ValueError):  # a builtin
+            return False
+        by_name = "train_dataset" in signature.parameters
+        try:
+            _ = signature.bind(0, 1, train_dataset=True) if by_name else signature.bind(0, 1, True)
+        except TypeError as error:
+            raise DataError(
+                f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
+                "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
+            ) from None
+        return by_name
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_here": OrderedDict()}

@@ -28,12 +28,15 @@ def main() -> int:
     )
     parser.add_argument("--batch-size", type=int, help="examples of that step (default the task's)")
     parser.add_argument("--data", metavar="PATH", help="file or folder of that task's data, if not in the usual places")
+    parser.add_argument("--task-options", metavar="TEXT", default="", help="of that task, as lora_rank=8")
     given = parser.parse_args()
     fields: dict[str, Any] = {}
     try:
         if given.json is None and given.task is not None:
             raise ArgumentError("--task needs --json: it measures a step for the file")
-        step_s = None if given.task is None else step_seconds(given.task, given.batch_size, given.data)
+        step_s = (
+            None if given.task is None else step_seconds(given.task, given.batch_size, given.data, given.task_options)
+        )
         init_process_group()
         try:
             if given.json is None:

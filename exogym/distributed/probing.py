@@ -47,11 +47,13 @@ Call = Callable[[Tensor], Any]
 STEP = """
 import sys
 from exogym.compare import measured_step_s
+from exogym.remote.profile import options_of
 from exogym.tasks import load_task
 
 sys.path.insert(0, "")
-task, batch_size, data = sys.argv[1:]
-print(measured_step_s(load_task(task, data or None), int(batch_size) if batch_size else None))
+task, batch_size, data, options = sys.argv[1:]
+loaded = load_task(task, data or None, **options_of(options))
+print(measured_step_s(loaded, int(batch_size) if batch_size else None))
 """
 
 
@@ -93,15 +95,18 @@ def measure(
     return rows, _fields(sizes, repeats, kinds, step_s, task)
 
 
-def step_seconds(task: str, batch_size: int | None = None, data: str | None = None) -> float:
+def step_seconds(task: str, batch_size: int | None = None, data: str | None = None, options: str = "") -> float:
     """Return the median seconds of a step of a task here, measured in a process of its own that is in no world.
+
+    Args:
+        options: of the task, as a profile's `task_options`.
 
     Raises:
         DataError: it could not be trained; the message has the last line that the process said.
     """
     world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     alone = {name: value for name, value in os.environ.items() if name not in world and name[:8] != "EXOGYM_N"}
-    words = [sys.executable, "-c", STEP, task, "" if batch_size is None else str(batch_size), data or ""]
+    words = [sys.executable, "-c", STEP, task, "" if batch_size is None else str(batch_size), data or "", options]
     done = subprocess.run(words, env=alone, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()

@@ -1,32 +1,26 @@
-"""A network: its links, and what a collective costs on them."""
+"""A network: its links, made from what a user says of them. What a collective costs on them is in `pricing`."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from exogym.base.rng import numpy_generator
-from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
-from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
-from exogym.network.measured import Measurement, Probes
-from exogym.network.overheads import IDLE_S, moved_in_memory, slow_start_s
+from exogym.network.measured import Measurement
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
+from exogym.network.pricing import Pricing
 from exogym.network.trace import Trace
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 
-Members = int | Sequence[int]
 OPTIONS = ("jitter", "loss", "seed", "server", "trace", "tcp", "memory")
 SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
 
 
-class Network:
+class Network(Pricing):
     """Links with a bandwidth and a latency each, and the time a collective takes on them.
 
     Every node has a full-duplex line to every other. `Network.matrix` gives each pair its own, `Network.groups` makes
@@ -59,8 +53,6 @@ class Network:
     >>> network.cheapest("all_reduce", 1000, 8)[0]
     'halving_doubling'
     """
-
-    measurement: Measurement | None = None  # where collectives were measured, not reckoned
 
     @checked
     def __init__(
@@ -292,11 +284,6 @@ class Network:
 
     # What it is
 
-    @property
-    def num_nodes(self) -> int | None:
-        """How many nodes the network is for; None: any number."""
-        return self.links.size if self.measurement is None else self.measurement.num_nodes
-
     def describe(self) -> dict[str, Any]:
         """Return the network as plain numbers, lists and dicts, from which `Network.of` makes it again."""
         return dict(self._description)
@@ -338,156 +325,3 @@ class Network:
         """Return (num_nodes,) bits per second up and down of each node's own line, which all its messages share."""
         up, down = self.links.line(np.arange(num_nodes))
         return np.broadcast_to(up, num_nodes), np.broadcast_to(down, num_nodes)
-
-    # What things cost
-
-    def at(self, time_s: float) -> Network:
-        """Return the network with the links that it has at a moment, by its trace; itself where it has none."""
-        return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
-
-    def _in_interval(self, k: int) -> Network:
-        assert self.trace is not None
-        if k not in self._at:
-            network = copy.copy(self)
-            network.links, network.trace = self.trace.links(k), None
-            self._at[k] = network
-        return self._at[k]
-
-    def seconds(
-        self, event: Event, draw: int | None = None, algorithm: str | None = None, start_s: float = 0.0,
-        idle_s: float = math.inf,
-    ) -> float:  # fmt: skip
-        """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
-
-        Args:
-            draw: number of the event, which picks its jitter; the first, 0, sets connections up. None: the mean jitter
-                of any other.
-            algorithm: another way to carry it out than the event names.
-            start_s: that moment, which counts where links change.
-            idle_s: how long the members' lines had been idle then, which counts where connections start slowly.
-        """
-        if self.trace is not None:
-            return self.trace.seconds(
-                start_s, lambda k: self._in_interval(k).seconds(event, draw, algorithm, start_s, idle_s)
-            )
-        members: Sequence[int] = event.members
-        options: dict[str, Any] = {}
-        if event.links:
-            return self.duration_s(self._cost_of_links(event), draw)
-        if not isinstance(self.links, UniformLinks):
-            if len(event.givers) == 1:  # broadcast and scatter have a root that gives, gather and reduce one that gets
-                options["root"] = event.givers[0]
-            elif event.kind in ("gather", "reduce"):
-                options["root"] = members[int(np.argmin(event.tx_bytes))]
-        way = event.algorithm if algorithm is None else algorithm
-        cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
-        ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s)
-        return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)
-
-    def _cost_of_links(self, event: Event) -> Cost:
-        """Return what the messages of a mix cost, which go at once; those of a node share its line."""
-        at = {node: position for position, node in enumerate(event.members)}
-        givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
-        out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
-        messages = Round(1, event.payload_bytes, lambda n: (givers, takers), out, into)
-        return price([messages], self.links, self._members(event.members))
-
-    def duration_s(self, cost: Cost, draw: int | None = None) -> float:
-        """Return the seconds of a cost with the network's loss and jitter: of event number `draw`, or the mean."""
-        late = 0.0
-        if self.jitter_s and cost.hops:
-            late = cost.hops * self.jitter_s
-            if draw is not None:
-                late = self.jitter_s * numpy_generator(self.seed, "jitter", draw).gamma(cost.hops)
-        return cost.latency_s + cost.transfer_s / (1 - self.loss) + late
-
-    def cost(
-        self,
-        kind: str,
-        payload_bytes: float,
-        members: Members,
-        algorithm: str | None = None,
-        *,
-        root: int | None = None,
-        fan: Sequence[float] | None = None,
-    ) -> Cost:
-        """Return what a collective costs, before loss and jitter.
-
-        Args:
-            kind: "all_reduce", "all_gather", ...: as the communicator names them.
-            payload_bytes: what each giver hands over.
-            members: ids, or how many (the first ones).
-            algorithm: how; the first of `algorithms_of(kind)` if None. NCCL's and gloo's names are known too.
-            root: of a broadcast, reduce, gather or scatter; the first member if None.
-            fan: of a mix, the most messages a node sends and gets; all others if None.
-
-        Raises:
-            ArgumentError: an unknown collective or algorithm, a bad payload, or a node the network does not have.
-        """
-        names = algorithms_of(kind)
-        way = names[0] if algorithm is None else NAMES.get(algorithm, algorithm)
-        check_choice("algorithm", way, names)
-        if not 0 <= payload_bytes < math.inf:
-            raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
-        ids = self._members(members)
-        n = len(ids)
-        known = None if fan is not None else self._measured(kind, way, n)
-        if known is not None:
-            return known.cost(payload_bytes)
-        cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
-        if self.memory_bps is not None:
-            cost += Cost(8 * payload_bytes * moved_in_memory(kind, way, n) / self.memory_bps)
-        return cost
-
-    def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
-        names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
-        among = len(self._members(members))
-        measured = [name for name in names if self._measured(kind, name, among) is not None]
-        names = measured or names  # what was measured stands for the best that the library has
-        if not isinstance(self.links, GroupLinks):
-            names = [name for name in names if name != "hierarchical"]
-        times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
-        best = min(times, key=times.__getitem__)
-        return best, times[best]
-
-    def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
-        """Return the seconds that a collective loses as its connections start slowly; 0 where they were not idle."""
-        ids = self._members(members)
-        if not self.tcp or idle_s <= IDLE_S or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
-            return 0.0
-        bandwidth, latency = self.links.slowest(np.asarray(ids))
-        return slow_start_s(payload_bytes, float(bandwidth), float(latency))
-
-    def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
-        """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""
-        way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
-        return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
-
-    @property
-    def message_s(self) -> float:
-        """Seconds in which all nodes agree on a few bytes, as far as it was measured."""
-        return 0.0 if self.measurement is None else self.measurement.message_s
-
-    def _measured(self, kind: str, way: str, members: int) -> Probes | None:
-        return None if self.measurement is None else self.measurement.probes_for(kind, way, members)
-
-    def _members(self, members: Members) -> Sequence[int]:
-        if isinstance(members, int):
-            check_count("members", members)
-            members = range(members)
-        if not len(members):
-            raise ArgumentError("members is empty: a collective needs at least one node")
-        if self.num_nodes is not None:
-            self._check_ids(np.asarray(members))
-        return members
-
-    def _check_ids(self, *ids: np.ndarray) -> None:
-        size = self.num_nodes
-        for some in ids:
-            if some.size and (some.min() < 0 or (size is not None and some.max() >= size)):
-                wrong = int(some.min() if some.min() < 0 else some.max())
-                raise ArgumentError(
-                    f"node {wrong} is not in this network"
-                    + ("" if size is None else f" of {size} nodes, 0 to {size - 1}")
-                )

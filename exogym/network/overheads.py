@@ -1,10 +1,12 @@
 """What a collective costs beside latency and rate, where a network is asked for it: TCP's slow start, copies and sums.
 
-**TCP** (`tcp=True`). A connection that was idle for longer than its retransmission timeout, at least 200 ms (Linux,
-TCP_RTO_MIN), starts again with a window of 10 segments (RFC 5681, section 4.1; RFC 6928), and doubles it each round
-trip until it fills the way, W = B RTT bytes, or until its m bytes are gone. It loses, with w = 10 x 1,460 bytes,
+**TCP** (`tcp=True`). A connection that fills the way has a window of W = B RTT bytes. For each retransmission timeout
+that it is idle, RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), it halves that (RFC 2861, as Linux does), down to 10 segments
+(RFC 6928), with which a new one starts. Then it doubles it each round trip until it fills the way again, or until its m
+bytes are gone. After an idle time t it loses
 
-    k RTT - w (2^k - 1) / B,   k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)
+    k RTT - w (2^k - 1) / B,   w = max(14,600, W / 2^floor(t / RTO)),
+                               k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)
 
 once for each collective, whose connections all ramp up at once; RTT is two latencies. Queues and losses are not in it.
 
@@ -17,20 +19,25 @@ from __future__ import annotations
 
 import math
 
-IDLE_S = 0.2
+TIMEOUT_S = 0.2  # of a retransmission, beside the round trip
 FIRST_WINDOW_BYTES = 10 * 1460
+MOST_HALVINGS = 64
 
 
-def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float) -> float:
-    """Return the seconds that a connection loses on `payload_bytes` in a row, because it starts slowly.
+def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, idle_s: float = math.inf) -> float:
+    """Return the seconds that a connection loses on `payload_bytes` in a row, because it starts slowly after idling.
 
     >>> round(slow_start_s(1e9, 500e6, 0.075), 3)  # 10 round trips, 15 MB less than the line carries in them
     1.261
     >>> slow_start_s(14_600, 500e6, 0.075), slow_start_s(1e9, 500e6, 0.0)
     (0.0, 0.0)
+    >>> round(slow_start_s(1e9, 500e6, 0.075, idle_s=1.0), 3)  # two timeouts: a quarter of the window is left
+    0.188
     """
-    trip_s, w = 2 * latency_s, FIRST_WINDOW_BYTES
+    trip_s = 2 * latency_s
     wanted = bandwidth_bps / 8 * trip_s
+    halvings = min(idle_s / (trip_s + TIMEOUT_S), MOST_HALVINGS)
+    w = max(FIRST_WINDOW_BYTES, wanted / 2 ** math.floor(halvings))
     if wanted <= w or payload_bytes <= w:
         return 0.0
     k = min(math.ceil(math.log2(wanted / w)), math.ceil(math.log2(payload_bytes / w + 1)) - 1)

@@ -7,6 +7,8 @@
     summary.json    the last record of the averaged model, and bytes by collective; there once the run has ended
     checkpoints/    where the run saves and was given no other place
 
+and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`), hosts.json (`exogym.remote.health`).
+
 A run that goes on in its folder adds to the events, and drops the records after the step that it goes on from.
 
 While it goes on it holds the folder (see `exogym.base.locks`), so no two runs write to one. A disk that is full, or a

@@ -28,6 +28,7 @@ def measure_hosts(
     task: str | None = None,
     data: str | None = None,
     batch_size: int | None = None,
+    task_options: str | None = None,
     sizes_bytes: Sequence[int] | None = None,
     project: str | os.PathLike[str] | None = None,
 ) -> Network:
@@ -37,7 +38,8 @@ def measure_hosts(
 
     Args:
         hosts_config, sync, project: as `SSHLauncher`.
-        task: a name, or module:function of the project; `data` and `batch_size`: of it, None: as the task has them.
+        task: a name, or module:function of the project; `data`, `batch_size`, `task_options` (as a profile has
+            them): of it, None: as the task has them.
         sizes_bytes: to probe; None: those of the self-test.
 
     Raises:
@@ -47,6 +49,7 @@ def measure_hosts(
     words += [] if task is None else ["--task", task]
     words += [] if data is None else ["--data", data]
     words += [] if batch_size is None else ["--batch-size", str(batch_size)]
+    words += [] if task_options is None else ["--task-options", task_options]
     words += [] if sizes_bytes is None else ["--sizes_bytes", *map(str, sizes_bytes)]
     with TemporaryDirectory() as folder:
         launcher = SSHLauncher(hosts_config, sync=sync, project=project, out=folder, echo=False)

@@ -310,9 +310,8 @@ class NetworkTrainer(Trainer):
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
         step = max(self.history.column("step")[0].tolist(), default=0)
-        seen = results.write_seen(self.folder, self.description, self.hosts.addresses)
-        saw = "" if seen is None else f", what it saw of the hosts ({seen.name})"
-        notice(f"finished: step {step}; model, history{saw} and logs in {from_here(self.folder)}")
+        results.write_seen(self.folder, self.description, self.hosts.addresses)
+        notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
         return self.model
 
     def _take(self, found: results.Results) -> None:

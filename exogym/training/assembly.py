@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from exogym.base.rng import seed_torch, stream_seed
 from exogym.callbacks import Callback
 from exogym.clock import StepTime
 from exogym.communicator import Wire
+from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
-from exogym.compute.vmap import VmapGradients
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -196,7 +195,7 @@ def workplace(
     subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
 ) -> tuple[Stream, Worker, Any]:
     """Return the data's stream, a worker bound to the fleet of the rows here, and the first batch; `undo` unbinds."""
-    rows = sum(map(len, wire.placement))
+    rows = wire.total_rows
     asks_all = True
     if rows < options.num_nodes and is_factory(subject.train_dataset):
         asks_all = _asks_all(options, wire)
@@ -269,7 +268,7 @@ def make_driver(
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
     wire, store, arrived = fleet.comm.wire, None, None
-    if sum(map(len, wire.placement)) < options.num_nodes:
+    if wire.total_rows < options.num_nodes:
         folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
         store = Store(options.client_state_memory, folder)
 
@@ -339,36 +338,10 @@ def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
         limit = options.max_memory_usage * total_memory_bytes(worker.device)
         micro = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
-    compute = _time_compute(worker, stream, len(worker.fleet)) if options.compute == "auto" else options.compute
+    compute = options.compute
+    if compute == "auto":
+        compute = choose(worker, stream, options.strategy, options.total_steps(stream.steps_per_epoch))
     return {"compute": compute, "micro_batch_size": micro}
-
-
-def _time_compute(worker: Worker, stream: Stream, num_nodes: int) -> str:
-    """Time one gradient of up to ten rows each way; return "loop" or "vmap" and say which."""
-    try:
-        vmap = VmapGradients(worker)
-        rows = list(range(min(num_nodes, vmap.chunk_rows)))
-        batches = [next(iter(stream.batches(node, 0, 1))) for node in rows]
-        times = {"loop": np.inf, "vmap": np.inf}
-        for _ in range(4):
-            start = time.perf_counter()
-            for row, batch in zip(rows, batches, strict=True):
-                worker.point(row)
-                worker.gradient(batch, row)
-            middle = time.perf_counter()
-            vmap(rows, batches)
-            times["loop"] = min(times["loop"], middle - start)
-            times["vmap"] = min(times["vmap"], time.perf_counter() - middle)
-        worker.clear_grads()
-    except ModelError as error:
-        notice(f"compute='auto' chose 'loop': {error}")
-        return "loop"
-    chosen = min(times, key=lambda name: times[name])
-    per_row = {name: 1e3 * seconds / len(rows) for name, seconds in times.items()}
-    notice(
-        f"compute='auto' chose {chosen!r} (loop {per_row['loop']:.2f} ms, vmap {per_row['vmap']:.2f} ms per node-step)"
-    )
-    return chosen
 
 
 def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluator | None:

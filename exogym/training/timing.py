@@ -25,7 +25,9 @@ from exogym.fleet.state import Shared
 class Timing:
     """Drives a `Clock` with what the nodes of a fleet compute and send.
 
-    On a network that was measured, an all-reduce takes what the run's own takes: the exact one, unless it is native.
+    A network that was measured stands for hosts on which this library runs. So an all-reduce takes what the run's own
+    takes, the exact one unless it is native, and what may arrive later is waited for where it is sent: between
+    processes the wire carries one collective at a time, and nothing is computed meanwhile.
 
     Args:
         fleet: its communicator's events are taken into account from here on.
@@ -51,7 +53,8 @@ class Timing:
         self.fleet = fleet
         self.is_measured = step_seconds is None
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
-        self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
+        self._is_on_hosts = self.clock.network.measurement is not None
+        self._is_exact = self._is_on_hosts and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         self.taken_s = np.zeros(len(fleet))
@@ -81,6 +84,10 @@ class Timing:
         self.clock.agree(agreements)
 
     def _hear(self, event: Event) -> None:
+        if self._is_on_hosts:
+            if event.kind == "arrive":
+                return
+            event = replace(event, flight=None)
         if self._is_exact and (event.kind, event.algorithm) == ("all_reduce", "ring"):
             event = replace(event, algorithm="exact")
         self.clock.event(event)

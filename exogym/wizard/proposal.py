@@ -49,8 +49,8 @@ class Proposal:
         lines = [
             f"strategy {self.strategy}, {self.steps} steps of {self.batch_size} examples on each node",
             f"about {readable_seconds(self.seconds)} of training, after some {START} to start; the fastest computer "
-            f"alone would train about {readable_seconds(self.alone_s)} for as many examples: {self.speedup:.3g} times "
-            f"as fast, likely {least:.3g} to {most:.3g}",
+            f"alone would train about {readable_seconds(self.alone_s)} for as many examples; without evaluations "
+            f"{self.speedup:.3g} times as fast, likely {least:.3g} to {most:.3g}",
             *(f"because {text}" for text in self.because),
         ]
         return "\n".join(lines + self.hints)

@@ -38,6 +38,7 @@ class SpeechClips(BulkDataset):
         texts, speakers, names: of each clip.
         seconds: (n,) its length.
         window_s: of all.
+        targets: (n,) the number of its speaker, by which partitions by label deal clips.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SpeechClips(BulkDataset):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.long)
         self.window_s, self.texts, self.speakers, self.names = window_s, list(texts), list(speakers), list(names)
         self.seconds = np.array(lengths) / SAMPLE_RATE
+        self.targets = np.unique(self.speakers, return_inverse=True)[1]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -63,6 +65,16 @@ class SpeechClips(BulkDataset):
             clip = self.clip(i)
             row[: len(clip)] = clip
         return audio, self.labels[indices]
+
+    def thinned(self, most: int) -> SpeechClips:
+        """Return at most so many clips, spread evenly over these."""
+        if len(self) <= most:
+            return self
+        kept = [i * len(self) // most for i in range(most)]
+        texts, speakers, names = ([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
+        labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
+        return SpeechClips(clips, labels, self.window_s, texts, speakers, names)
 
     def clip(self, index: int) -> Tensor:
         """Return the samples (n,) float32 of one clip, without silence behind."""
@@ -246,8 +258,9 @@ def find_speech(
     if data is not None:
         return speech(data, encode, window_s=window_s)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
-    for place in filter(None, (os.environ.get("EXOGYM_DATA"), cache)):
-        if (folder := Path(place).expanduser() / "speech").is_dir():
+    given = os.environ.get("EXOGYM_DATA")
+    for place in ([Path(given).expanduser()] if given else []) + [cache]:
+        if (folder := place / "speech").is_dir():
             return speech(folder, encode, window_s=window_s)
     train, val = lines_of_shakespeare(lines, held_out)
     read = speech({"train": spoken(train), "validation": spoken(val)}, encode, window_s=window_s)

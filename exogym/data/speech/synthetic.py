@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ VOICES = (Voice(), Voice("en-us+f3", 150, 60), Voice("en-us+m3", 170, 35), Voice
 STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # whom nobody trains on
 
 
-def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, object]]:
+def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
     """Return the lines read aloud, voice after voice in turn: rows with "audio", "text" and "speaker".
 
     Raises:
@@ -47,7 +48,7 @@ def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[
             f"synthetic speech needs {PROGRAM}, which is not installed: apt-get install {PROGRAM} (Debian, Ubuntu), "
             f"brew install {PROGRAM} (macOS), or give data="
         )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
         voice = voices[number % len(voices)]
         words = [PROGRAM, "--stdout", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch), "--stdin"]

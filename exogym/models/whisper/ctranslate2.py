@@ -35,7 +35,7 @@ from torch import Tensor
 from exogym.errors import DataError
 
 VERSION, KIND = 6, "WhisperSpec"
-TYPES = {0: np.dtype("<f4"), 1: np.dtype("i1"), 2: np.dtype("<i2"), 3: np.dtype("<i4"), 4: np.dtype("<f2")}
+TYPES: dict[int, np.dtype[Any]] = {i: np.dtype(t) for i, t in enumerate(("<f4", "i1", "<i2", "<i4", "<f2"))}
 LAYER = {
     "self_attention/layer_norm": ("self_attn_layer_norm",),
     "self_attention/linear_0": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

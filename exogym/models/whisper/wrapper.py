@@ -127,18 +127,17 @@ class WhisperModelWrapper(nn.Module):
         Raises:
             DataError: clips longer than the window.
         """
-        if audio.dim() == 3:
-            missing = round(self.window_s * FRAMES_PER_SECOND) - audio.shape[-1]
-            length_s, silence = audio.shape[-1] / FRAMES_PER_SECOND, float(audio.min())
-        else:
-            missing, length_s, silence = self.samples - audio.shape[-1], audio.shape[-1] / SAMPLE_RATE, 0.0
+        rate = FRAMES_PER_SECOND if audio.dim() == 3 else SAMPLE_RATE
+        missing = round(self.window_s * rate) - audio.shape[-1]
         if missing < 0:
             raise DataError(
-                f"clips of {length_s:g} s are longer than the window of {self.window_s:g} s: give the wrapper a larger "
-                "window_s, or cut them"
+                f"clips of {audio.shape[-1] / rate:g} s are longer than the window of {self.window_s:g} s: give the "
+                "wrapper a larger window_s, or cut them"
             )
-        filled = F.pad(audio, (0, missing), value=silence)
-        return filled if audio.dim() == 3 else self.log_mel(filled)
+        if audio.dim() == 2:
+            return self.log_mel(F.pad(audio, (0, missing)))
+        silence = audio.amin((1, 2), keepdim=True).expand(-1, audio.shape[1], missing)  # the floor of each clip
+        return torch.cat([audio, silence], dim=-1)
 
     def _sums(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of the losses of the labels, how many there are, and how many are the likeliest token."""

@@ -44,6 +44,11 @@ class ElasticWire(ProcessWire):
         if generation is not None:
             self.take_part(generation)
 
+    @property
+    def total_rows(self) -> int:
+        """How many rows the run has when all are there; who joins later is alone at first."""
+        return sum(map(len, self.nodes_of))
+
     def take_part(self, generation: Generation) -> None:
         """Go on with the members of `generation`, whose process group is the default one now."""
         self.generation = generation

@@ -2,7 +2,8 @@
 
 import { bytes, isNumber, look, make } from "./base.js";
 
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
+const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
+const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
 const HEIGHT = 220, MOST_NAMED = 12;
 export const AXES = {
   step: "steps", tx_bytes: "bytes sent per node", wall_s: "seconds here", time_s: "predicted seconds",
@@ -41,6 +42,7 @@ export function draw(holder, title, curves) {
   const key = `${look.axis} ${shown.map((curve) => curve.label).join("\n")}`;
   if (holder.plot && holder.key === key) { holder.plot.setData(data); return; }
   holder.plot?.destroy();
+  const colours = matchMedia("(prefers-color-scheme: dark)").matches ? DARK : LIGHT;
   const text = getComputedStyle(document.body).color;
   const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
   const style = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line } };
@@ -52,8 +54,8 @@ export function draw(holder, title, curves) {
     axes: [{ ...style, label: AXES[look.axis], values: (_, found) => marks(look.axis, found) },
       { ...style, size: 62, values: (_, found) => marks(title.startsWith("bytes") ? "tx_bytes" : "", found) }],
     series: [{ label: AXES[look.axis] }, ...shown.map((curve, k) => ({
-      label: curve.label, stroke: COLOURS[k % COLOURS.length], width: 1.6, spanGaps: true, points: { show: false },
-      dash: k >= COLOURS.length ? [5, 3] : undefined,
+      label: curve.label, stroke: colours[k % colours.length], width: 1.6, spanGaps: true, points: { show: false },
+      dash: k >= colours.length ? [5, 3] : undefined,
     }))],
   }, data, holder);
 }

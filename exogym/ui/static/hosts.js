@@ -5,7 +5,7 @@ import { address, bytes, get, isNumber, make, POLL_MS, rate, seconds, share, sta
 const HEADS = [["host", false], ["state", false], ["heard", true], ["device", false], ["CPU", true], ["GPU", true],
   ["memory", true], ["of the run", true], ["in", true], ["out", true], ["last step", true], ["restarts", true]];
 
-function row(host) {
+function row(host, hasGpus) {
   const processes = host.processes ?? [], gpus = host.gpus ?? [];
   const steps = processes.map((one) => one.step), most = Math.max(...steps), least = Math.min(...steps);
   const restarts = host.restarts + Math.max(0, ...processes.map((one) => one.restarts));
@@ -17,7 +17,7 @@ function row(host) {
   const steady = steps.length ? (least === most ? `${most}` : `${least} to ${most}`) : "";
   return make("tr", {}, make("td", {}, host.address), make("td", {}, stateOf(host.state)),
     number(host.quiet_s === null ? "not yet" : `${seconds(Math.round(host.quiet_s))} ago`), make("td", {}, device),
-    number(`${share(host.cpu_use)}${isNumber(host.cores) ? ` of ${host.cores}` : ""}`), number(gpu),
+    number(`${share(host.cpu_use)}${isNumber(host.cores) ? ` of ${host.cores}` : ""}`), ...(hasGpus ? [number(gpu)] : []),
     number(of(host.memory_bytes, host.memory_total_bytes)), number(bytes(host.run_memory_bytes)),
     number(rate(host.rx_bps)), number(rate(host.tx_bps)),
     number(quiet > 30 ? `${steady}, silent for ${seconds(quiet)}` : steady), number(restarts));
@@ -28,7 +28,9 @@ export function hostsTables(found) {
   const events = (found.events ?? []).slice(-50).reverse().map((event) => make("tr", {},
     make("td", {}, new Date(event.at_s * 1000).toLocaleTimeString()), make("td", {}, event.host),
     make("td", {}, event.kind), make("td", { class: "text" }, event.why)));
-  return [table(HEADS, make("tbody", { class: "hosts" }, ...found.hosts.map(row))),
+  const hasGpus = found.hosts.some((host) => host.gpus?.length);
+  return [table(HEADS.filter(([title]) => hasGpus || title !== "GPU"),
+    make("tbody", { class: "hosts" }, ...found.hosts.map((host) => row(host, hasGpus)))),
     make("details", {}, make("summary", {}, "What happened"),
       table([["time", false], ["host", false], ["what", false], ["why", false]], make("tbody", {}, ...events)))];
 }
@@ -48,7 +50,8 @@ export function hostsPage(main) {
         details.dataset.run = run.name;
         details.open = open.has(run.name);
         return make("section", {}, make("h3", {}, make("a", { href: `#/run/${address(run.name)}` }, run.name), " ",
-          stateOf(run.state), run.step === null ? "" : ` step ${run.step} of ${run.total_steps}`), ...tables);
+          stateOf(run.state), make("span", { class: "soft" },
+            run.step === null ? "" : ` step ${run.step} of ${run.total_steps}`)), ...tables);
       }));
     } catch (error) { at.textContent = error.message; }
     if (!gone) timer = setTimeout(poll, 2 * POLL_MS);

@@ -1,0 +1,227 @@
+"""Seconds a round and memory beside others that simulate federated training: pfl-research and a hand-written loop.
+
+    python benchmarks/peers.py                            all rows, in about ten minutes
+    python benchmarks/peers.py --rows 0 --who ours,hand   some of them
+    python benchmarks/peers.py --out DIR                  the table and the picture go there (runs/peers)
+
+FedAvg of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread, one process. Each client draws its examples
+by its number from 12,000 pictures when it is asked for the first time. Each cell is a process of its own; seconds are
+the median of the rounds after the first; memory is the most that the process held, torch included. The peers are
+installed into an environment of their own in --cache, which sees this one's torch, so nothing large is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+PEERS = ("pfl==0.6.0",)
+WORKLOADS = [  # clients, of which sampled, steps a round, rounds
+    (100, 100, 30, 4),
+    (1_000, 1_000, 3, 4),
+    (5_000, 50, 3, 12),
+    (100_000, 20, 5, 12),
+]
+LR, BATCH = 0.1, 20
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 10))
+
+
+def clients(steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return what gives client i its examples, enough for the steps of a round."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(12_000, 784, generator=generator)
+    y = x[:, :10].argmax(1)
+
+    def of(client: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(len(x), (steps * BATCH,), generator=torch.Generator().manual_seed(client))
+        return x[drawn], y[drawn]
+
+    return of
+
+
+def ours(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
+    from exogym import LocalTrainer
+    from exogym.strategy import FedAvgStrategy
+
+    of = clients(steps)
+    trainer = LocalTrainer(
+        mlp(), lambda rank, n, is_train: TensorDataset(*of(rank)), loss_fn=nn.functional.cross_entropy
+    )
+    strategy = FedAvgStrategy("sgd", H=steps, lr=LR, client_fraction=sampled / N, weighting="uniform")
+    trainer.fit(
+        strategy, num_nodes=N, max_steps=steps * rounds, batch_size=BATCH, device="cpu", log_interval=steps,
+        progress=False,
+    )  # fmt: skip
+    walls = [row["wall_s"] for row in trainer.history.rows(node=None)]
+    return [after - before for before, after in itertools.pairwise(walls)]
+
+
+def hand(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
+    of, model, loss_fn, seconds = clients(steps), mlp(), nn.functional.cross_entropy, []
+    theta = [p.detach().clone() for p in model.parameters()]
+    draws, kept = torch.Generator().manual_seed(0), dict[int, tuple[Tensor, Tensor]]()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        total = [torch.zeros_like(t) for t in theta]
+        for client in torch.randperm(N, generator=draws)[:sampled].tolist():
+            if client not in kept:
+                kept[client] = of(client)
+            x, y = kept[client]
+            with torch.no_grad():
+                for p, t in zip(model.parameters(), theta, strict=True):
+                    p.copy_(t)
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+            for batch in torch.randperm(len(x), generator=draws).split(BATCH):
+                optimizer.zero_grad()
+                loss_fn(model(x[batch]), y[batch]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for t, p in zip(total, model.parameters(), strict=True):
+                    t.add_(p)
+        theta = [t / sampled for t in total]
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def pfl(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
+    from pfl.aggregate.simulate import SimulatedBackend  # type: ignore[import-not-found]
+    from pfl.algorithm.base import NNAlgorithmParams  # type: ignore[import-not-found]
+    from pfl.algorithm.federated_averaging import FederatedAveraging  # type: ignore[import-not-found]
+    from pfl.callback.base import TrainingProcessCallback  # type: ignore[import-not-found]
+    from pfl.data.dataset import Dataset  # type: ignore[import-not-found]
+    from pfl.data.federated_dataset import FederatedDataset  # type: ignore[import-not-found]
+    from pfl.data.sampling import MinimizeReuseUserSampler  # type: ignore[import-not-found]
+    from pfl.hyperparam import NNTrainHyperParams  # type: ignore[import-not-found]
+    from pfl.metrics import Metrics  # type: ignore[import-not-found]
+    from pfl.model.pytorch import PyTorchModel  # type: ignore[import-not-found]
+
+    of, moments = clients(steps), [time.perf_counter()]
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def loss(self, x: Tensor, y: Tensor, **_: object) -> Tensor:
+            return nn.functional.cross_entropy(self.body(x), y)
+
+        def metrics(self, *_: object, **__: object) -> dict[str, object]:
+            return {}
+
+    class Watching(TrainingProcessCallback):  # type: ignore[misc]
+        def after_central_iteration(self, *_: object, **__: object) -> tuple[bool, object]:
+            moments.append(time.perf_counter())
+            return False, Metrics()
+
+    data = FederatedDataset(lambda user: Dataset(raw_data=of(user)), MinimizeReuseUserSampler(list(range(N))))
+    module = Module()
+    model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    FederatedAveraging().run(
+        NNAlgorithmParams(rounds, 10 * rounds, sampled, 0),
+        SimulatedBackend(training_data=data, val_data=data), model,
+        NNTrainHyperParams(BATCH, None, LR, local_num_steps=steps), callbacks=[Watching()],
+    )  # fmt: skip
+    return [after - before for before, after in itertools.pairwise(moments)]
+
+
+WHO: dict[str, Callable[[int, int, int, int], list[float]]] = {"ours": ours, "hand": hand, "pfl": pfl}
+TITLES = {"ours": "ExoGym", "hand": "a hand-written loop", "pfl": "pfl-research"}
+
+
+def environment(cache: Path) -> Path:
+    """Return the Python of an environment with the peers, which sees the packages of this one."""
+    python = cache / "bin" / "python"
+    if not python.exists():
+        venv.create(cache, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(cache), "platbase": str(cache)}))
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    limits = cache / "constraints.txt"
+    limits.write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", limits, *PEERS], check=True)
+    return python
+
+
+def measure(python: Path | str, who: str, row: int) -> dict[str, float]:
+    command = [str(python), __file__, "--one", who, "--rows", str(row)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def one(who: str, row: int) -> None:
+    torch.set_num_threads(1)
+    seconds = WHO[who](*WORKLOADS[row])
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    print(json.dumps({"round_s": statistics.median(seconds[1:]), "memory_mb": memory_mb}))
+
+
+def picture(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
+    """Draw seconds a round and memory over the clients."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for ax, key, label in zip(axes, ("round_s", "memory_mb"), ("seconds a round", "memory (MB)"), strict=True):
+        for who, rows in found.items():
+            points = sorted((WORKLOADS[row][0], values[key]) for row, values in rows.items())
+            ax.plot(*zip(*points, strict=True), marker="o", label=TITLES[who])
+        ax.set(xscale="log", yscale="log", xlabel="clients", ylabel=label)
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--who", default=",".join(WHO), help="who takes part, by commas (%(default)s)")
+    parser.add_argument("--rows", default="0,1,2,3", help="rows of the table, by commas (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "exogym-peers")
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    rows = [int(row) for row in asked.rows.split(",")]
+    if asked.one:
+        return one(asked.one, rows[0])
+    names = asked.who.split(",")
+    python = environment(asked.cache) if "pfl" in names else None
+    found: dict[str, dict[int, dict[str, float]]] = {who: {} for who in names}
+    lines = ["| clients, sampled, steps | " + " | ".join(TITLES[who] for who in names) + " |"]
+    lines.append("| --- |" + " --- |" * len(names))
+    for row in rows:
+        cells = []
+        for who in names:
+            values = found[who][row] = measure(python if who == "pfl" and python else sys.executable, who, row)
+            cells.append(f"{values['round_s']:.2f} s, {values['memory_mb']:,.0f} MB")
+        N, sampled, steps, _ = WORKLOADS[row]
+        lines.append(f"| {N:,}, {sampled:,}, {steps} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / "peers.md").write_text("\n".join(lines) + "\n")
+    picture(found, asked.out / "peers.png")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
