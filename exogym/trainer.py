@@ -255,6 +255,7 @@ class LocalTrainer(Trainer):
                 `checkpoint_interval` or `resume` asks for them.
             client_state_memory: bytes that each process may hold of what sampled clients keep while they do not act
                 (optimizers, control variates); what is over that lies in files under `save_dir`. None: all in memory.
+                While a checkpoint is written all of it is in memory.
             dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:

@@ -32,6 +32,11 @@ def test_a_trace_says_who_is_there(tmp_path: Path) -> None:
     assert again.at(35, 4).ids.tolist() == [1, 3] and again.at(35, 4).until_s.tolist() == [50, 40]
 
 
+def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(HEAD + "3,0,10,1\n", encoding="utf-8-sig")
+    assert Trace(tmp_path / "trace.csv").at(5, 4).ids.tolist() == [3]
+
+
 def test_parquet_is_read_alike(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     one = trace(tmp_path, "3,0,10,1\n1,5,20,0.5\n")
@@ -49,6 +54,8 @@ def test_parquet_is_read_alike(tmp_path: Path) -> None:
         ("-1,0,10,1\n", "row 2: client -1 is no number"),
         ("0,x,10,1\n", "row 2: from is 'x': wanted a number"),
         ("0,0\n", "row 2: to is None"),
+        ("inf,0,10,1\n", "row 2: client inf is no number"),
+        ("1e30,0,10,1\n", "row 2: client 1e.30 is no number"),
     ],
 )
 def test_a_trace_that_cannot_be(text: str, why: str, tmp_path: Path) -> None:
@@ -67,6 +74,8 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
+    with pytest.raises(ArgumentError, match="peak_s=nan must be a time of day"):
+        Diurnal(peak_s=float("nan"))
     with pytest.raises(ArgumentError, match="DiLoCoStrategy as it is asks nobody"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))
     with pytest.raises(ArgumentError, match="give fit step_seconds"):

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
 from processes import everywhere
 from torch.utils.data import TensorDataset
 
 from exogym.errors import ArgumentError, DataError, TrainingError
-from exogym.fleet.seats import Seats, rows_for
+from exogym.fleet.seats import Packs, Seats, rows_for, unpacked
 from exogym.fleet.store import Store
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, SPARTADiLoCoStrategy
+from exogym.saving.checkpoint import save
+from exogym.saving.checkpoint_files import Snapshot, load
+from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, ScaffoldStrategy, SPARTADiLoCoStrategy
 
 
 @pytest.mark.parametrize("name", WITH_A_SERVER)
@@ -61,6 +64,65 @@ def test_a_store_that_is_full_goes_to_files(tmp_path: Path) -> None:
         assert same(trained(make(), save_dir=tmp_path, client_state_memory=0), wanted)
     assert written
     assert not list(tmp_path.glob(".clients*"))  # they are in the checkpoints, where there are any
+
+
+def test_a_store_holds_no_file_open_and_a_checkpoint_no_name_for_each_client(tmp_path: Path) -> None:
+    """A process may have so many files in its memory, and a file of tensors so many names."""
+    store = Store(0, tmp_path / "store")
+    for node in range(50):
+        store.put(node, {"part.x": torch.full((3,), node), "part.n": torch.tensor(node)})
+    held, packs = {node: store.get(node) for node in store}, Packs()
+    assert "node-" not in Path("/proc/self/maps").read_text()
+    for node, tensors in held.items():
+        packs.add(node, tensors)
+    packs.add(50, {"part.x": torch.zeros(2)})
+    packed = packs.tensors()
+    assert len(packed) == 5
+    found = unpacked(packed)
+    assert sorted(found) == list(range(51)) and found[50]["part.x"].tolist() == [0, 0]
+    assert all(found[k]["part.x"].tolist() == [k] * 3 and found[k]["part.n"] == k for k in range(50))
+    assert all(held[k].keys() == {"part.x", "part.n"} for k in range(50))  # what was given stays whole
+    store.close()
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    for process in (0, 5):
+        folder = tmp_path / f".clients-{process}"
+        folder.mkdir()
+        (folder / "node-3.safetensors").write_text("half")
+    trained(WITH_A_SERVER["fedavg"](), save_dir=tmp_path)
+    assert not list(tmp_path.glob(".clients*"))
+
+
+def test_how_many_processes_does_not_decide_who_has_a_row(tmp_path: Path) -> None:
+    """Else a checkpoint of one layout would be of no use to another."""
+    make = lambda: ScaffoldStrategy("sgd", **SAMPLED | {"client_fraction": 0.25})  # noqa: E731
+    wanted = trained(make())
+    assert same(trained(make(), faults=ALL_ROWS), wanted)
+    for before, after in ((1, 3), (3, 1)):
+        folder = tmp_path / str(before)
+        trained(make(), save_dir=folder, processes=before, max_steps=10, final_sync=False)
+        assert same(trained(make(), save_dir=folder, processes=after, resume=True), wanted)
+
+
+def test_rows_that_nobody_has_are_shared_out(tmp_path: Path) -> None:
+    """A run in few processes reads the rows of one in many, each once."""
+    path = save(
+        tmp_path,
+        Snapshot({row: {"x": torch.tensor(row)} for row in range(30)}, {"x": torch.ones(1)}, {"step": 1}),
+        keep=1,
+    )
+    parts = [load(path, range(2 * k, 2 * k + 2), range(4 + k, 1 << 62, 2)).rows for k in range(2)]
+    assert sorted(row for part in parts for row in part) == list(range(30))
+
+
+def test_a_node_without_a_row_is_not_evaluated() -> None:
+    def evaluates(loop: Any) -> None:
+        assert loop.evaluate(loop.fleet.comm.present[0])
+        loop.evaluate(next(node for node in range(CLIENTS) if node not in loop.fleet.comm.present))
+
+    with pytest.raises(ArgumentError, match=r"evaluate\(\d+\): wanted a node .* one of the round"):
+        trained(WITH_A_SERVER["fedavg"](), callbacks=[evaluates], processes=2)
 
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class Trace(Availability):
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
         client = np.array(_numbers(self.file, "client", table["client"]))
-        if wrong := [k for k, x in enumerate(client) if x < 0 or x != int(x)]:
+        if wrong := [k for k, x in enumerate(client) if not 0 <= x < 1 << 53 or x != int(x)]:
             raise DataError(f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is no number of a client from 0")
         self.client = client.astype(np.int64)
         self.begin, self.end, self.speed = (
@@ -140,6 +140,8 @@ class Diurnal(_Windows):
             raise ArgumentError(f"share={share!r} must be over 0 and at most 1")
         if not (0 < day_s < math.inf and 0 <= spread_s < math.inf):
             raise ArgumentError(f"day_s={day_s!r} and spread_s={spread_s!r} must be seconds, of a day more than 0")
+        if not math.isfinite(peak_s):
+            raise ArgumentError(f"peak_s={peak_s!r} must be a time of day, in seconds")
         self.share, self.peak_s, self.spread_s, self.day_s, self.seed = share, peak_s, spread_s, day_s, seed
 
     def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -206,7 +208,7 @@ class Devices(_Windows):
 
 def _csv(path: Path) -> Mapping[str, Any]:
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin with a mark
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{str(path)!r} is no CSV file: {error}") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -152,14 +153,16 @@ class Seats:
         wire = fleet.comm.wire
         first = sum(map(len, wire.placement[: wire.process]))
         found: dict[int, Tensors] = {}
-        kept = {node: self.store.get(node) for node in self.store}
+        packs = Packs()
+        for node in self.store:
+            packs.add(node, self.store.get(node))
         for row, node in enumerate(fleet.ranks):
             found[first + row] = {"node": torch.tensor(node if node in working else -1)}
             if node in working:
                 found[first + row] |= fleet.state.row(row)
             elif mine := self._kept(row):
-                kept[node] = mine
-        found[first] |= {f"kept.{node}.{name}": x for node, mine in kept.items() for name, x in mine.items()}
+                packs.add(node, mine)
+        found[first] |= packs.tensors()
         return found
 
     def load(self, rows: Mapping[int, Tensors]) -> None:
@@ -174,6 +177,7 @@ class Seats:
         trouble = ""
         try:
             working, kept = by_node(rows)
+            kept = {node: {name: x.clone() for name, x in mine.items()} for node, mine in kept.items()}
         except (KeyError, ValueError, RuntimeError) as error:
             trouble = f"rows of {wire.process} are not those of seats: {error!r}"
         told = wire.gather([sorted(working), sorted(kept), trouble])
@@ -207,6 +211,42 @@ class Seats:
         return ship(wire, tensors, wire.placement[source][0], [wire.placement[target][0]])
 
 
+class Packs:
+    """What many nodes keep as a few tensors: nodes that keep the same names, shapes and dtypes are rows of one.
+
+    A file has as many names as there are kinds of nodes, however many nodes there are.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, tuple[list[int], list[Tensors]]] = {}
+
+    def add(self, node: int, tensors: Tensors) -> None:
+        """Take what a node keeps."""
+        kind = tuple(sorted((name, str(x.dtype), tuple(x.shape)) for name, x in tensors.items()))
+        nodes, theirs = self._kinds.setdefault(kind, ([], []))
+        nodes.append(node)
+        theirs.append(dict(tensors))
+
+    def tensors(self) -> Tensors:
+        """Return (nodes,) ids and (nodes, ...) of each tensor, of each kind; what was added is let go of."""
+        found = {}
+        for k, (nodes, theirs) in enumerate(self._kinds.values()):
+            found[f"kept.{k}.nodes"] = torch.tensor(nodes)
+            found |= {f"kept.{k}.of.{name}": torch.stack([x.pop(name) for x in theirs]) for name in list(theirs[0])}
+        return found
+
+
+def unpacked(tensors: Tensors) -> dict[int, Tensors]:
+    """Return by node what `Packs.tensors` returned, as views."""
+    kinds = {name.split(".")[1] for name in tensors if name.startswith("kept.")}
+    kept: dict[int, Tensors] = {}
+    for k in kinds:
+        nodes, stacks = tensors[f"kept.{k}.nodes"].tolist(), below(f"kept.{k}.of.", tensors)
+        for at, node in enumerate(nodes):
+            kept[node] = {name: stack[at] for name, stack in stacks.items()}
+    return kept
+
+
 def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
     """Return what the nodes at work own and what others keep, from what `Seats.rows` returned."""
     working: dict[int, Tensors] = {}
@@ -215,9 +255,7 @@ def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, 
         own = {name: x for name, x in tensors.items() if name != "node" and not name.startswith("kept.")}
         if (node := int(tensors["node"])) >= 0:
             working[node] = own
-        for name, x in below("kept.", tensors).items():
-            owner, _, key = name.partition(".")
-            kept.setdefault(int(owner), {})[key] = x
+        kept |= unpacked(tensors)
     return working, kept
 
 

@@ -88,7 +88,7 @@ class Store:
     def _read(self, node: int) -> Tensors:
         if node not in self._in_files:
             raise KeyError(node)
-        return load_file(self._file(node))
+        return {name: x.clone() for name, x in load_file(self._file(node)).items()}  # else it holds the file open
 
     def _write(self, node: int, tensors: Tensors) -> None:
         file = self._file(node)

@@ -255,7 +255,7 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     """Load a checkpoint if all processes can; else say why not, and which folder (from, to) has what another lacks."""
     found, trouble, lacking, mark = None, None, [], ""
     try:
-        found = load(path, _rows_of(wire) if wire.is_shared else None)
+        found = load(path, wire.ranks, _others(wire)) if wire.is_shared else load(path)
         mark = sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
     except CheckpointError as error:
         trouble, lacking = str(error), error.files if isinstance(error, RowsElsewhere) else []
@@ -275,13 +275,12 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     return (None if troubles else found), "; ".join(troubles), list(copies)
 
 
-def _rows_of(wire: Wire) -> set[int]:
-    """Return the ids of the rows that this process takes: its own, and its share of those that nobody else does.
+def _others(wire: Wire) -> range:
+    """Return the ids that nobody has a row for here, of which this process takes these: its share of them.
 
     Where there are fewer rows than nodes, another number of processes may have had more.
     """
-    total = sum(map(len, wire.placement))
-    return {*wire.ranks, *range(total + wire.process, 2 * total + len(wire.placement), len(wire.placement))}
+    return range(sum(map(len, wire.placement)) + wire.process, 1 << 62, len(wire.placement))
 
 
 def _advice(name: str, copies: list[tuple[str, str]]) -> str:
@@ -328,6 +327,8 @@ def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keep
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)
     named = set().union(*_held(folder, wire, keepers).values())
+    for path in folder.glob(".clients-*") if keepers.is_keeper else []:  # what clients kept who had no row
+        shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step_*.tmp") if keepers.is_keeper else []:
         name, *rest = path.name.split(".")[1:]
         with contextlib.suppress(OSError):

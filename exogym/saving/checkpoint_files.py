@@ -97,8 +97,8 @@ def sum_of(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
-def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
-    """Read the checkpoint folder `path`: all rows, or those of `ids` (files without any of them are not opened).
+def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
+    """Read the checkpoint folder `path`: all rows, or those of `ids` and `others`; files without any are not opened.
 
     Raises:
         CheckpointError: a file is missing, torn, altered or not a plain file, or they are not those of a checkpoint.
@@ -107,7 +107,7 @@ def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
     try:
         meta = _description(path / "run.json")
         named = list(meta["sha256"])
-        files = [file for file in named if not file.startswith("rows-") or _holds(file, ids)]
+        files = [file for file in named if not file.startswith("rows-") or _holds(file, ids, others)]
         if lacking := [file for file in files if file.startswith("rows-") and not os.path.lexists(path / file)]:
             raise RowsElsewhere(path, lacking)
         for file in files:
@@ -117,7 +117,7 @@ def load(path: str | Path, ids: Collection[int] | None = None) -> Snapshot:
         rows: dict[int, dict[str, Tensor]] = {}
         for file in files:
             if file.startswith("rows-"):
-                rows |= _rows(path / file, ids)
+                rows |= _rows(path / file, ids, others)
         if "history" in meta:
             pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
             state = _history(path, pieces, meta["history"])
@@ -198,8 +198,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is not a file of tensors: {error!r}") from error
 
 
-def _rows(file: Path, ids: Collection[int] | None) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of `ids` in a file, which holds all that its name says."""
+def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, dict[str, Tensor]]:
+    """Return the rows of `ids` and `others` in a file, which holds all that its name says."""
     span, seen = span_of(file.name), set()
     found: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as opened:
@@ -211,7 +211,7 @@ def _rows(file: Path, ids: Collection[int] | None) -> dict[int, dict[str, Tensor
             if rank not in span:
                 raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")
             seen.add(rank)
-            if ids is None or rank in ids:
+            if ids is None or rank in ids or rank in others:
                 found.setdefault(rank, {})[name] = opened.get_tensor(key)
     if len(seen) < len(span):
         raise CheckpointError(f"{file} lacks the row of node {next(rank for rank in span if rank not in seen)}")
@@ -227,5 +227,6 @@ def _history(path: Path, pieces: dict[str, dict[str, Tensor]], reach: Any) -> di
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _holds(file: str, ids: Collection[int] | None) -> bool:
-    return ids is None or any(i in span_of(file) for i in ids)
+def _holds(file: str, ids: Collection[int] | None, others: range) -> bool:
+    span = span_of(file)
+    return ids is None or any(i in span for i in ids) or any(i in others for i in span[-others.step :])

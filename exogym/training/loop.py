@@ -240,9 +240,18 @@ class TrainingLoop:
         return f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one."""
+        """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one.
+
+        Raises:
+            ArgumentError: no such node, or one that sits out the round: it holds no model.
+        """
         if self.evaluator is None:
             return {}
+        if node is not None and node not in self.driver.seated:
+            raise ArgumentError(
+                f"evaluate({node!r}): wanted a node of 0 to {self.fleet.num_nodes - 1}, and where clients are sampled "
+                "one of the round, as in fleet.comm.present"
+            )
         self._ask("evaluate", node)
         vectors, buffers = self.model_of(node)
         values = self.evaluator(vectors, buffers) if self.wire.is_main else {}

@@ -71,13 +71,16 @@ def run_placed(
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
     """Return how many rows a run has: N, or fewer where few nodes act at a time and `engine` can seat others in them.
 
-    Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where half the rows
-    or more would be needed.
+    Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where one process
+    would need more than half the rows. On how many processes there are it does not depend, as a checkpoint holds seats
+    or all rows, and is of use to any number of processes; but each has a row.
     """
+    nodes = options.num_nodes
     keeps = (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
-    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(options.num_nodes)
-    rows = options.num_nodes if most is None else processes * rows_for(most, processes)
-    return rows if 2 * rows <= options.num_nodes else options.num_nodes
+    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
+    if most is None or 2 * rows_for(most, 1) > nodes or processes >= nodes:
+        return nodes
+    return min(processes * rows_for(most, processes), nodes - 1)  # with N rows nobody would need a seat
 
 
 def _begun(options: FitOptions, runs_again: bool, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
