@@ -3,8 +3,8 @@
     python benchmarks/clients.py                  all rows, about a minute
     python benchmarks/clients.py --rows 0,1       some of them
 
-FedAvg or SCAFFOLD of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread. Each client draws 100 pictures by
-its number when it first acts. A row is a process of its own; a round is the difference of two runs of which one is
+FedAvg or SCAFFOLD of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread. Each client draws 100 pictures
+by its number when it first acts. A row is a process of its own; a round is the difference of two runs of which one is
 longer, so starts are not in it; memory is the most that the main process held, torch included.
 """
 
