@@ -142,7 +142,11 @@ def start(words, cwd=".", env=None, files=(None, None, None)):
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
-        os._exit(_status(list(map(str, words))))
+        code = 1
+        try:
+            code = _status(list(map(str, words)))
+        finally:  # else it would go on as a second pytest
+            os._exit(code)
     return pid
 
 
@@ -179,7 +183,10 @@ def _status(words):
     measuring = sys.modules.get("coverage")
     if measuring is not None and (lines := measuring.Coverage.current()) is not None:  # which the exit would lose
         lines.stop()
-        lines.save()
+        with contextlib.suppress(
+            Exception
+        ):  # a fork under a limit of its own may not write them; it must end all the same
+            lines.save()
     return code
 
 
