@@ -199,7 +199,8 @@ class Terminal:
     """The wizard in a terminal, driven as a person would; `text` is all that was seen."""
 
     def __init__(self, hosts: Hosts, folder: Path, *words: str):
-        environment = os.environ | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "HOME": str(folder)}
+        wide = {"LINES": "50", "COLUMNS": "130"}  # what is said is broken there, whatever pytest was started in
+        environment = os.environ | wide | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "HOME": str(folder)}
         line = hosts.controller.words([sys.executable, "-m", "exogym", "wizard", *words])
         self.process = pexpect.spawn(
             line[0], line[1:], cwd=str(folder), env=environment, encoding="utf-8", timeout=PATIENCE_S,
