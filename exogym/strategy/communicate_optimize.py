@@ -382,4 +382,4 @@ class CommunicateOptimizeStrategy(Strategy):
         for block in fleet.blocks:
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
-        clip_rows(grads, self.inner.max_norm, stacked=True)
+        clip_rows(grads, self.inner.max_norm, stacked=True, inside=fleet.comm.wire.inside)

@@ -305,7 +305,7 @@ class AveragingCommunicator(PeriodicModule):
             if in_vain:
                 fleet.comm.pull(block.params, in_vain)
             if not held.holds and held.reported:
-                size = block.layout.numel * block.layout.dtype.itemsize
+                size = block.layout.total * block.layout.dtype.itemsize
                 fleet.comm.record("push", "server", held.reported, size)
 
     def _serve(self, fleet: Fleet, round_: int, came: list[int]) -> None:
