@@ -18,9 +18,11 @@ class Inside:
 
     Attributes:
         part, parts: which of the node's processes this is, and how many there are.
+        group: their process group of torch's, where they are several.
     """
 
     part, parts = 0, 1
+    group: Any = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the node's processes, the same bits in each; `x` itself may take it."""

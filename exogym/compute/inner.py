@@ -37,6 +37,7 @@ class InnerOptimizer(Stateful):
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
         self.parameters = worker.parameters
         self.spec, self.max_norm = inner.spec, inner.max_norm
+        self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps)
         self._named = dict(zip(worker.names, worker.parameters, strict=True))
         self._hidden = worker.fleet.hidden
@@ -66,7 +67,7 @@ class InnerOptimizer(Stateful):
             for correct in self.corrections:
                 correct(row, self.parameters, [p.grad for p in self.parameters])
             if clip and self.max_norm is not None:
-                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
             self._take_step()
         for p in self.parameters:
             p.grad = None

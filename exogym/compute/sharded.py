@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from exogym.base.torch_private import Plain, hold_shard, sharded_parameters, take_shard_gradient
+from exogym.communicator import Inside
 from exogym.errors import ModelError
 from exogym.fleet.layout import Box, Layout, layouts_of
 
@@ -29,16 +30,16 @@ class Sharded:
 
     Args:
         model: whole, as it is until `split`.
-        group: the processes of the node, of which this is `part`.
+        inside: the processes of the node.
         device: of the model.
 
     Attributes:
         parts: the layouts of each process, one per block of the fleet.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, part: int, device: torch.device):
-        self.model, self.group, self.part, self.device = model, group, part, device
-        self.size = dist.get_world_size(group)
+    def __init__(self, model: nn.Module, inside: Inside, device: torch.device):
+        self.model, self.device = model, device
+        self.group, self.part, self.size = inside.group, inside.part, inside.parts
         whole = layouts_of(model)
         for layout in whole:
             for slot in layout:
@@ -72,6 +73,7 @@ class Sharded:
             for name, other in named.items()
             if p is other
         }
+        assert isinstance(self.group, dist.ProcessGroup)
         mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("shard",))
         try:
             for block in repeated_blocks(self.model):

@@ -15,6 +15,7 @@ from exogym.compute.outputs import batch_examples, slice_batch
 from exogym.compute.sharded import Sharded
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.value import even
 
@@ -33,12 +34,18 @@ class SplitWorker(Worker):
     inside: Inside
     _asked: Callable[[], bool]
 
-    def divide(self, mesh: NodeMesh, split: Sharded, inside: Inside) -> None:
-        """Compute as one of the devices of `mesh`."""
-        self.mesh, self.split, self.inside = mesh, split, inside
+    def divide(self, mesh: NodeMesh, inside: Inside) -> list[list[Layout]]:
+        """Compute as one of the devices of `mesh`; return the layouts of each of them, one per block of the fleet.
+
+        Raises:
+            ModelError: the model cannot be split so.
+        """
+        self.mesh, self.inside = mesh, inside
+        self.split = Sharded(self.model, inside, self.device)
         self.shard = mesh.coordinates(inside.part)["shard"]
         self.stream = (self.shard,) if self.shard else ()
         self.is_split = self._stops = False
+        return self.split.parts
 
     @property
     def should_stop(self) -> Callable[[], bool]:  # type: ignore[override]
@@ -144,7 +151,7 @@ class SplitWorker(Worker):
         total = batch_examples(batch)
         shares = self.mesh.shares(total)
         start, mine = sum(shares[: self.shard]), shares[self.shard]
-        count = -(-max(shares) // (self.micro_batch_size or total))
+        count = -(-max(shares) // self.mesh.at_once(min(total, self.micro_batch_size or total)))
         found = []
         for size in even(mine, count):
             found.append((slice_batch(batch, start, start + size) if size else slice_batch(batch, 0, 1), size / total))

@@ -26,6 +26,7 @@ from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
+from exogym.compute.split_worker import SplitWorker
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -176,6 +177,7 @@ def _assemble(
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
             fleet.state.shared()
+        worker.begin(first_batch)
         observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
         undo.pop_all()
     return loop
@@ -208,12 +210,14 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    kind = Worker if wire.inside.parts == 1 else SplitWorker
+    worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
     worker.meshes = options.meshes
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
-    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
+    parts = worker.divide(options.meshes[0], wire.inside) if isinstance(worker, SplitWorker) else None
+    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
 

@@ -124,7 +124,7 @@ class TrainingLoop:
                 elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    self.worker.set_home(*self._what_is_left())
+                    self.worker.set_home(*self._what_is_left(), together=False)
         finally:
             # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
             self.worker.should_stop = lambda: False
@@ -254,7 +254,7 @@ class TrainingLoop:
             )
         self._ask("evaluate", node)
         vectors, buffers = self.model_of(node)
-        values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
+        values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # of the first node's processes
         return self._known_to_all(values)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
@@ -264,7 +264,8 @@ class TrainingLoop:
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
         self._ask("average")
-        return self.model_of(None)
+        vectors, buffers = self.model_of(None)
+        return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
         """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded.
@@ -272,7 +273,7 @@ class TrainingLoop:
         Where clients are sampled, of those at work: `fleet.comm.present`.
         """
         self._ask("rows")
-        return [self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks]
+        return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""

@@ -1,0 +1,32 @@
+"""What goes with nodes of several processes, looked at before anything is started."""
+
+from __future__ import annotations
+
+from exogym.errors import ArgumentError
+from exogym.training.options import FitOptions
+
+
+def check_split(options: FitOptions) -> int:
+    """Return how many processes each node of a fit in several processes is.
+
+    Raises:
+        ArgumentError: nodes of different sizes, or something that does not go with nodes of several processes.
+    """
+    meshes = set(options.meshes)
+    (mesh, *others) = meshes
+    if others:
+        raise ArgumentError("nodes of different devices are simulated in one process; in several all have one split")
+    for name, asked, instead in (
+        ("balance", options.balance is not None, "all devices of all nodes do the same"),
+        ("network", options.network is not None, "a clock needs one process for each row; predict in one process"),
+        ("reduction='native'", options.reduction == "native", "take the exact one"),
+    ):
+        if asked:
+            raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
+    if options.strategy.driven_by != "rounds":
+        raise ArgumentError(
+            f"{type(options.strategy).__name__} is written for one node and does not say what it acts on, so nobody "
+            "knows whether it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, "
+            "DiLoCo, FedAvg, SPARTA, ...), or leave node= out"
+        )
+    return mesh.size
