@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from exogym.compute.worker import Worker
+from exogym.fleet.layout import Cut, parameter_cut
 from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, numbered, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
@@ -41,6 +42,7 @@ class InnerOptimizer(Stateful):
         self.schedule = inner.schedule(total_steps)
         self._named = dict(zip(worker.names, worker.parameters, strict=True))
         self._hidden = worker.fleet.hidden
+        self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
         self._build()  # what cannot be built is to be known now
@@ -89,6 +91,14 @@ class InnerOptimizer(Stateful):
         if tensors:
             self.enter(row)
             load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """An optimizer keeps of a parameter what has its shape, or what is no part of it."""
+        at = numbered(next(iter(self.optimizers.values())) if self.optimizers else self._build(), name, self.parameters)
+        if at is None:
+            return None
+        found = parameter_cut(*self._slots[at])
+        return found if found.fits(shape) else None
 
 
 class Steps(Stateful):

@@ -166,4 +166,3 @@ class SplitWorker(Worker):
 
 def _flag(value: bool) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
-

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.communicator import Communicator, Wire
-from exogym.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
+from exogym.fleet.layout import Cut, Layout, Slot, cut_of, hidden_matrices, layouts_of
 from exogym.fleet.state import Shared, State, Stateful, Tensors
 
 ALIGNMENT_BYTES = 64
@@ -149,10 +149,11 @@ class Fleet:
         """Return `vectors`, (..., P) per block, with the columns of all processes of the node, which all call it."""
         if self.comm.wire.inside.parts == 1:
             return list(vectors)
-        found = iter(self.wholes(vectors))
-        count = [len(block.layout.slots) for block in self.blocks]
-        ahead = [vector.shape[:-1] for vector in vectors]
-        return [torch.cat([next(found).reshape(*a, -1) for _ in range(n)], -1) for n, a in zip(count, ahead, strict=True)]
+        found, result = self.wholes(vectors), []
+        for block, vector in zip(self.blocks, vectors, strict=True):
+            ahead = vector.shape[:-1]
+            result.append(torch.cat([next(found).reshape(*ahead, -1) for _ in block.layout], -1))
+        return result
 
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
@@ -201,3 +202,7 @@ class _Matrix(Stateful):
             block.params[row] = tensors[f"params.{b}"]
         for name, x in self.fleet.buffers.items():
             x[row] = tensors[f"buffer.{name}"]
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        kind, _, b = name.partition(".")
+        return cut_of(self.fleet.blocks[int(b)].layout) if kind == "params" else None

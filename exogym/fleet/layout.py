@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from exogym.errors import ModelError
-
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis of a parameter
 
@@ -113,6 +112,63 @@ class Layout:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a tensor is here: of its last axes, in the whole of `shape`, the elements at `columns` as `here`.
+
+    Attributes:
+        columns: (n,) places among the elements of the last axes, ascending.
+    """
+
+    shape: tuple[int, ...]
+    here: tuple[int, ...]
+    columns: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return what is here of a whole tensor."""
+        ahead = whole.shape[: whole.dim() - len(self.shape)]
+        return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape(*ahead, *self.here)
+
+    def whole_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor of which `x` is here."""
+        return (*x.shape[: x.dim() - len(self.here)], *self.shape)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Say whether a tensor of `shape` is such a whole, or such a part."""
+        ends = [tuple(shape[len(shape) - len(axes) :]) for axes in (self.shape, self.here)]
+        return self.shape == ends[0] or self.here == ends[1]
+
+    def ranges(self) -> Tensor:
+        """Return `columns` as (m, 2) ranges from start to stop."""
+        if not len(self.columns):
+            return torch.empty(0, 2, dtype=torch.int64)
+        gaps = (self.columns.diff() != 1).nonzero().flatten()
+        starts = torch.cat([self.columns[:1], self.columns[gaps + 1]])
+        return torch.stack([starts, torch.cat([self.columns[gaps], self.columns[-1:]]) + 1], 1)
+
+
+def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
+    """Return the cut of a vector of all columns of `layout`, or of those of `slots` side by side."""
+    if slots is None or layout.whole is None:
+        n = sum(slot.numel for slot in (layout if slots is None else slots))
+        return Cut((layout.total if slots is None else n,), (n,), layout.columns if slots is None else torch.arange(n))
+    place = {slot.name: slot for slot in layout.whole}
+    start, found = 0, []
+    for slot in slots:
+        found.append(start + parameter_cut(layout, slot).columns)
+        start += place[slot.name].numel
+    return Cut((start,), (sum(slot.numel for slot in slots),), torch.cat(found))
+
+
+def parameter_cut(layout: Layout, slot: Slot) -> Cut:
+    """Return the cut of a tensor in the shape of the parameter of `slot`."""
+    if layout.whole is None:
+        return Cut(tuple(slot.shape), tuple(slot.shape), torch.arange(slot.numel))
+    shape = next(other.shape for other in layout.whole if other.name == slot.name)
+    every = torch.arange(shape.numel()).view(shape)
+    return Cut(tuple(shape), tuple(slot.shape), slot.cut(every).reshape(-1))
 
 
 def layouts_of(module: nn.Module) -> list[Layout]:

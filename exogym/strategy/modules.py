@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exogym.errors import ArgumentError, StrategyError
 from exogym.fleet import Fleet, Stateful
+from exogym.fleet.layout import Cut, Layout, cut_of
 from exogym.fleet.state import Tensors
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
@@ -46,10 +47,12 @@ class Module(Stateful, ABC):
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
         self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+        self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
+        self.layouts = [block.layout for block in fleet.blocks]
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
@@ -71,6 +74,15 @@ class Module(Stateful, ABC):
         return False
 
     # What `fleet.state` asks
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
+        b = name.rpartition(".")[2]
+        if b.isdigit() and int(b) < len(self.layouts) and shape:
+            layout = self.layouts[int(b)]
+            if shape[-1] in (layout.numel, layout.total):
+                return cut_of(layout)
+        return None
 
     def row(self, row: int) -> Tensors:
         return {name: value[row] for name, value in self.row_state.items()}

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, check_count
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut, cut_of, parameter_cut
 from exogym.fleet.presence import all_present, rows_of, shared_row
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, numbered, optimizer_state
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 
 
@@ -132,6 +133,10 @@ class OuterOptimizer:
 
     def load_state(self, tensors: Tensors) -> None:
         load_optimizer_state(self.optimizer, tensors)
+
+    def number_of(self, name: str) -> int | None:
+        """Return which of the named tensors `name` of the state belongs to; None: none."""
+        return numbered(self.optimizer, name, self.parameters)
 
 
 def _momentum(group: dict[str, Any]) -> str | None:
@@ -307,6 +312,18 @@ class OuterParameters:
             self.flight = Flight(self._pieces(tensors, "flight."), tensors["senders"].tolist(), round_, due)
         self.optimizer.load_state(below("outer.", tensors))
 
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """Return what of a tensor of `state` is here (see `Stateful.cut`)."""
+        kind, _, rest = name.partition(".")
+        if kind in ("theta", "earlier", "flight"):
+            piece = self.fragment[int(rest.rpartition(".")[2])]
+            return cut_of(piece.block.layout, piece.slots)
+        if kind != "outer" or (at := self.optimizer.number_of(rest)) is None:
+            return None
+        slots = [(piece.block.layout, slot) for piece in self.fragment for slot in piece.slots]
+        found = parameter_cut(*slots[at])
+        return found if found.fits(shape) else None
+
     def _pieces(self, tensors: Tensors, prefix: str) -> list[Tensor]:
         return [tensors[f"{prefix}{k}"].clone().to(theta) for k, theta in enumerate(self.theta)]
 
@@ -338,6 +355,9 @@ class OuterModule(PeriodicModule):
 
     def load_state(self, tensors: Tensors) -> None:
         self.outer.load_state(tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        return self.outer.cut(name, shape)
 
     @property
     def theta(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -191,6 +192,15 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     if not state and not rest:
         return tensors
     return tensors | kept | {SKELETON: as_text({"state": state, "beside": rest})}
+
+
+def numbered(optimizer: Optimizer, name: str, parameters: Sequence[nn.Parameter]) -> int | None:
+    """Return which of `parameters` the tensor `name` of `optimizer_state` belongs to; None: it is of none."""
+    number = name.partition(".")[0]
+    if not number.isdigit():
+        return None
+    held = [p for group in optimizer.param_groups for p in group["params"]][int(number)]
+    return next(k for k, p in enumerate(parameters) if p is held)
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from exogym.compress import E3M0, Absmax, Quantized
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
@@ -141,6 +142,10 @@ class StreamingCommunicator(CommunicationModule):
 
     def save_state(self) -> Tensors:
         return {f"{p}.{name}": x for p, outer in enumerate(self.outer) for name, x in outer.state().items()}
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        p, _, rest = name.partition(".")
+        return self.outer[int(p)].cut(rest, shape) if p.isdigit() else None
 
     def load_state(self, tensors: Tensors) -> None:
         for p, outer in enumerate(self.outer):

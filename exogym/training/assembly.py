@@ -307,7 +307,8 @@ def _description(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
     rounds = _rounds(options, total_steps)
-    model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
+    layouts = [block.layout.whole or block.layout for block in fleet.blocks]
+    model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}
