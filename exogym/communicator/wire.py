@@ -157,12 +157,12 @@ class Wire:
         return self.process == 0
 
     @property
-    def member(self) -> int:
-        """Which of all `members` this is, in the order of `gather`."""
+    def index(self) -> int:
+        """Which of all `count` processes this is, in the order of `gather`."""
         return self.process
 
     @property
-    def members(self) -> int:
+    def count(self) -> int:
         """How many processes there are; more than in `placement` where nodes are several."""
         return len(self.placement)
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exogym.compute.worker import Worker
+from exogym.errors import ArgumentError
 from exogym.fleet.layout import Cut, parameter_cut
 from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step
+from exogym.strategy.optim import OptimSpec
 from exogym.strategy.packing import load_optimizer_state, numbered, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
@@ -46,6 +48,11 @@ class InnerOptimizer(Stateful):
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
         self._build()  # what cannot be built is to be known now
+        if self._inside.parts > 1 and needs_whole_tensors(self.spec):
+            raise ArgumentError(
+                f"inner_optim={self.spec!r} looks at whole tensors, and with node= each process has a part of them: "
+                "take one that treats each element by itself (AdamW, SGD, ...)"
+            )
         worker.draws_torch |= self.spec.try_out(self._named, self._hidden)
 
     def enter(self, row: int) -> None:
@@ -99,6 +106,21 @@ class InnerOptimizer(Stateful):
             return None
         found = parameter_cut(*self._slots[at])
         return found if found.fits(shape) else None
+
+
+def needs_whole_tensors(spec: OptimSpec) -> bool:
+    """Say whether an optimizer does something else to a tensor than to its halves, each by itself."""
+    start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
+    ends = []
+    for cuts in ([6], [3, 3]):
+        parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
+        optimizer = spec.build(parts, hidden=frozenset(parts))
+        for step in range(3):
+            for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        ends.append(torch.cat([p.detach() for p in parts.values()]))
+    return not torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7)
 
 
 class Steps(Stateful):

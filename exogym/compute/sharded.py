@@ -34,11 +34,13 @@ class Sharded:
 
     Attributes:
         parts: the layouts of each process, one per block of the fleet.
+        shards: how many processes have a part of the batch each; gradients are the mean over these.
     """
 
     def __init__(self, model: nn.Module, inside: Inside, device: torch.device):
-        self.model, self.device = model, device
+        self.model, self.inside, self.device = model, inside, device
         self.group, self.part, self.size = inside.group, inside.part, inside.parts
+        self.shards = self.size
         whole = layouts_of(model)
         for layout in whole:
             for slot in layout:

@@ -12,6 +12,7 @@ from exogym.base import pulse
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
 from exogym.compute.outputs import batch_examples, slice_batch
+from exogym.compute.probing import check_gradients, check_on
 from exogym.compute.sharded import Sharded
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
@@ -48,7 +49,7 @@ class SplitWorker(Worker):
         return self.split.parts
 
     @property
-    def should_stop(self) -> Callable[[], bool]:  # type: ignore[override]
+    def should_stop(self) -> Callable[[], bool]:
         """Whether to stop, as all processes of the node knew after the last gradient: they stop at the same step."""
         return lambda: self._stops
 
@@ -64,8 +65,18 @@ class SplitWorker(Worker):
         self.parameters = [nn.Parameter(view) for view in self.views(0)]
 
     def begin(self, batch: Any) -> None:
-        """Split the model: from here on it holds the columns here only."""
-        self.split.split()
+        """Split the model: from here on it holds the columns here only.
+
+        Raises:
+            ModelError: it gives other gradients so.
+        """
+        batch, probe = self.to_device(batch), self.mesh.probe
+        if probe is True:
+            check_gradients(self.split, self.loss, batch, self._parts(batch), self.inside)
+        else:
+            if isinstance(probe, nn.Module):
+                check_on(probe, self.loss, batch, self._parts(batch), self.split)
+            self.split.split()
         self.is_split, self._places, self._homes = True, [], []
         for p in self._originals:
             p.data = p.data.new_empty(0)
@@ -132,7 +143,7 @@ class SplitWorker(Worker):
             with self.autocast():
                 loss = self.loss(part)
             self.split.collect(last=k == len(parts) - 1)
-            (loss * (share * self.mesh.shard * scale)).backward()
+            (loss * (share * self.split.shards * scale)).backward()
             pulse.step_taken()
             total += loss.detach().double().cpu() * share
         for p, grad in zip(self.parameters, self.split.gradients(), strict=True):

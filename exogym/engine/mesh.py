@@ -89,11 +89,11 @@ class MeshWire(ProcessWire):
         return True
 
     @property
-    def member(self) -> int:
+    def index(self) -> int:
         return self.world.process
 
     @property
-    def members(self) -> int:
+    def count(self) -> int:
         return len(self.world.placement)
 
     def agree(self, flag: bool) -> bool:

@@ -142,7 +142,8 @@ class Fleet:
                 found = vector.new_empty(*ahead, *shape)
                 for other, piece in zip(theirs, inside.gather(slot.of(vector).reshape(-1), sizes), strict=True):
                     assert other.box is not None
-                    found[..., *(slice(*ends) for ends in other.box)] = piece.view(*ahead, *other.shape)
+                    places = tuple(slice(start, stop) for start, stop in other.box)
+                    found[..., *places] = piece.view(*ahead, *other.shape)
                 yield found
 
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:

@@ -123,8 +123,10 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         for file in files:
             if file.startswith("rows-") and ".part-" not in file:
                 rows |= _rows(path / file, ids, others)
-        pieces = [path / file for file in files if ".part-" in file]
-        for (rank, name), x in joined_pieces(pieces, lambda rank: ids is None or rank in ids or rank in others).items():
+        in_parts = [path / file for file in files if ".part-" in file]
+        for (rank, name), x in joined_pieces(
+            in_parts, lambda rank: ids is None or rank in ids or rank in others
+        ).items():
             (shared if rank is None else rows.setdefault(rank, {}))[name] = x
         if "history" in meta:
             pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
