@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from exogym.compute.worker import Worker
 from exogym.errors import ArgumentError
-from exogym.fleet.layout import Cut, parameter_cut
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import load_optimizer_state, numbered, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
@@ -100,12 +100,8 @@ class InnerOptimizer(Stateful):
             load_optimizer_state(self.optimizer, tensors)
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """An optimizer keeps of a parameter what has its shape, or what is no part of it."""
-        at = numbered(next(iter(self.optimizers.values())) if self.optimizers else self._build(), name, self.parameters)
-        if at is None:
-            return None
-        found = parameter_cut(*self._slots[at])
-        return found if found.fits(shape) else None
+        optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
+        return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
 
 
 def needs_whole_tensors(spec: OptimSpec) -> bool:

@@ -9,7 +9,7 @@ are in blocks that are gathered twice: (k-1)/k b (P + P_blocks) gathering and (k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,7 @@ from exogym.base.torch_private import Plain, hold_shard, sharded_parameters, tak
 from exogym.communicator import Inside
 from exogym.errors import ModelError
 from exogym.fleet.layout import Box, Layout, layouts_of
+from exogym.mesh.splits import blocks_of
 
 
 class Sharded:
@@ -77,7 +78,7 @@ class Sharded:
         assert isinstance(self.group, dist.ProcessGroup)
         mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("shard",))
         try:
-            for block in repeated_blocks(self.model):
+            for block in blocks_of(self.model).values():
                 fully_shard(block, mesh=mesh, ignored_params=frozen)
             fully_shard(self.model, mesh=mesh, ignored_params=frozen)
         except (NotImplementedError, AssertionError, ValueError, RuntimeError) as error:
@@ -106,39 +107,3 @@ class Sharded:
     def gradients(self) -> list[Tensor | None]:
         """Return the mean over processes of what each has, of the columns here, one for each parameter."""
         return [take_shard_gradient(handle) for handle in self._handles]
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that are gathered one at a time: the members of its outermost lists and sequences.
-
-    Those that share a parameter with what is outside of them are left to the rest.
-
-    >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> repeated_blocks(model)
-    [Linear(in_features=3, out_features=3, bias=True), Linear(in_features=3, out_features=1, bias=True)]
-    """
-    found: list[nn.Module] = []
-    _look_into(model, found)
-    found = list(dict.fromkeys(found))
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for p in module.parameters(recurse=False):
-            owners[id(p)] = owners.get(id(p), 0) + 1
-    return [block for block in found if _owns_all(block, owners)]
-
-
-def _look_into(module: nn.Module, found: list[nn.Module]) -> None:
-    children = list(module.children())
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
-        found += [child for child in children if any(p.requires_grad for p in child.parameters())]
-        return
-    for child in children:
-        _look_into(child, found)
-
-
-def _owns_all(block: nn.Module, owners: Mapping[int, int]) -> bool:
-    inside: dict[int, int] = {}
-    for module in block.modules():
-        for p in module.parameters(recurse=False):
-            inside[id(p)] = inside.get(id(p), 0) + 1
-    return all(owners[key] == count for key, count in inside.items())

@@ -137,6 +137,8 @@ class SplitWorker(Worker):
         """As of a process that is all of its node: the loss is that of the node's batch, gradients are of the columns
         here. The processes of the node agree in passing on whether to stop."""
         batch, scale = self.to_device(batch), float(self.scales[row])
+        if self.insides is not None:
+            self.insides.took(self.fleet.ranks[row], batch_examples(batch))
         total = torch.zeros((), dtype=torch.float64)
         parts = self._parts(batch)
         for k, (part, share) in enumerate(parts):

@@ -7,6 +7,7 @@ mixes rows. A process holds a block of the matrix: some rows, all columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,8 +143,8 @@ class Fleet:
                 found = vector.new_empty(*ahead, *shape)
                 for other, piece in zip(theirs, inside.gather(slot.of(vector).reshape(-1), sizes), strict=True):
                     assert other.box is not None
-                    places = tuple(slice(start, stop) for start, stop in other.box)
-                    found[..., *places] = piece.view(*ahead, *other.shape)
+                    places: Any = (..., *(slice(start, stop) for start, stop in other.box))
+                    found[places] = piece.view(*ahead, *other.shape)
                 yield found
 
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:

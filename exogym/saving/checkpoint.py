@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -47,8 +46,10 @@ from exogym.saving.checkpoint_files import (
     list_checkpoints,
     load,
     name_of,
+    plain,
     rows_file,
     sum_of,
+    sum_of_tensor,
 )
 from exogym.saving.keepers import MARK, Keepers, one_keeper
 from exogym.saving.parts import as_file, part_file
@@ -144,12 +145,12 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
     Only the main process has what its callbacks recorded, and each has its own wall time.
     """
     meta = wire.tell(snapshot.meta)
-    sums = {name: _sum_of_tensor(x) for name, x in snapshot.shared.items()}
+    sums = {name: sum_of_tensor(x) for name, x in snapshot.shared.items()}
     wanted = wire.tell(sums)
     unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
     sent = sorted({name for names in wire.gather(unlike) for name in names})
     here = snapshot.shared if wire.is_main else {}
-    theirs = ship(wire, {name: _plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
+    theirs = ship(wire, {name: plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
     shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
     return replace(snapshot, shared=shared, meta=meta)
 
@@ -212,17 +213,8 @@ def _files(snapshot: Snapshot) -> dict[str, tuple[dict[str, Tensor], dict[str, s
 
 
 def _write(tensors: dict[str, Tensor], file: Path, told: dict[str, str] | None = None) -> bytes:
-    save_file({k: _plain(v) for k, v in tensors.items()}, file, told)
+    save_file({k: plain(v) for k, v in tensors.items()}, file, told)
     return bytes.fromhex(_flush_and_sum(file))
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().clone()
-
-
-def _sum_of_tensor(x: Tensor) -> str:
-    data = _plain(x).view(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
 
 
 def load_newest(

@@ -102,6 +102,15 @@ def sum_of(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
+def plain(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().clone()
+
+
+def sum_of_tensor(x: Tensor) -> str:
+    data = plain(x).view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
+
+
 def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
     """Read the checkpoint folder `path`: all rows, or those of `ids` and `others`; files without any are not opened.
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import Inside
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.fleet import Fleet
@@ -27,7 +28,7 @@ from exogym.fleet.layout import Cut
 from exogym.fleet.seats import Seats, by_node
 from exogym.fleet.state import below
 from exogym.record.history import History
-from exogym.saving.checkpoint_files import SHARED, Snapshot
+from exogym.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
 from exogym.saving.parts import Parts
 from exogym.saving.segments import Segments
 
@@ -91,7 +92,22 @@ def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
         return {name: cut for name, cut in found.items() if cut is not None}
 
     rows = {rank: cuts(tensors) for rank, tensors in snapshot.rows.items()}
-    return Parts(wire.inside.part, wire.process == 0, rows, cuts(snapshot.shared))
+    parts = Parts(wire.inside.part, wire.process == 0, rows, cuts(snapshot.shared))
+    _check_equal(wire.inside, snapshot, parts)
+    return parts
+
+
+def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
+    """Raise CheckpointError where what is taken to be all of a tensor is not the same in all processes of the node."""
+    own = {f"node {rank}'s {name}": sum_of_tensor(x) for rank, tensors in snapshot.rows.items()
+           for name, x in tensors.items() if name not in parts.rows[rank]}  # fmt: skip
+    own |= {f"the {name}": sum_of_tensor(x) for name, x in snapshot.shared.items() if name not in parts.shared}
+    for other in inside.tell(own):
+        if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
+            raise CheckpointError(
+                f"{unlike[0]} is another one in each process of the node, and nobody says which part of it each has: "
+                "its module must name what is of a block's columns by the block, as momentum.0, or override cut()"
+            )
 
 
 def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, check_count
 from exogym.fleet import Fleet
-from exogym.fleet.layout import Cut, cut_of, parameter_cut
+from exogym.fleet.layout import Cut, Layout, Slot, cut_of
 from exogym.fleet.presence import all_present, rows_of, shared_row
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import load_optimizer_state, numbered, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 
 
@@ -134,9 +134,9 @@ class OuterOptimizer:
     def load_state(self, tensors: Tensors) -> None:
         load_optimizer_state(self.optimizer, tensors)
 
-    def number_of(self, name: str) -> int | None:
-        """Return which of the named tensors `name` of the state belongs to; None: none."""
-        return numbered(self.optimizer, name, self.parameters)
+    def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
+        """Return what of a tensor of the state is here, where the named tensors are those of `slots`."""
+        return optimizer_cut(self.optimizer, self.parameters, slots, name, shape)
 
 
 def _momentum(group: dict[str, Any]) -> str | None:
@@ -318,11 +318,8 @@ class OuterParameters:
         if kind in ("theta", "earlier", "flight"):
             piece = self.fragment[int(rest.rpartition(".")[2])]
             return cut_of(piece.block.layout, piece.slots)
-        if kind != "outer" or (at := self.optimizer.number_of(rest)) is None:
-            return None
         slots = [(piece.block.layout, slot) for piece in self.fragment for slot in piece.slots]
-        found = parameter_cut(*slots[at])
-        return found if found.fits(shape) else None
+        return self.optimizer.cut(rest, shape, slots) if kind == "outer" else None
 
     def _pieces(self, tensors: Tensors, prefix: str) -> list[Tensor]:
         return [tensors[f"{prefix}{k}"].clone().to(theta) for k, theta in enumerate(self.theta)]

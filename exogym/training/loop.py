@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -291,6 +292,8 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         self._ask("save")
         agenda = self.agenda
+        if self.worker.insides is not None:
+            self._share_insides()
         path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.wire, agenda.keepers)
         self._tell("checkpoint", path=str(path))
         return path
@@ -330,6 +333,9 @@ class TrainingLoop:
             values["examples_per_s"] = self.reports.examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
+        if self.worker.insides is not None:
+            self._share_insides()
+            values["inside_bytes"] = float(self.fleet.comm.ledger.inside_bytes.mean())
         if self.timing is not None:
             values |= self.timing.values()
         values |= self.fleet.state.figures()
@@ -338,6 +344,12 @@ class TrainingLoop:
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
         if self.timing is not None:
             self._tell("clock", **self.timing.parts())
+
+    def _share_insides(self) -> None:
+        """Let every process know what was said inside of each node, which counts it."""
+        if self.wire.is_shared:
+            ledger = self.fleet.comm.ledger
+            ledger.inside_bytes[:] = np.max(self.wire.gather(ledger.inside_bytes.tolist()), axis=0)
 
     def _call_back(self, every: bool = True) -> None:
         due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
