@@ -2,6 +2,7 @@
 
 import pytest
 from splits import ADAM, MADE, SGD, apart, assert_alike, fit, split, text_trainer, trainer
+from strategies import STRATEGIES
 
 from exogym.strategy import DiLoCoStrategy
 
@@ -118,3 +119,58 @@ keep(said)
         "nodes": "in several all have one split",
     }
     assert {name: text in said[name] for name, text in wanted.items()} == dict.fromkeys(wanted, True), said
+
+
+@pytest.mark.slow
+def test_quarters_take_a_quarter_of_the_memory(tmp_path):
+    """Of 10 million parameters with AdamW's state, between two steps."""
+    body = """
+import gc
+from exogym.training.driver import Driver
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 512)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(5))
+        self.head = nn.Linear(512, 11)
+    def forward(self, x):
+        h = self.embed(x).mean(1)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+held, advance = [], Driver.advance
+def looking(self, first, last):
+    gone = advance(self, first, last)
+    gc.collect()
+    kept = {}
+    for x in gc.get_objects():
+        if isinstance(x, torch.Tensor):
+            x = getattr(x, "_local_tensor", x)
+            if x.device.type == "cpu":
+                kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    held.append(sum(kept.values()))
+    return gone
+Driver.advance = looking
+made = trainer(Wide)
+count = sum(p.numel() for p in made.model.parameters())
+fit(made, SimpleReduceStrategy("adamw", lr=1e-3), num_nodes=1, max_steps=2, node=NodeMesh(shard=4))
+shares = [None] * 4
+torch.distributed.all_gather_object(shares, held[-1] / (12 * count))
+keep((count, shares))
+"""
+    count, shares = split(tmp_path, 4, body)
+    assert count > 10e6 and max(shares) <= 0.3, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", [2, 3, 4])
+def test_every_strategy_on_elements(shard, tmp_path):
+    """All of the table that act on rows, on their own problem; what chooses or rounds has laws of its own."""
+    names = [name for name, entry in STRATEGIES.items() if entry.on_rows and name not in CHOOSING]
+    body = f"""
+from strategies import STRATEGIES
+keep({{name: fit(trainer(), STRATEGIES[name].make(), num_nodes=4, node=NodeMesh(shard={shard})) for name in {names!r}}})
+"""
+    found = split(tmp_path, 2 * shard, body)
+    for name in names:
+        assert_alike(found[name], fit(trainer(), STRATEGIES[name].make(), num_nodes=4), ADAM)
