@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_formulas(trained: Path) -> None:
     rows = {row["strategy"]: row for row in part["rows"]}
     assert (part["steps"], part["batch_size"], part["parameters"]) == (50, 8, 2410)
     assert rows["ddp"]["tx_bytes"] == 50 * 2410 * 4 and rows["single"]["tx_bytes"] == 0
-    assert [rows[m]["reduction"] for m in SHORT.methods[2:4]] == [10, 50] and rows["ddp"]["quality"] == 1
+    assert [rows[m]["reduction"] for m in SHORT.methods[2:4]] == [10, 25] and rows["ddp"]["quality"] == 1
     rates = part["predicted"]
     assert rates["single"]["wifi"] == pytest.approx(rows["single"]["examples_per_s"], rel=1e-5)
     assert rates["ddp"]["home"] < rates["diloco:H=10"]["home"] < 2 * rates["single"]["home"]
