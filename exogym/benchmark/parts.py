@@ -17,7 +17,7 @@ from exogym.reproduce.problems import problem
 from exogym.strategy.registry import STRATEGIES
 from exogym.tasks import Data
 
-METHODS = (SINGLE, "ddp", "diloco:H=10", "diloco:H=50:outer_lr=0.7", "sparta:p_sparta=0.005", "fedavg:H=10", "demo")
+METHODS = (SINGLE, "ddp", "diloco:H=10", "diloco:H=30:outer_lr=0.7", "sparta:p_sparta=0.005", "fedavg:H=10", "demo")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Scope:
     steps: Mapping[str, int] = field(default_factory=dict)
 
 
-SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
+SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 300})
 
 
 def _all_methods() -> tuple[str, ...]:
