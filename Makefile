@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures test slow lint types format table reproductions dist bench clean
+.PHONY: help demo ui-demo pictures test slow lint types format table reproductions bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -50,11 +50,15 @@ reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours
 dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dist/
 	$(BIN)/python -m uv build --quiet --out-dir dist
 
+docs: $(VENV)/.stamp-docs ## build the site into site/, to be opened there or served from any folder
+	$(BIN)/python docs/site/build.py
+	$(BIN)/python docs/site/llms.py
+
 bench: $(VENV)/.stamp-dev ## measure the core
 	$(BIN)/python benchmarks/core.py
 
 clean: ## remove what checks and builds leave (.venv and runs/ stay)
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* htmlcov
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* htmlcov
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.

@@ -16,6 +16,7 @@ import typer
 
 from exogym.cli.advise import advise as advise_command
 from exogym.cli.agent import agent as agent_command
+from exogym.cli.benchmark import benchmark as benchmark_command
 from exogym.cli.cluster import app as cluster_app
 from exogym.cli.compare import compare as compare_command
 from exogym.cli.demo import PASSED_ON
@@ -56,6 +57,7 @@ app.command("discover")(discover_command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(cluster_app, name="cluster")
 app.command("reproduce")(reproduce_command)
+app.command("benchmark")(benchmark_command)
 
 
 def _version(wanted: bool) -> None:

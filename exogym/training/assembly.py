@@ -209,6 +209,7 @@ def workplace(
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    worker.meshes = options.meshes
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))

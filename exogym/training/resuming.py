@@ -20,7 +20,7 @@ from exogym.saving.snapshots import check_counters
 from exogym.training.options import FitOptions, is_number
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
-FREE = ("limits", "placement")  # what a run that goes on may have otherwise
+FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
 
 
 class Refused(Exception):
