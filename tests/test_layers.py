@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
         "launch",
         "discovery",
         "advise",
+        "benchmark",
         "cluster",
         "remote",
         "reproduce",

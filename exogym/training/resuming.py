@@ -13,8 +13,8 @@ from exogym.base.files import remove_folders
 from exogym.communicator import Wire
 from exogym.compute.ways import WAYS
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
-from exogym.saving.checkpoint_files import Snapshot
+from exogym.saving.checkpoint import differences, load_newest, remove_leftovers
+from exogym.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import check_counters
 from exogym.training.options import FitOptions, is_number

@@ -101,22 +101,17 @@ class Timing:
     @property
     def time_s(self) -> float:
         """Predicted seconds until the last node is done with what happened so far."""
-        return float(self.clock.time_s.max())
+        return self.clock.last_s
 
     def parts(self) -> dict[str, list[float]]:
         """Return the seconds that each node, of the first 64, has spent so far: computing, waiting, sending, down."""
-        return {part: self.clock.seconds(part)[:MOST_NODES].round(6).tolist() for part in PARTS}
+        return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
         """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""
         clock = self.clock
         if node is not None:
-            here: Any = node
-            return {
-                "time_s": float(clock.time_s[here]),
-                "waiting_share": float(clock.waiting_share[here]),
-                "bandwidth_use": float(clock.bandwidth_use[here]),
-            }
+            return clock.figures(node)
         return {
             "time_s": self.time_s,
             "waiting_share": float(clock.waiting_share.mean()),
