@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator.ledger import FACTORS, Event, Ledger, children, tree_factors
+from exogym.communicator.ledger import FACTORS, Event, Ledger, children, together, tree_factors
 from exogym.communicator.robust import Rule
 from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
@@ -56,7 +56,8 @@ class Communicator:
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
         self._aggregations = 0
-        self._alone = False  # whether what is sent is all of the node's, and no part
+        self._alone = False  # whether what is sent is of whole tensors, and no part of each
+        self._held: list[Event] | None = None  # what was sent apart
         self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
@@ -91,7 +92,25 @@ class Communicator:
     def arrive(self, flight: int) -> None:
         """Let the members of what is on its way under `flight` wait for it now."""
         nothing = np.zeros(0)
-        self.ledger.tell(Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight))
+        event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
+        self.ledger.tell(event) if self._held is None else self._held.append(event)
+
+    # What processes of a node do apart
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, each process of the node acts for some whole tensors; then their events are put together, as one's.
+
+        Every process of the node enters, also one that has nothing to do.
+        """
+        self._alone, self._held = True, []
+        try:
+            yield
+        finally:
+            self._alone, held = False, self._held
+            self._held = None
+        for event in together(self.wire.inside.tell([event.described() for event in held or []])):
+            self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
     # Reductions
 
@@ -207,16 +226,18 @@ class Communicator:
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
-        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *, groups: Groups | None = None
-    ) -> Tensor:
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
+        groups: Groups | None = None, size: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 
         For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
         tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns (rows, ...): the reduction,
-        expanded; a row outside all groups has its own decoded value.
+        expanded; a row outside all groups has its own decoded value. `size` is the bytes of a node's payload where they
+        are not those of its tensors, as of bits that fill no whole byte in each process of a node.
         """
         groups = self._sorted(groups)
-        size = sum(self._row_bytes(part) for part in payload)
+        size = sum(self._row_bytes(part) for part in payload) if size is None else size
         if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
@@ -518,9 +539,8 @@ class Communicator:
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(
-            Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
-        )
+        event = Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        self.ledger.add(event) if self._held is None else self._held.append(event)
 
     def _row_bytes(self, x: Tensor) -> int:
         """Return the bytes of a row of `x` (rows, ...), over all processes of a node.

@@ -36,6 +36,10 @@ class Inside:
         """Return the (sizes[j],) elements `x` of each process j of the node, in each."""
         return [x]
 
+    def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Give process j of the node the (n,) `outgoing[j]`; return what each gave, `sizes[j]` elements."""
+        return outgoing
+
     def tell(self, value: Any) -> list[Any]:
         """Return the `value` (JSON-able) of each process of the node, in each."""
         return [value]

@@ -12,7 +12,7 @@ from exogym.base import pulse
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
 from exogym.compute.outputs import batch_examples, slice_batch
-from exogym.compute.probing import check_gradients, check_on
+from exogym.compute.probing import check_on, check_split
 from exogym.compute.sharded import Sharded
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
@@ -72,10 +72,10 @@ class SplitWorker(Worker):
         """
         batch, probe = self.to_device(batch), self.mesh.probe
         if probe is True:
-            check_gradients(self.split, self.loss, batch, self._parts(batch), self.inside)
+            check_split(self.split, self.loss, batch, self._parts(batch), self.mesh)
         else:
             if isinstance(probe, nn.Module):
-                check_on(probe, self.loss, batch, self._parts(batch), self.split)
+                check_on(probe, self.loss, batch, self._parts(batch), self.split, self.mesh)
             self.split.split()
         self.is_split, self._places, self._homes = True, [], []
         for p in self._originals:

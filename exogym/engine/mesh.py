@@ -28,6 +28,7 @@ class ProcessInside(Inside):
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.part, self.parts = dist.get_rank(group), dist.get_world_size(group)
+        self._lines = ProcessWire([[k] for k in range(self.parts)], group)
 
     @pulse.waits
     def sum(self, x: Tensor) -> Tensor:
@@ -46,6 +47,12 @@ class ProcessInside(Inside):
         found = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(found, mine, group=self.group)
         return [one[:size].to(x.device) for one, size in zip(found, sizes, strict=True)]
+
+    @pulse.waits
+    def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        moved = [x.to(self.device).contiguous() for x in outgoing]
+        found = self._lines.all_to_all(moved, sizes, list(range(self.parts)))
+        return [x.to(outgoing[0].device) for x in found]
 
     def tell(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -125,6 +125,7 @@ class AveragingCommunicator(PeriodicModule):
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
+        self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
         if not isinstance(privacy, DifferentialPrivacy | None):
             raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
         if privacy is not None and island_size is not None:

@@ -6,6 +6,7 @@ after it. Every tensor is (rows, ...).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -26,7 +27,8 @@ class Module(Stateful, ABC):
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:
-        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
+        acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
+            all of a node's at once: it is given these where a node is several processes. A module of yours says it.
         row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
         shared_state: name to tensor that is the same for all nodes.
         counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
@@ -82,7 +84,11 @@ class Module(Stateful, ABC):
             layout = self.layouts[int(b)]
             if shape[-1] in (layout.numel, layout.total):
                 return cut_of(layout)
-        return None
+        if self.acts_on == "elements" or name.startswith("counter."):
+            return None
+        if name not in self.row_state.keys() | self.shared_state.keys():
+            raise KeyError(name)
+        return Cut(tuple(shape), tuple(shape), torch.arange(math.prod(shape)))
 
     def row(self, row: int) -> Tensors:
         return {name: value[row] for name, value in self.row_state.items()}

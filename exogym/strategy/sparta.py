@@ -109,6 +109,7 @@ class SparseCommunicator(PeriodicModule):
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
         self.final_average = final_average
+        self.acts_on = "elements" if self.bits is None and compression_method != "topk" else "row"
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         count, every = self.p * P, self.interval_steps

@@ -75,6 +75,7 @@ class StreamingCommunicator(CommunicationModule):
                 f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"
             )
         self.H, self.num_fragments, self.rule, self.pattern, self.bits = H, num_fragments, rule, pattern, bits
+        self.acts_on = "elements" if bits == 32 else "row"  # whose fragments have scales
         self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha
         self.offsets = [p * H // num_fragments for p in range(num_fragments)] if offsets is None else list(offsets)
 
