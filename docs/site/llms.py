@@ -29,7 +29,9 @@ def llms(address: Callable[[Path], str]) -> str:
     parts = [title, "\n".join(f"> {line}" for line in summary.splitlines()), SCOPE, code[0]]
     for section in sections:
         caption, _, body = section.partition("\n")
-        entries = [f"- [{name}]({address((HOME.parent / to).resolve())}){said}" for name, to, said in ENTRY.findall(body)]
+        entries = [
+            f"- [{name}]({address((HOME.parent / to).resolve())}){said}" for name, to, said in ENTRY.findall(body)
+        ]
         parts.append("\n".join([f"## {caption}", "", *entries]))
     return "\n\n".join(parts) + "\n"
 
