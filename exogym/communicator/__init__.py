@@ -18,6 +18,7 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
 """
 
 from exogym.communicator.communicator import TRANSPORTS, Communicator
+from exogym.communicator.inside import ALONE, Inside
 from exogym.communicator.ledger import Event, Ledger
 from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.communicator.secure import SecureAggregation
@@ -25,11 +26,13 @@ from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
+    "ALONE",
     "CHUNK_ELEMENTS",
     "RULES",
     "TRANSPORTS",
     "Communicator",
     "Event",
+    "Inside",
     "Krum",
     "Ledger",
     "Median",

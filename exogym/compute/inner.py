@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exogym.compute.worker import Worker
+from exogym.errors import ArgumentError
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
@@ -37,12 +40,19 @@ class InnerOptimizer(Stateful):
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
         self.parameters = worker.parameters
         self.spec, self.max_norm = inner.spec, inner.max_norm
+        self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps)
         self._named = dict(zip(worker.names, worker.parameters, strict=True))
         self._hidden = worker.fleet.hidden
+        self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
         self._build()  # what cannot be built is to be known now
+        if self._inside.parts > 1 and needs_whole_tensors(self.spec):
+            raise ArgumentError(
+                f"inner_optim={self.spec!r} looks at whole tensors, and with node= each process has a part of them: "
+                "take one that treats each element by itself (AdamW, SGD, ...)"
+            )
         worker.draws_torch |= self.spec.try_out(self._named, self._hidden)
 
     def enter(self, row: int) -> None:
@@ -66,7 +76,7 @@ class InnerOptimizer(Stateful):
             for correct in self.corrections:
                 correct(row, self.parameters, [p.grad for p in self.parameters])
             if clip and self.max_norm is not None:
-                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
             self._take_step()
         for p in self.parameters:
             p.grad = None
@@ -88,6 +98,25 @@ class InnerOptimizer(Stateful):
         if tensors:
             self.enter(row)
             load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
+        return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
+
+
+def needs_whole_tensors(spec: OptimSpec) -> bool:
+    """Say whether an optimizer does something else to a tensor than to its halves, each by itself."""
+    start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
+    ends = []
+    for cuts in ([6], [3, 3]):
+        parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
+        optimizer = spec.build(parts, hidden=frozenset(parts))
+        for step in range(3):
+            for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        ends.append(torch.cat([p.detach() for p in parts.values()]))
+    return not torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7)
 
 
 class Steps(Stateful):
