@@ -96,7 +96,7 @@ def make_runs(folder: Path) -> None:
 def runnable(words: list[str]) -> list[str]:
     """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
     files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-    more = {"compare": SHORT, "ui": ["--port", "0"]}
+    more = {"compare": SHORT, "demo": SHORT, "ui": ["--port", "0"]}
     if words[0] == "exogym":
         return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
     return [*files, *([] if words[1] == "-m" else SHORT[:2])]

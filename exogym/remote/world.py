@@ -19,7 +19,7 @@ from exogym.communicator import Wire, ship
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
-from exogym.saving.checkpoint import list_checkpoints
+from exogym.saving.checkpoint_files import list_checkpoints
 
 MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"

@@ -26,7 +26,8 @@ from exogym.remote.elastic.engine import Elastic
 from exogym.remote.elastic.member import Generation
 from exogym.remote.elastic.wire import ElasticWire, Lost
 from exogym.remote.world import same_start
-from exogym.saving.checkpoint import Snapshot, differences
+from exogym.saving.checkpoint import differences
+from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import put_back, snapshot_of
 from exogym.trainer import LocalTrainer
