@@ -143,6 +143,11 @@ def test_time_is_the_sum_of_its_parts(time):
     assert (clock.waiting_share == clock.share("waiting") + clock.share("sending")).all()
     assert 0 < clock.share("waiting").max() < 1 and clock.share("down")[1] > 0
     assert Clock(N, LINE).share("computing").tolist() == [0] * N
+    for node in range(N):
+        figures = {name: float(getattr(clock, name)[node]) for name in ("time_s", "waiting_share", "bandwidth_use")}
+        assert clock.figures(node) == figures
+    assert clock.last_s == clock.time_s.max()
+    assert clock.seconds("waiting", slice(2)).tolist() == clock.seconds("waiting")[:2].tolist()
 
 
 def test_the_use_of_a_line():

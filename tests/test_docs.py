@@ -16,7 +16,7 @@ import pytest
 from processes import python
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
 
 
@@ -32,7 +32,9 @@ def commands() -> list[str]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "documentation"}
@@ -94,7 +96,7 @@ def make_runs(folder: Path) -> None:
 def runnable(words: list[str]) -> list[str]:
     """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
     files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-    more = {"compare": SHORT, "ui": ["--port", "0"]}
+    more = {"compare": SHORT, "demo": SHORT, "ui": ["--port", "0"]}
     if words[0] == "exogym":
         return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
     return [*files, *([] if words[1] == "-m" else SHORT[:2])]

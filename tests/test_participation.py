@@ -118,6 +118,15 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
     assert not few.of(0).holds and few.of(0).clients == [] and few.failed(1) == 1
 
 
+def test_who_is_there_is_asked_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, at = [], Devices.at
+    monkeypatch.setattr(Devices, "at", lambda self, time_s, n: asked.append(time_s) or at(self, time_s, n))
+    rounds = Participation(0, 100, 3, lambda r: 5, 1.0, Devices())
+    for number in range(6):  # as a run does: this round and the next
+        rounds.of(number), rounds.of(number + 1)
+    assert len(asked) == 7
+
+
 def test_without_a_word_of_it_the_draws_are_those_of_before() -> None:
     plain = trained(WITH_A_SERVER["fedavg"]())
     asked = trained(FedAvgStrategy("sgd", deadline_s=100, **SAMPLED), step_seconds=0.01)

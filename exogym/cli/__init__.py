@@ -19,6 +19,8 @@ from exogym.cli.agent import agent as agent_command
 from exogym.cli.benchmark import benchmark as benchmark_command
 from exogym.cli.cluster import app as cluster_app
 from exogym.cli.compare import compare as compare_command
+from exogym.cli.demo import PASSED_ON
+from exogym.cli.demo import demo as demo_command
 from exogym.cli.discover import discover as discover_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
@@ -42,6 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
+app.command("demo", context_settings=PASSED_ON)(demo_command)
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
 app.command("ui")(ui_command)

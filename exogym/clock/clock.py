@@ -27,6 +27,7 @@ from exogym.network import NAMES, Network, algorithms_of, parse_seconds
 
 PARTS = ("computing", "waiting", "sending", "down")
 ROWS = ("_ticks", "_line_free", "steps", "tx_bytes", "rx_bytes")
+ALL = slice(None)
 Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
 
@@ -163,8 +164,11 @@ class Clock:
         It starts once all members have got here, are up, and have their lines free.
         """
         members = self._members(event.members)
-        ready = np.maximum(self._ticks, self._line_free)
-        start: Any = self._starts(event, ready) if event.links else int(ready[members].max())
+        start: Any
+        if event.links:
+            start = self._starts(event, np.maximum(self._ticks, self._line_free))
+        else:  # of few among many, only they are looked at
+            start = int(np.maximum(self._ticks[members], self._line_free[members]).max())
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
         algorithm = self._algorithm(event)
@@ -184,7 +188,7 @@ class Clock:
         """
         cost = times * round(self.network.message_s * TICKS_PER_S)
         if cost and self.num_nodes > 1:
-            self._arrive(_Flight(slice(None), cost, int(self._ticks.max()) + cost, "agreement"))
+            self._arrive(_Flight(ALL, cost, int(self._ticks.max()) + cost, "agreement"))
 
     def wait(self, handle: int) -> None:
         """Make the members of a collective wait until it is done; what they computed meanwhile is not waited for.
@@ -214,18 +218,35 @@ class Clock:
         """(N,) virtual seconds of each node."""
         return self._ticks / TICKS_PER_S
 
-    def share(self, part: str) -> np.ndarray:
+    @property
+    def last_s(self) -> float:
+        """Virtual seconds of the last node: the most of `time_s`."""
+        return float(self._ticks.max() / TICKS_PER_S)
+
+    def share(self, part: str, of: Any = ALL) -> np.ndarray:
         """Return (N,) the share of each node's time spent "computing", "waiting" (for others), "sending" or "down".
 
         The four sum to 1; before anything has happened they are 0.
+
+        Args:
+            of: picks nodes: a number, a slice or an array of numbers; all nodes.
         """
         if part not in PARTS:
             raise ArgumentError(f"part={part!r} is not one of {', '.join(map(repr, PARTS))}: {nearest(part, PARTS)}")
-        return self._parts[part] / np.maximum(self._ticks, 1)
+        return self._parts[part][of] / np.maximum(self._ticks[of], 1)
 
-    def seconds(self, part: str) -> np.ndarray:
-        """Return (N,) the seconds each node spent "computing", "waiting", "sending" or "down"."""
-        return self.share(part) * self.time_s
+    def seconds(self, part: str, of: Any = ALL) -> np.ndarray:
+        """Return (N,) the seconds each node spent "computing", "waiting", "sending" or "down"; `of` as `share`."""
+        return self.share(part, of) * (self._ticks[of] / TICKS_PER_S)
+
+    def figures(self, node: int) -> dict[str, float]:
+        """Return time_s, waiting_share and bandwidth_use of one node."""
+        time_s = float(self._ticks[node] / TICKS_PER_S)
+        return {
+            "time_s": time_s,
+            "waiting_share": float(self.share("waiting", node) + self.share("sending", node)),
+            "bandwidth_use": float(self._line_use(node)),
+        }
 
     @property
     def waiting_share(self) -> np.ndarray:
@@ -235,9 +256,7 @@ class Clock:
     @property
     def bandwidth_use(self) -> np.ndarray:
         """(N,) the share of each node's line that its bytes took so far, up or down, whichever is more."""
-        up, down = self.network.line_bps(self.num_nodes)
-        busy_s = 8 * np.maximum(self.tx_bytes / up, self.rx_bytes / down)
-        return busy_s / np.maximum(self.time_s, 1 / TICKS_PER_S)
+        return self._line_use(ALL)
 
     @property
     def spans(self) -> list[Span]:
@@ -288,10 +307,15 @@ class Clock:
 
     # Inside
 
+    def _line_use(self, of: Any) -> Any:
+        up, down = (bps[of] for bps in self.network.line_bps(self.num_nodes))
+        busy_s = 8 * np.maximum(self.tx_bytes[of] / up, self.rx_bytes[of] / down)
+        return busy_s / np.maximum(self._ticks[of] / TICKS_PER_S, 1 / TICKS_PER_S)
+
     def _members(self, members: Sequence[int]) -> Any:
         """Return what picks the members out of (N,) arrays."""
         if len(members) == self.num_nodes:
-            return slice(None)
+            return ALL
         ids = np.asarray(members)
         if ids.max() >= self.num_nodes:
             raise ArgumentError(f"node {ids.max()} takes part, but the clock is for {self.num_nodes} nodes")

@@ -47,13 +47,17 @@ class Event:
 
 @dataclass
 class Ledger:
-    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes."""
+    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes.
+
+    What the devices of a node send each other, `inside_bytes`, is in none of the others, nor in `traffic`.
+    """
 
     num_nodes: int
     payload_bytes: np.ndarray = field(init=False)
     tx_bytes: np.ndarray = field(init=False)
     rx_bytes: np.ndarray = field(init=False)
     buffer_bytes: np.ndarray = field(init=False)
+    inside_bytes: np.ndarray = field(init=False)
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
 
@@ -62,6 +66,7 @@ class Ledger:
         self.tx_bytes = np.zeros(self.num_nodes)
         self.rx_bytes = np.zeros(self.num_nodes)
         self.buffer_bytes = np.zeros(self.num_nodes)
+        self.inside_bytes = np.zeros(self.num_nodes)
 
     def add(self, event: Event) -> None:
         members = list(event.members)
@@ -84,7 +89,8 @@ class Ledger:
             listen(event)
 
     def state(self) -> dict[str, Tensor]:
-        names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
+        names = ["payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes"]
+        names += ["inside_bytes"] if self.inside_bytes.any() else []
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
         rows = {f"traffic.{name}": [row[key] for key in TRAFFIC] for name, row in self.traffic.items()}
         return arrays | {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}

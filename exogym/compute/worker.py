@@ -20,7 +20,8 @@ from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
 from exogym.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.compute.attributes import Attributes, refuse_carried
-from exogym.compute.outputs import Loss, map_tensors, split_batch
+from exogym.compute.insides import Insides
+from exogym.compute.outputs import Loss, batch_examples, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.state import Tensors
@@ -41,6 +42,7 @@ class Worker:
             the number of examples.
 
     Attributes:
+        insides: of nodes that are several devices: of a batch no more is computed at once than one of them would.
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
         before_last_backward: called before the backward pass of a step's last micro-batch.
@@ -60,6 +62,7 @@ class Worker:
         self.model, self.loss, self.device, self.seed = model, loss, device, seed
         self.dtype, self.micro_batch_size = AUTOCAST[precision], micro_batch_size
         self.scaled = precision == "fp16"
+        self.insides: Insides | None = None
         self.draws_torch = self.draws_python = True
         self.should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
@@ -280,7 +283,8 @@ class Worker:
         whether they were not finite.
         """
         batch = self.to_device(batch)
-        if self.micro_batch_size is None and self.dtype is None:
+        size = self.micro_batch_size if self.insides is None else self._at_once(self.insides, batch, row)
+        if size is None and self.dtype is None:
             loss = self.loss(batch)
             if self.before_last_backward is not None:
                 self.before_last_backward()
@@ -290,7 +294,7 @@ class Worker:
         total = None
         scale = float(self.scales[row])
         done = 0.0
-        for part, share in split_batch(batch, self.micro_batch_size or 1 << 62):
+        for part, share in split_batch(batch, size or 1 << 62):
             with self.autocast():
                 loss = self.loss(part)
             done += share
@@ -304,6 +308,12 @@ class Worker:
         if total is None:
             raise DataError("a batch held no examples")
         return total
+
+    def _at_once(self, insides: Insides, batch: Any, row: int) -> int:
+        """Return how many examples of a batch a device of the node computes at once, at most."""
+        node, examples = self.fleet.ranks[row], batch_examples(batch)
+        insides.took(node, examples)
+        return insides.meshes[node].at_once(min(examples, self.micro_batch_size or examples))
 
     def _unscale(self, row: int) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]

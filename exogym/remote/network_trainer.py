@@ -20,6 +20,7 @@ from exogym.engine.world import join_world, local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, checked
 from exogym.faults import Faults
 from exogym.launch.door import SECRET
+from exogym.mesh import NodeMesh
 from exogym.network import Network
 from exogym.progress import notice
 from exogym.record.metrics import Metric
@@ -104,6 +105,7 @@ class NetworkTrainer(Trainer):
         strategy: Strategy,
         *,
         num_nodes: int | None = None,
+        node: NodeMesh | Sequence[NodeMesh] | None = None,
         num_epochs: int | None = None,
         max_steps: int | None = None,
         batch_size: int = 32,

@@ -76,7 +76,8 @@ class Participation:
     def of(self, number: int) -> Round:
         """Return round `number`, from 0."""
         while len(self._begins) <= number:
-            held = self._held(len(self._begins) - 1)
+            last = len(self._begins) - 1
+            held = self._known[last] if last in self._known else self._held(last)
             self._begins.append(held.end_s)
             self._fails.append(not held.holds)
         if number not in self._known:

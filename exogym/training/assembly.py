@@ -24,6 +24,7 @@ from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
+from exogym.compute.insides import Insides
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
 from exogym.compute.worker import Worker
@@ -135,14 +136,18 @@ def _assemble(
         balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
-        step_s = None if options.step_seconds is None else _step_seconds(options)
+        spread = None
+        if worker.insides is not None:
+            worker.insides.count(fleet.comm.ledger, worker.micro_batch_size)
+            spread = worker.insides.spread(np.broadcast_to(sizes, options.num_nodes).tolist())
+        step_s = None if options.step_seconds is None else _step_seconds(options, spread)
         availability = None if options.faults is None else options.faults.trace
         run = Run(
             options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
         )
         timing = None
         if options.network is not None:
-            timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
+            timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work, spread)
         shares = balance.shares() if balance is not None and balance.kind == "steps" else []
         driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, shares)
         undo.callback(driver.close)
@@ -209,18 +214,21 @@ def workplace(
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    worker.insides = Insides(model, options.meshes) if options.meshes else None
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
-    worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+    with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
+        worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
 
 
-def _step_seconds(options: FitOptions) -> np.ndarray:
-    """Return the (N,) seconds of a step that were given."""
+def _step_seconds(options: FitOptions, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given, or that it takes a node of several devices."""
     given = options.step_seconds
-    return (given if isinstance(given, StepTime) else StepTime(given)).mean_s(options.num_nodes)
+    time = given if isinstance(given, StepTime) else StepTime(given)
+    return (time if spread is None else time.for_work(*spread)).mean_s(options.num_nodes)
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:

@@ -329,6 +329,8 @@ class TrainingLoop:
             values["examples_per_s"] = self.reports.examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
+        if self.worker.insides is not None:
+            values["inside_bytes"] = float(self.fleet.comm.ledger.inside_bytes.mean())
         if self.timing is not None:
             values |= self.timing.values()
         values |= self.fleet.state.figures()

@@ -13,14 +13,14 @@ from exogym.base.files import remove_folders
 from exogym.communicator import Wire
 from exogym.compute.ways import WAYS
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
-from exogym.saving.checkpoint_files import Snapshot
+from exogym.saving.checkpoint import differences, load_newest, remove_leftovers
+from exogym.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import check_counters
 from exogym.training.options import FitOptions, is_number
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
-FREE = ("limits", "placement")  # what a run that goes on may have otherwise
+FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
 
 
 class Refused(Exception):
