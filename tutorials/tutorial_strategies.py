@@ -53,7 +53,7 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps: it shows that all runs, and its numbers mean nothing
-STEPS, SEEDS = (20, 1) if SHORT else (120, 2)
+STEPS, SEEDS = (40, 1) if SHORT else (120, 2)
 METHODS = "single,ddp,fedavg:H=10,diloco:H=10,sparta:p_sparta=0.01,demo"
 result = compare("digits", METHODS, nodes=4, steps=STEPS, batch_size=8, seeds=SEEDS, lr=3e-3)
 print(result.to_markdown())
