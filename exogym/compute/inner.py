@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from exogym.compute.whole import WholeTensors
 from exogym.compute.worker import Worker
 from exogym.fleet.layout import Cut
 from exogym.fleet.state import Stateful, Tensors
-from exogym.strategy.kernels import bare_step
+from exogym.strategy.kernels import bare_step, is_torchs
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
@@ -50,8 +51,10 @@ class InnerOptimizer(Stateful):
         self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
-        if self._named:
-            self._build()  # what cannot be built is to be known now
+        # of rows that began anew, to be another's: to build one takes as long as steps
+        self._spare: list[Optimizer] = []
+        # what cannot be built is to be known now
+        self._fresh = _entries(self._build()) if self._named else None
         worker.draws_torch |= self.spec.try_out(dict(zip(worker.names, self.parameters, strict=True)), self._hidden)
 
     def enter(self, row: int) -> None:
@@ -64,7 +67,16 @@ class InnerOptimizer(Stateful):
         self._take_step = bare_step(self.optimizer)
 
     def _build(self) -> Optimizer:
-        return self.spec.build(self._named, hidden=self._hidden) if self._whole is None else self._whole.build()
+        """Return an optimizer that has taken no step; the module must point at the row."""
+        if not self._spare or self._fresh is None:
+            return self.spec.build(self._named, hidden=self._hidden) if self._whole is None else self._whole.build()
+        optimizer = self._spare.pop()
+        optimizer.state.clear()
+        for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({"params": params} | fresh)
+        return optimizer
 
     def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
         """Take the row's step with the gradients in `.grad` at the rate of step `at`, and drop them.
@@ -87,7 +99,11 @@ class InnerOptimizer(Stateful):
 
     def reset(self, row: int) -> None:
         """Start the row's optimizer afresh."""
-        self.optimizers.pop(row, None)
+        old = self.optimizers.pop(row, None)
+        if old is None or self._fresh is None or len(old.param_groups) != len(self._fresh):
+            return
+        if bare_step(old) != old.step:  # nobody has put a hook, or a step of his own, on it
+            self._spare.append(old)
 
     def row(self, row: int) -> Tensors:
         """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
@@ -111,6 +127,19 @@ class InnerOptimizer(Stateful):
             return self._whole.cut(name, shape)
         optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
         return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
+
+
+def _entries(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """Return the entries of each group but its parameters, where these and `state` are all that it keeps; else None."""
+    groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+    plain = all(_is_plain(x) for group in groups for x in group.values())
+    return groups if plain and is_torchs(type(optimizer)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 class Steps(Stateful):

@@ -10,6 +10,9 @@ A module acts on the fleet and its communicator and on nothing else. Every tenso
 
 With absent nodes (`exogym.faults`): before the steps above the driver sets `fleet.comm.present` to the ids that take
 part, and a module reads and writes their rows only. Nobody present: nobody communicates, and it is not made up for.
+
+>>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
+(True, True)
 """
 
 from __future__ import annotations

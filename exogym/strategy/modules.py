@@ -266,7 +266,13 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
+    """Return (N,) weights by data, or None where all are equal (the plain mean, exact).
+
+    >>> import numpy as np
+    >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)
+    >>> example_weights(run, "examples").tolist(), example_weights(run, "uniform")
+    ([30.0, 10.0], None)
+    """
     if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
         return None
     return torch.from_numpy(run.examples.astype(np.float64))
