@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from exogym.communicator import Krum
 from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.outer import OuterRule
-from exogym.strategy.strategy import Strategy
 from exogym.training.options import FitOptions
 
 
@@ -33,13 +34,12 @@ def check_split(options: FitOptions) -> int:
             "knows whether it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, "
             "DiLoCo, FedAvg, SPARTA, ...), or leave node= out"
         )
-    _check_modules(options.strategy)
+    _check_modules(cast(CommunicateOptimizeStrategy, options.strategy))
     return mesh.size
 
 
-def _check_modules(strategy: Strategy) -> None:
+def _check_modules(strategy: CommunicateOptimizeStrategy) -> None:
     """Refuse what looks at a node's whole row outside of modules, and modules that do not say what they act on."""
-    assert isinstance(strategy, CommunicateOptimizeStrategy)
     means = strategy.averaging
     for name, asked in (
         ("secure_aggregation", means.secure is not None),
