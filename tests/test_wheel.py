@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import exogym
+from exogym.cluster import dockerfile
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
@@ -135,6 +136,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text("utf-8")
     assert str(metadata.get_payload()).strip().splitlines() == readme.strip().splitlines()
+    assert f"COPY dist/{built.wheel.name} " in dockerfile()
     assert metadata["Version"] == exogym.__version__ and metadata["Requires-Python"] == ">=3.11"
 
 
