@@ -97,6 +97,11 @@ class Trainer(ABC):
         description: the last run as one JSON-able value.
         clock: the virtual clock of the last fit with a `network`, else None.
         traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
+
+    >>> from exogym import LocalTrainer
+    >>> trainer: Trainer = LocalTrainer(nn.Linear(1, 1), [0.0])
+    >>> len(trainer.history), trainer.traffic, trainer.clock
+    (0, {}, None)
     """
 
     @checked
@@ -204,7 +209,8 @@ class LocalTrainer(Trainer):
             num_nodes: N.
             node: each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node
                 its own. Under `python -m exogym.launch` or torchrun each process is one device. In one process the
-                result is that of one device per node, computed in the micro-batches of its devices.
+                result is that of one device per node, computed in the micro-batches of its devices; what all devices
+                of a node would send each other is counted, as `inside_bytes` in the history.
             num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
                 whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
             batch_size, gradient_accumulation: a step of a node consumes their product in examples.
@@ -238,7 +244,7 @@ class LocalTrainer(Trainer):
             network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
-                measured here.
+                measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
             timeline: keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).

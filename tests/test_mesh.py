@@ -127,7 +127,7 @@ def test_a_fit_refuses_before_training(options, message):
     ("mesh", "at_once"),
     [
         (NodeMesh(), 8),
-        (NodeMesh(tensor=2), 8),
+        (NodeMesh(tensor=2, parallelize=lambda model, mesh: None), 8),
         (NodeMesh(shard=2), 4),
         (NodeMesh(stages=2, microbatches=2), 4),
         (NodeMesh(stages=2, shard=2, microbatches=2), 2),
@@ -150,3 +150,14 @@ def test_a_run_goes_on_under_another_split(tmp_path):
     whole = fit(node=NodeMesh(shard=2))
     fit(node=NodeMesh(shard=2), save_dir=tmp_path, max_steps=3)
     assert fit(node=NodeMesh(stages=2, microbatches=2), save_dir=tmp_path, resume=True) == whole
+
+
+def test_bytes_between_nodes_are_those_of_dense_nodes_and_those_inside_come_on_top():
+    """In 6 steps each of 2 nodes' 2 devices sends half of all parameters, 4 bytes each, 3 times: all are in blocks."""
+    dense, split = trainer(), trainer()
+    for one, node in ((dense, None), (split, NodeMesh(shard=2))):
+        one.fit(DiLoCoStrategy("sgd", H=3, lr=0.01), num_nodes=2, max_steps=6, batch_size=8, node=node)
+    assert split.traffic == dense.traffic
+    assert split.history.last["tx_bytes"] == dense.history.last["tx_bytes"]
+    assert split.history.last["inside_bytes"] == 6 * 2 * (1 + 2) * 4 * (8 * 6 + 8 + 2 * 8 + 2) / 2
+    assert "inside_bytes" not in dense.history.last

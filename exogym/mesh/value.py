@@ -165,6 +165,10 @@ class NodeMesh:
         parts = len(self.micro_batches(max(self.shares(examples)))) * self.stages_per_device
         return (self.depth - 1) / (parts + self.depth - 1)
 
+    def compute_share(self, examples: int) -> float:
+        """Return what part of one device's time for a step the node takes, talk apart: 1 / (size (1 - bubble))."""
+        return 1 / (self.size * (1 - self.bubble(examples)))
+
     @property
     def stages_per_device(self) -> int:
         """Stages on each device: 2 of an interleaved or zero-bubble schedule, where none are given by hand."""
