@@ -149,16 +149,10 @@ def test_the_source_distribution_has_what_it_is_built_from(built: Built) -> None
 
 def test_the_version_stands_in_one_place() -> None:
     """The changelog begins with it, and tells of no other as the newest."""
-    holders = [
-        str(path.relative_to(ROOT))
-        for path in [
-            ROOT / "pyproject.toml",
-            ROOT / "CITATION.cff",
-            ROOT / "Makefile",
-            *(ROOT / "exogym").rglob("*.py"),
-        ]
-        if exogym.__version__ in path.read_text("utf-8")
-    ]
+    number = re.compile(rf"(?:exogym-|==|\bv|[\"']|version:? ?){re.escape(exogym.__version__)}(?![\w.])")
+    files = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "Makefile", "README.md", "llms.txt")]
+    files += [*(ROOT / "exogym").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    holders = [str(path.relative_to(ROOT)) for path in files if number.search(path.read_text("utf-8"))]
     assert holders == ["exogym/__init__.py"]
     newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[0]
     assert newest == exogym.__version__
