@@ -153,12 +153,11 @@ def test_a_run_goes_on_under_another_split(tmp_path):
 
 
 def test_bytes_between_nodes_are_those_of_dense_nodes_and_those_inside_come_on_top():
-    """What `shard` devices of a model without blocks say, in 6 steps of 8 examples: (k-1)/k 4 P each way, from each."""
+    """In 6 steps each of 2 nodes' 2 devices sends half of all parameters, 4 bytes each, 3 times: all are in blocks."""
     dense, split = trainer(), trainer()
     for one, node in ((dense, None), (split, NodeMesh(shard=2))):
         one.fit(DiLoCoStrategy("sgd", H=3, lr=0.01), num_nodes=2, max_steps=6, batch_size=8, node=node)
     assert split.traffic == dense.traffic
     assert split.history.last["tx_bytes"] == dense.history.last["tx_bytes"]
-    elements = 8 * 6 + 8 + 8 + 2  # of weight, bias, weight padded from one row to two, bias padded to two
-    assert split.history.last["inside_bytes"] == 6 * 2 * 2 * 4 * (elements + 8) / 2
+    assert split.history.last["inside_bytes"] == 6 * 2 * (1 + 2) * 4 * (8 * 6 + 8 + 2 * 8 + 2) / 2
     assert "inside_bytes" not in dense.history.last

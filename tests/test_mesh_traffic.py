@@ -1,11 +1,11 @@
 """What devices of a node say to each other: the formulas, against torch's own splits in real process groups."""
 
 import collections
+import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from processes import everywhere
+from processes import in_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -75,26 +75,19 @@ def predicted(model, batch, mesh, stage=0):
     return found
 
 
-def in_groups(processes, folder, body):
-    def member(rank):
-        store = dist.FileStore(str(folder / "store"), processes)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-        body(rank, init_device_mesh("cpu", (processes,)))
-        dist.destroy_process_group()
-
-    everywhere(processes, member)
-
-
-@pytest.mark.parametrize("shard", [2, 3])
-def test_shards_say_what_fully_sharded_ones_do(tmp_path, shard):
-    """Of three devices some parameters are padded: 17 rows to 18, 16 to 18."""
+@pytest.mark.parametrize(("shard", "frozen"), [(2, False), (3, False), (2, True)])
+def test_shards_say_what_fully_sharded_ones_do(tmp_path, shard, frozen):
+    """Of three devices some parameters are padded: 17 rows to 18, 16 to 18. What is frozen, each device has."""
     model, (x, _) = gpt(), tokens()
-    expected = predicted(gpt(), tokens(), NodeMesh(shard=shard))
+    model.positions.requires_grad_(not frozen)
+    expected = predicted(copy.deepcopy(model), tokens(), NodeMesh(shard=shard))
 
-    def body(rank, mesh):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (shard,))
+        ignored = {p for p in model.parameters() if not p.requires_grad}
         for block in blocks_of(model).values():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
         with Heard() as heard:
             model((x[rank::shard], x[rank::shard]))["loss"].backward()
         assert heard.bytes == expected
@@ -108,7 +101,8 @@ def test_layers_say_what_parallel_ones_do(tmp_path, make):
     batch = tokens() if isinstance(model, CharGPT) else (torch.randn(EXAMPLES, 8), torch.zeros(EXAMPLES).long())
     expected = predicted(make(), batch, NodeMesh(tensor=2))
 
-    def body(rank, mesh):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
         parallelize_module(model, mesh, {name: STYLES[style] for name, style in tensor_plan(model).items()})
         with Heard() as heard:
             model(batch)["loss"].backward()
@@ -132,7 +126,7 @@ def test_stages_say_what_torchs_pipelines_do(tmp_path, schedule):
         Loss()((x, y))["loss"].backward()
     calls = InsideCost(mesh, facts).calls(EXAMPLES)
 
-    def body(rank, mesh):
+    def body(rank):
         stage = PipelineStage(whole[:2] if rank == 0 else whole[2:], rank, 2, torch.device("cpu"))
         run = schedule(stage, 4, loss_fn=nn.functional.mse_loss)
         for _ in range(2):  # in the first step the stages tell each other shapes

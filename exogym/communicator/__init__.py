@@ -41,6 +41,7 @@ True
 """
 
 from exogym.communicator.communicator import TRANSPORTS, Communicator
+from exogym.communicator.inside import ALONE, Inside
 from exogym.communicator.ledger import Event, Ledger
 from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.communicator.secure import SecureAggregation
@@ -48,11 +49,13 @@ from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
+    "ALONE",
     "CHUNK_ELEMENTS",
     "RULES",
     "TRANSPORTS",
     "Communicator",
     "Event",
+    "Inside",
     "Krum",
     "Ledger",
     "Median",

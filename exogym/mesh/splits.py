@@ -7,6 +7,7 @@ names; a `*` in a name stands for a number. Of Hugging Face's models their own p
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
@@ -18,23 +19,32 @@ STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks of a model by name: what stands, of one class, in a list of modules; outermost ones.
+    """Return the modules of a model that are gathered one at a time, by name.
 
-    >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
-    >>> list(blocks_of(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
-    ['layers.0', 'layers.1']
+    They are the members of its outermost lists and sequences of modules. Those that hold nothing to train, or share a
+    parameter with what is outside of them, are left to the rest.
+
+    >>> list(blocks_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))))
+    ['0', '2']
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in found) or not isinstance(
-            module, nn.ModuleList | nn.Sequential
-        ):
-            continue
         children = dict(module.named_children())
-        whole = all(len(list(child.children())) for child in children.values())
-        if children and whole and len({type(child) for child in children.values()}) == 1:
+        is_inside = any(f"{name}.".startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1 and not is_inside:
             found |= {f"{name}.{key}".lstrip("."): child for key, child in children.items()}
-    return found
+    uses, trained = _uses(model), {id(p) for p in model.parameters() if p.requires_grad}
+    inner = {name: _uses(block) for name, block in found.items()}
+    return {
+        name: block
+        for name, block in found.items()
+        if inner[name].keys() & trained and all(uses[key] == count for key, count in inner[name].items())
+    }
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Return how many modules hold each parameter."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What the devices of a node say to each other in a step, by formula: collectives, bytes and seconds.
 
-For k devices that share out P parameters of b bytes (`fully_shard`), of which P_B are in repeated blocks, each device
-sends and gets in one pass over its examples, forward and backward,
+For k devices that share out P trained parameters of b bytes (`fully_shard`), of which P_B are in blocks that are
+gathered one at a time (`splits.blocks_of`), each device sends and gets in one pass over its examples, there and back,
 
     all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
@@ -62,16 +62,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as devices see it: its shape on one of those that compute a layer together, and where it is.
+    """A parameter that is trained, as devices see it.
 
     Attributes:
+        shape: of what one of the devices has that compute its layer together.
         stages: of the pipeline that hold it; two of them where it is tied.
-        in_block: whether it is in a repeated block, and so gathered twice in a pass.
+        in_block: whether it is in a block that is gathered by itself, and so twice in a pass.
     """
 
     shape: tuple[int, ...]
     item_bytes: int
-    is_trained: bool
     in_block: bool
     stages: tuple[int, ...]
 
@@ -115,10 +115,11 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
         names.setdefault(id(p), []).append(name)
     parameters = [
         Parameter(
-            _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(), p.requires_grad,
+            _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(),
             name.startswith(blocks) if blocks else False, tuple(sorted({stage_of(other) for other in names[id(p)]})),
         )
         for name, p in model.named_parameters()
+        if p.requires_grad
     ]  # fmt: skip
     facts = Facts(parameters, {name: (style, stage_of(name)) for name, style in plan.items()}, ends)
 
@@ -183,7 +184,7 @@ class InsideCost:
         passes = sum(count for _, count in self._passes(examples))
         for stage in range(mesh.depth if k > 1 else 0):
             here = [p for p in self.facts.parameters if stage in p.stages]
-            trained = sum(p.padded_bytes(k) for p in here if p.is_trained)
+            trained = sum(p.padded_bytes(k) for p in here)
             gathered = sum(p.padded_bytes(k) * (2 if p.in_block else 1) for p in here)
             if mesh.zero == 3:
                 yield Call("all_gather", k, gathered / k, passes, stage, mesh.tensor)
@@ -216,7 +217,7 @@ class InsideCost:
                     yield Call("send", 2, given, count, before, groups)
                     yield Call("send", 2, given, count, after, groups)
         for p in self.facts.parameters:
-            if len(p.stages) > 1 and p.is_trained:
+            if len(p.stages) > 1:
                 size = p.padded_bytes(mesh.shard) / mesh.shard
                 yield Call("all_reduce", len(p.stages), size, 1, p.stages[0], groups)
 
