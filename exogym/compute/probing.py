@@ -60,6 +60,6 @@ def check_on(
 ) -> None:
     """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
     other = copy.deepcopy(model).to(like.device)
-    split = Sharded(other, like.inside, like.device)
+    split = Sharded(other, like.mesh, like.inside, like.device)
     check_split(split, Loss(other, loss.loss_fn), batch, parts, what)
     split.plain()
