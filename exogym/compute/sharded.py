@@ -107,6 +107,7 @@ class Sharded:
         """Split the model; it holds no numbers before `point`."""
         self._plain = Plain(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._whole = list(named.values())
         frozen = {p for p in self.model.parameters() if not p.requires_grad}
         places = {
             (module, attribute): name
@@ -134,11 +135,16 @@ class Sharded:
         whole = {slot.name: slot.shape for layout in layouts_of_parts(self.parts) for slot in layout}
         tensor = self.mesh.coordinates(self.part)["tensor"]
         self._mirrors = {}  # what is in the row of another process
-        for slot, handle in zip(self._slots, self._handles, strict=True):
+        for slot in self._slots:
             if self._owners.get(slot.name, tensor) != tensor:
                 shape = [stop - start for start, stop in self._held(slot.name, whole[slot.name], self.part)]
                 dtype = named[slot.name].dtype
                 self._mirrors[slot.name] = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def let_go(self) -> None:
+        """Let the whole parameters hold no numbers; `plain` does not bring them back."""
+        for p in self._whole:
+            p.data = p.data.new_empty(0)
 
     def plain(self) -> None:
         """Undo `split`: the modules have the parameters that they had, with what these hold now."""

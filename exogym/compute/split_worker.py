@@ -12,6 +12,7 @@ from exogym.base import pulse
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
 from exogym.compute.outputs import batch_examples, slice_batch
+from exogym.compute.replicated import Replicated
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -41,8 +42,9 @@ class SplitWorker(Worker):
         """
         from exogym.compute.sharded import Sharded  # torch's FSDP takes a while to import
 
+        kind = Sharded if mesh.zero == 3 else Replicated
         self.mesh, self.inside = mesh, inside
-        self.split = Sharded(self.model, mesh, inside, self.device)
+        self.split = kind(self.model, mesh, inside, self.device)
         self.shard = mesh.coordinates(inside.part)["shard"]
         self.stream = (self.shard,) if self.shard else ()
         self.is_split = self._stops = False
@@ -80,8 +82,7 @@ class SplitWorker(Worker):
                 check_on(probe, self.loss, batch, self._parts(batch), self.split, self.mesh)
             self.split.split()
         self.is_split, self._places, self._homes = True, [], []
-        for p in self._originals:
-            p.data = p.data.new_empty(0)
+        self.split.let_go()
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)

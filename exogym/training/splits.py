@@ -23,5 +23,16 @@ def check_split(options: FitOptions) -> int:
     ):
         if asked:
             raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
+    if mesh.depth > 1:
+        raise ArgumentError(
+            f"stages={mesh.depth} in several processes: a pipeline is simulated in one process; take shard= or "
+            "tensor=, or start the script as one process"
+        )
+    if mesh.zero < 3 and mesh.tensor > 1:
+        raise ArgumentError(
+            f"zero={mesh.zero} with tensor={mesh.tensor} in several processes: take zero=3, or tensor=1"
+        )
+    if mesh.zero < 3 and mesh.parallelize is not None:
+        raise ArgumentError(f"zero={mesh.zero} with parallelize= in several processes: take zero=3, or leave it out")
     options.strategy.check_parts()
     return mesh.size
