@@ -129,7 +129,7 @@ class Sharded:
             raise ModelError(f"torch cannot split this model by {self.mesh}: {error}") from error
         self._slots = [slot for layout in self.parts[self.part] for slot in layout]
         handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
-        now = {places[key]: getattr(*key) for key in places}
+        now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
         self._handles = [handles.get(slot.name, now[slot.name]) for slot in self._slots]
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         whole = {slot.name: slot.shape for layout in layouts_of_parts(self.parts) for slot in layout}
