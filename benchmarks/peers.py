@@ -1,18 +1,20 @@
-"""Seconds a round and memory beside others that simulate federated training: pfl-research and a hand-written loop.
+"""Seconds a round and memory beside others that simulate federated training: pfl-research, Flower, a hand-written loop.
 
-    python benchmarks/peers.py                            all rows, in about ten minutes
+    python benchmarks/peers.py                            all rows, in about half an hour, most of it Flower's
     python benchmarks/peers.py --rows 0 --who ours,hand   some of them
     python benchmarks/peers.py --out DIR                  the table and the picture go there (runs/peers)
 
 FedAvg of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread, one process. Each client draws its examples
-by its number from 12,000 pictures when it is asked for the first time. Each cell is a process of its own; seconds are
-the median of the rounds after the first; memory is the most that the process held, torch included. The peers are
-installed into an environment of their own in --cache, which sees this one's torch, so nothing large is fetched.
+by its number from 12,000 pictures when it is asked for the first time. Each turn of a cell is a process of its own, and
+they take turns; seconds are the median of the rounds after the first; memory is the most that the process held, torch
+included, of Flower that of all its processes, what they share counted once. Flower's clients compute in one process of
+Ray beside the server's. The peers are installed into an environment of their own in --cache, which sees this one's torch, so nothing large is fetched.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-PEERS = ("pfl==0.6.0",)
+PEERS = ("pfl==0.6.0", "flwr[simulation]==1.40.0")  # Flower's newer ones want a certifi of the month they came in
 WORKLOADS = [  # clients, of which sampled, steps a round, rounds
     (100, 100, 30, 4),
     (1_000, 1_000, 3, 4),
@@ -56,6 +58,9 @@ def clients(steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         return x[drawn], y[drawn]
 
     return of
+
+
+cached = functools.cache(clients)  # in a process that keeps this module
 
 
 def ours(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
@@ -143,8 +148,66 @@ def pfl(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(moments)]
 
 
-WHO: dict[str, Callable[[int, int, int, int], list[float]]] = {"ours": ours, "hand": hand, "pfl": pfl}
-TITLES = {"ours": "ExoGym", "hand": "a hand-written loop", "pfl": "pfl-research"}
+def flower(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
+    """Its simulation, as it comes: messages to one actor of Ray, which is a process beside the server's."""
+    os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
+    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # type: ignore[import-not-found]
+    from flwr.clientapp import ClientApp  # type: ignore[import-not-found]
+    from flwr.serverapp import Grid, ServerApp  # type: ignore[import-not-found]
+    from flwr.serverapp.strategy import FedAvg  # type: ignore[import-not-found]
+    from flwr.simulation import run_simulation  # type: ignore[import-not-found]
+
+    client, server, moments, most = ClientApp(), ServerApp(), [time.perf_counter()], [0.0]
+
+    @client.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        import peers  # where this runs, for its cache
+
+        torch.set_num_threads(1)
+        x, y = peers.cached(steps)(int(context.node_config["partition-id"]))
+        model = peers.mlp()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=peers.LR)
+        for batch in torch.randperm(len(x)).split(peers.BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+        told = MetricRecord({"num-examples": len(x)})
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": told})
+        return Message(content=content, reply_to=message)
+
+    class Watching(FedAvg):  # type: ignore[misc]
+        def aggregate_train(self, *args: object) -> object:
+            found = super().aggregate_train(*args)
+            moments.append(time.perf_counter())
+            most[0] = max(most[0], family_mb())
+            return found
+
+    @server.main()  # type: ignore[untyped-decorator]
+    def main(grid: Grid, context: Context) -> None:
+        strategy = Watching(fraction_train=sampled / N, fraction_evaluate=0.0, min_available_nodes=N)
+        strategy.start(grid, ArrayRecord(mlp().state_dict()), num_rounds=rounds)
+
+    init = {"num_cpus": 1, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    run_simulation(server, client, N, backend_config={"init_args": init, "client_resources": {"num_cpus": 1}})
+    MEMORY_MB[:] = most
+    return [after - before for before, after in itertools.pairwise(moments)]
+
+
+def family_mb() -> float:
+    """Return the memory of this process and those it started, what they share counted once."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(p.memory_full_info().pss for p in [me, *me.children(recursive=True)]) / 1e6
+
+
+MEMORY_MB: list[float] = []  # where it is that of more processes than one
+WHO: dict[str, Callable[[int, int, int, int], list[float]]] = {"ours": ours, "hand": hand, "pfl": pfl, "flower": flower}
+TITLES = {"ours": "ExoGym", "hand": "a hand-written loop", "pfl": "pfl-research", "flower": "Flower"}
+
+APART = {"pfl", "flower"}  # in an environment of their own
+ROWS = {"flower": [0, 2]}  # the others take it many minutes
 
 
 def environment(cache: Path) -> Path:
@@ -172,7 +235,7 @@ def one(who: str, row: int) -> None:
     torch.set_num_threads(1)
     seconds = WHO[who](*WORKLOADS[row])
     unit = 1e6 if sys.platform == "darwin" else 1e3
-    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    memory_mb = max([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, *MEMORY_MB])
     print(json.dumps({"round_s": statistics.median(seconds[1:]), "memory_mb": memory_mb}))
 
 
@@ -197,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--who", default=",".join(WHO), help="who takes part, by commas (%(default)s)")
     parser.add_argument("--rows", default="0,1,2,3", help="rows of the table, by commas (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=3, help="turns, of which the median counts (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "exogym-peers")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -205,15 +269,23 @@ def main() -> None:
     if asked.one:
         return one(asked.one, rows[0])
     names = asked.who.split(",")
-    python = environment(asked.cache) if "pfl" in names else None
+    python = environment(asked.cache) if APART & set(names) else None
     found: dict[str, dict[int, dict[str, float]]] = {who: {} for who in names}
     lines = ["| clients, sampled, steps | " + " | ".join(TITLES[who] for who in names) + " |"]
     lines.append("| --- |" + " --- |" * len(names))
     for row in rows:
+        turns: dict[str, list[dict[str, float]]] = {who: [] for who in names}
+        for _ in range(asked.repeat):
+            for who in names:
+                if row in ROWS.get(who, rows):
+                    turns[who].append(measure(python if who in APART and python else sys.executable, who, row))
         cells = []
-        for who in names:
-            values = found[who][row] = measure(python if who == "pfl" and python else sys.executable, who, row)
-            cells.append(f"{values['round_s']:.2f} s, {values['memory_mb']:,.0f} MB")
+        for who, each in turns.items():
+            if not each:
+                cells.append("not run")
+                continue
+            values = found[who][row] = {key: statistics.median(x[key] for x in each) for key in each[0]}
+            cells.append(f"{values['round_s']:.3f} s, {values['memory_mb']:,.0f} MB")
         N, sampled, steps, _ = WORKLOADS[row]
         lines.append(f"| {N:,}, {sampled:,}, {steps} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)

@@ -97,6 +97,11 @@ class Trainer(ABC):
         description: the last run as one JSON-able value.
         clock: the virtual clock of the last fit with a `network`, else None.
         traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
+
+    >>> from exogym import LocalTrainer
+    >>> trainer: Trainer = LocalTrainer(nn.Linear(1, 1), [0.0])
+    >>> len(trainer.history), trainer.traffic, trainer.clock
+    (0, {}, None)
     """
 
     @checked

@@ -4,6 +4,7 @@ import functools
 import json
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -139,6 +140,16 @@ def test_every_page_is_reached_from_the_readme():
             targets = [page.parent / target for target, _ in LINK.findall(page.read_text()) if target.endswith(".md")]
             ahead += [target.resolve() for target in targets if "://" not in str(target)]
     assert reached >= {*PAGES, ROOT / "benchmarks" / "RESULTS.md"}
+
+
+def test_llms_txt_is_the_list_of_the_pages():
+    """As `make docs` writes it; its links lead to files of the clone."""
+    made = runpy.run_path(str(ROOT / "docs" / "site" / "llms.py"))
+    text = (ROOT / "llms.txt").read_text("utf-8")
+    assert text == made["llms"](made["in_the_clone"]), "llms.txt is not that of docs/index.md: python docs/site/llms.py"
+    listed = {ROOT / target for target, _ in LINK.findall(text)}
+    assert listed >= {*PAGES} - {ROOT / "README.md", ROOT / "docs" / "index.md"}
+    assert all(page.is_file() for page in listed) and text.startswith("# ExoGym\n\n> Simulate ")
 
 
 def unknown_names(text: str) -> set[str]:

@@ -466,6 +466,9 @@ def test_a_profile_with_its_base(config: Path, capsys: pytest.CaptureFixture[str
     assert profile.make_strategy(None).given_arguments == {"H": 20, "outer_lr": 0.5, "lr": 0.01}
     assert "[medium] of config.ini: not used here: colour" in capsys.readouterr().err
     assert load_profile(config, "distributed:medium").steps == 50  # over a base of the same name
+    assert load_profile(config, "medium").steps == 50
+    config.write_text(CONFIG.replace("[distributed:medium]", "[distributed:other]"))
+    assert load_profile(config, "medium").steps == 40  # a base alone, as in the founding plan
 
 
 def test_a_task_brings_its_settings() -> None:

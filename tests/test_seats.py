@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
+from clients import ALL_ROWS, CLIENTS, MOMENTUM, SAMPLED, WITH_A_SERVER, client, same, trained
 from processes import everywhere
 from torch.utils.data import TensorDataset
 
+from exogym import LocalTrainer
 from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.fleet.seats import Packs, Seats, rows_for, unpacked
 from exogym.fleet.store import Store
 from exogym.saving.checkpoint import save
 from exogym.saving.checkpoint_files import Snapshot, load
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, ScaffoldStrategy, SPARTADiLoCoStrategy
+from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, OptimSpec, ScaffoldStrategy, SPARTADiLoCoStrategy
 
 
 @pytest.mark.parametrize("name", WITH_A_SERVER)
@@ -220,3 +221,32 @@ def test_processes_that_meet_over_gloo(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
     everywhere(2, member)
+
+
+@pytest.mark.parametrize("scheduler", [None, "cosine"])
+@pytest.mark.parametrize("inner", ["sgd", MOMENTUM, "adamw", OptimSpec("adamw", groups=[("*.bias", {"lr": 0.1})])])
+def test_an_optimizer_that_is_used_again_begins_anew(
+    inner: Any, scheduler: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building one takes as long as steps do, so a client's goes to the next one, as it was built."""
+    build, builds = OptimSpec.build, list[int]()
+    monkeypatch.setattr(
+        OptimSpec, "build", lambda spec, *args, **more: (builds.append(1), build(spec, *args, **more))[1]
+    )
+
+    def run() -> tuple[LocalTrainer, int]:
+        builds.clear()
+        options = SAMPLED | {"lr_scheduler": scheduler, "keep_inner_state": False}
+        return trained(FedAvgStrategy(inner, **options)), len(builds)
+
+    again, few = run()
+    monkeypatch.setattr("exogym.compute.inner._entries", lambda optimizer: None)
+    anew, many = run()
+    assert same(again, anew) and few < many - 8
+    monkeypatch.undo()
+    monkeypatch.setattr("exogym.compute.inner.InnerOptimizer._build", _used_as_it_is)
+    assert same(run()[0], anew) is (inner == "sgd")  # the control
+
+
+def _used_as_it_is(self: Any) -> Any:
+    return self._spare.pop() if self._spare else self.spec.build(self._named, hidden=self._hidden)

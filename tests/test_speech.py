@@ -92,6 +92,9 @@ def test_broken_files_are_refused_and_nothing_else_happens(tmp_path):
             read_audio(bad)
     with pytest.raises(DataError):
         read_audio(tmp_path)  # a folder
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(DataError, match="no such file"):
+        read_audio(tmp_path / "pipe.wav")
     soundfile.write(tmp_path / "nan.wav", np.array([0.0, np.nan] * 500, np.float32), 16_000, subtype="FLOAT")
     with pytest.raises(DataError, match="no numbers"):
         read_audio(tmp_path / "nan.wav")
@@ -232,6 +235,7 @@ HOSTILE = {
     "a split that is none": ("a.csv", "audio,text,split\na.wav,hello,fold3\n", "the split 'fold3' is none"),
     "no name": ("a.csv", "audio,text\n,hello\n", "names no file"),
     "no column": ("a.csv", "audoi,text\na.wav,hello\n", "no column 'audio': did you mean 'audoi'"),
+    "a column that draws": ("a.csv", "\x1b]0;x\x07,text\na.wav,hello\n", r"line 2 has '\\x1b\]0;x\\x07', 'text', but"),
     "no header": ("a.csv", "", "lists no clip"),
     "a header alone": ("a.csv", "audio,text\n", "lists no clip"),
     "too many values": ("a.csv", "audio,text\na.wav,hello, you\n", "into quotes"),
@@ -322,7 +326,7 @@ def test_rows_with_samples(tmp_path):
     found = speech({"train": rows[:3], "test": rows[3:]}, letters)
     assert found.train.seconds.tolist() == [0.5] * 3
     assert torch.allclose(found.val.clip(0), torch.from_numpy(tone(0.5)), atol=1e-4)
-    with pytest.raises(DataError, match="clip 0 has noise, text, but no column 'audio'"):
+    with pytest.raises(DataError, match="clip 0 has 'noise', 'text', but no column 'audio'"):
         speech([{"noise": 1, "text": "x"}], letters)
     with pytest.raises(DataError, match="wanted a folder"):
         speech(7, letters)

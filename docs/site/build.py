@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from commands import command_line
+from llms import llms
 from reference import DOCS, MARK, api, options
 
 ROOT = DOCS.parent
@@ -128,7 +129,10 @@ def build(out: Path, *more: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         gather(Path(folder))
         shutil.rmtree(out, ignore_errors=True)
-        return build_main(["-q", "-W", "--keep-going", "-b", "html", "-d", f"{folder}/.trees", *more, folder, str(out)])
+        words = ["-q", "-W", "--keep-going", "-b", "html", "-d", f"{folder}/.trees", *more, folder, str(out)]
+        status = build_main(words)
+    (out / "llms.txt").write_text(llms(lambda page: f"{str(place(page)).removesuffix('.md')}.html"), "utf-8")
+    return status
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ extensions = ["myst_parser"]
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 4
 suppress_warnings = ["ref.python"]  # types in signatures are short names, of which there may be two
+smartquotes = False  # "fp32" is code as often as not
 add_module_names = False
 python_maximum_signature_line_length = 80
 toc_object_entries_show_parents = "hide"

@@ -15,21 +15,22 @@ ROOT = Path(__file__).parents[2]
 HOME = ROOT / "docs" / "index.md"
 ENTRY = re.compile(r"^ *- \[([^\]]+)\]\(([^)\s#]+)\)(.*)$", re.M)
 SCOPE = (
-    "A strategy is written once, for one node or for rows of the matrix that all nodes are. Nothing is downloaded at run "
-    "time. Same seed, same bits: in one process, in several, stopped and resumed, or on real machines."
+    "A strategy is written once, for one node or for rows of the matrix that all nodes are. Nothing is downloaded while"
+    " it runs. Same seed, same bits: in one process, in several, stopped and resumed, or on real machines."
 )
 
 
 def llms(address: Callable[[Path], str]) -> str:
     """Return the text of llms.txt, with the pages at those addresses."""
     top, *sections = re.split(r"^## ", HOME.read_text("utf-8"), flags=re.M)
-    title, summary = re.match(r"(# .*)\n\n(.*?)\n\n", top, re.S).groups()  # type: ignore[union-attr]
-    code = re.search(r"^```python\n.*?^```$", top, re.M | re.S)
-    assert code is not None
-    parts = [title, "\n".join(f"> {line}" for line in summary.splitlines()), SCOPE, code[0]]
+    title, summary, _, lead, code = top.split("\n\n", 4)
+    code = code[: code.rindex("```") + 3]
+    parts = [title, f"> {' '.join(summary.split())}", SCOPE, lead, code]
     for section in sections:
         caption, _, body = section.partition("\n")
-        entries = [f"- [{name}]({address((HOME.parent / to).resolve())}){said}" for name, to, said in ENTRY.findall(body)]
+        entries = [
+            f"- [{name}]({address((HOME.parent / to).resolve())}){said}" for name, to, said in ENTRY.findall(body)
+        ]
         parts.append("\n".join([f"## {caption}", "", *entries]))
     return "\n\n".join(parts) + "\n"
 

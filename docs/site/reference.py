@@ -7,6 +7,7 @@ package that uses it.
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
 import importlib
@@ -147,8 +148,26 @@ def package_examples(package: str) -> list[tuple[str, str]]:
     return list(dict.fromkeys((where, example) for where, text in found for example in examples(text)))
 
 
+@functools.cache
+def page_imports() -> list[tuple[Path, ast.ImportFrom]]:
+    """Return (page, import) of the Python on all pages, which a test runs."""
+    pages = {
+        page: re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S) for page in DOCS.rglob("*.md")
+    }
+    return [
+        (page, node)
+        for page, snippets in sorted(pages.items())
+        for snippet in snippets
+        for node in ast.walk(ast.parse(snippet))
+        if isinstance(node, ast.ImportFrom)
+    ]
+
+
 def example_for(package: str, name: str) -> str | None:
-    """Return the example of the entry of a public name: "" where its docstrings have one, else one that uses it."""
+    """Return the example of the entry of a public name: "" where its docstrings have one, else one that uses it.
+
+    That is one of its package's docstrings, shown, or one on a page, linked; None: there is neither.
+    """
     thing = getattr(importlib.import_module(package), name)
     if any(examples(text) for text in own_docstrings(thing)):
         return ""
@@ -156,6 +175,10 @@ def example_for(package: str, name: str) -> str | None:
         called = "".join(line for line in example.splitlines(keepends=True) if line.startswith((">>>", "...")))
         if re.search(rf"(?<![\w]){name}\b", called):
             return f"Example, of `{where}`:\n\n```pycon\n{example}\n```"
+    for page, node in page_imports():
+        if node.module == package and name in (alias.name for alias in node.names):
+            title = page.read_text("utf-8").partition("\n")[0].lstrip("# ")
+            return f"Example: on the page [{title}](/{page.relative_to(DOCS).as_posix()})."
     return None
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from exogym.compute.worker import Worker
+from exogym.errors import ArgumentError
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Stateful, Tensors
-from exogym.strategy.kernels import bare_step
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.kernels import bare_step, is_torchs
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
@@ -37,12 +41,21 @@ class InnerOptimizer(Stateful):
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
         self.parameters = worker.parameters
         self.spec, self.max_norm = inner.spec, inner.max_norm
+        self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps)
         self._named = dict(zip(worker.names, worker.parameters, strict=True))
         self._hidden = worker.fleet.hidden
+        self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
-        self._build()  # what cannot be built is to be known now
+        # of rows that began anew, to be another's: to build one takes as long as steps
+        self._spare: list[Optimizer] = []
+        self._fresh = _entries(self._build())  # what cannot be built is to be known now
+        if self._inside.parts > 1 and needs_whole_tensors(self.spec):
+            raise ArgumentError(
+                f"inner_optim={self.spec!r} looks at whole tensors, and with node= each process has a part of them: "
+                "take one that treats each element by itself (AdamW, SGD, ...)"
+            )
         worker.draws_torch |= self.spec.try_out(self._named, self._hidden)
 
     def enter(self, row: int) -> None:
@@ -53,7 +66,16 @@ class InnerOptimizer(Stateful):
         self._take_step = bare_step(self.optimizer)
 
     def _build(self) -> Optimizer:
-        return self.spec.build(self._named, hidden=self._hidden)
+        """Return an optimizer that has taken no step; the module must point at the row."""
+        if not self._spare or self._fresh is None:
+            return self.spec.build(self._named, hidden=self._hidden)
+        optimizer = self._spare.pop()
+        optimizer.state.clear()
+        for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({"params": params} | fresh)
+        return optimizer
 
     def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
         """Take the row's step with the gradients in `.grad` at the rate of step `at`, and drop them.
@@ -66,14 +88,18 @@ class InnerOptimizer(Stateful):
             for correct in self.corrections:
                 correct(row, self.parameters, [p.grad for p in self.parameters])
             if clip and self.max_norm is not None:
-                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
             self._take_step()
         for p in self.parameters:
             p.grad = None
 
     def reset(self, row: int) -> None:
         """Start the row's optimizer afresh."""
-        self.optimizers.pop(row, None)
+        old = self.optimizers.pop(row, None)
+        if old is None or self._fresh is None or len(old.param_groups) != len(self._fresh):
+            return
+        if bare_step(old) != old.step:  # nobody has put a hook, or a step of his own, on it
+            self._spare.append(old)
 
     def row(self, row: int) -> Tensors:
         """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
@@ -88,6 +114,38 @@ class InnerOptimizer(Stateful):
         if tensors:
             self.enter(row)
             load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
+        return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
+
+
+def needs_whole_tensors(spec: OptimSpec) -> bool:
+    """Say whether an optimizer does something else to a tensor than to its halves, each by itself."""
+    start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
+    ends = []
+    for cuts in ([6], [3, 3]):
+        parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
+        optimizer = spec.build(parts, hidden=frozenset(parts))
+        for step in range(3):
+            for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+        ends.append(torch.cat([p.detach() for p in parts.values()]))
+    return not torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7)
+
+
+def _entries(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """Return the entries of each group but its parameters, where these and `state` are all that it keeps; else None."""
+    groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+    plain = all(_is_plain(x) for group in groups for x in group.values())
+    return groups if plain and is_torchs(type(optimizer)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 class Steps(Stateful):

@@ -67,6 +67,7 @@ class Worker:
         self.should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
+        self.stream: tuple[int, ...] = ()  # further names of its random numbers
 
     # Looking at the model before training
 
@@ -205,6 +206,13 @@ class Worker:
         views = [slot.of(v) for block, v in zip(self.fleet.blocks, vectors, strict=True) for slot in block.layout]
         self._set(views, buffers)
 
+    def begin(self, batch: Any) -> None:
+        """Make the model ready for training, of which `batch` is one; called last, once all else is known to be well.
+
+        Raises:
+            ModelError: it is split over processes, and gives other gradients so.
+        """
+
     def check(self, row: int) -> None:
         """Compare pointers after a stretch on `row`.
 
@@ -222,13 +230,17 @@ class Worker:
                 raise ModelError(
                     f"training moved parameter {name!r} to other memory (p.data = ...); change it in place"
                 )
+        self._keep_buffers(row)
+
+    def _keep_buffers(self, row: int) -> None:
+        """Copy buffers back that the module has re-assigned."""
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():
                 home.copy_(current.detach())
 
-    def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Give the module its own memory again, holding `vectors` and `buffers`."""
+    def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
+        """Give the module its own memory again, holding `vectors` and `buffers`; `together`: all processes do so."""
         self.point_at(vectors, buffers)
         with torch.no_grad():
             for home, view in zip(self._homes, self._at, strict=True):
@@ -248,9 +260,12 @@ class Worker:
         for p, view in zip(self.parameters, views, strict=True):
             p.data = view
             p.grad = None
+        self._set_buffers(buffers)
+        self._at = views
+
+    def _set_buffers(self, buffers: dict[str, Tensor]) -> None:
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
-        self._at = views
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, attribute = name.rpartition(".")
@@ -271,7 +286,7 @@ class Worker:
     def reseed(self, node: int, step: int) -> None:
         """Put the generators that the model draws from at (seed, node, step)."""
         if self.draws_torch or self.draws_python:
-            seed = stream_seed(self.seed, "step", node, step)
+            seed = stream_seed(self.seed, "step", node, step, *self.stream)
             seed_torch(seed, self.device)
             if self.draws_python:
                 seed_python(seed)
@@ -332,6 +347,10 @@ class Worker:
         if self.good_steps[row] == SCALE_GROWTH_STEPS:
             self.scales[row] *= 2.0
             self.good_steps[row] = 0
+
+    def own_share(self, batch: Any) -> tuple[Any, int]:
+        """Return what of a batch is evaluated in this process, and how many examples count for it."""
+        return batch, batch_examples(batch)
 
     def clear_grads(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         for p in self.parameters if parameters is None else parameters:

@@ -6,6 +6,7 @@ after it. Every tensor is (rows, ...).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from exogym.errors import ArgumentError, StrategyError
 from exogym.fleet import Fleet, Stateful
+from exogym.fleet.layout import Cut, Layout, cut_of
 from exogym.fleet.state import Tensors
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
@@ -25,7 +27,8 @@ class Module(Stateful, ABC):
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:
-        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
+        acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
+            all of a node's at once: it is given these where a node is several processes. A module of yours says it.
         row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
         shared_state: name to tensor that is the same for all nodes.
         counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
@@ -46,10 +49,12 @@ class Module(Stateful, ABC):
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
         self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+        self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
+        self.layouts = [block.layout for block in fleet.blocks]
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
@@ -71,6 +76,19 @@ class Module(Stateful, ABC):
         return False
 
     # What `fleet.state` asks
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
+        b = name.rpartition(".")[2]
+        if b.isdigit() and int(b) < len(self.layouts) and shape:
+            layout = self.layouts[int(b)]
+            if shape[-1] in (layout.numel, layout.total):
+                return cut_of(layout)
+        if self.acts_on == "elements" or name.startswith("counter."):
+            return None
+        if name not in self.row_state.keys() | self.shared_state.keys():
+            raise KeyError(name)
+        return Cut(tuple(shape), tuple(shape), torch.arange(math.prod(shape)))
 
     def row(self, row: int) -> Tensors:
         return {name: value[row] for name, value in self.row_state.items()}
@@ -248,7 +266,13 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
+    """Return (N,) weights by data, or None where all are equal (the plain mean, exact).
+
+    >>> import numpy as np
+    >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)
+    >>> example_weights(run, "examples").tolist(), example_weights(run, "uniform")
+    ([30.0, 10.0], None)
+    """
     if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
         return None
     return torch.from_numpy(run.examples.astype(np.float64))

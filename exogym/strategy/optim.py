@@ -1,4 +1,15 @@
-"""Optimizers named, described and built: torch's own, and any that steps on gradients alone."""
+"""Optimizers named, described and built: torch's own, and any that steps on gradients alone.
+
+What an optimizer keeps can be taken out and put into another one like it:
+
+>>> layer = torch.nn.Linear(2, 1)
+>>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
+>>> layer(torch.ones(1, 2)).sum().backward()
+>>> first.step()
+>>> load_optimizer_state(second, optimizer_state(first))
+>>> sorted(optimizer_state(second))[:3]
+['0.exp_avg', '0.exp_avg_sq', '0.step']
+"""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from exogym.compute.finite import Watch
 from exogym.compute.insides import Insides
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
+from exogym.compute.split_worker import SplitWorker
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -181,6 +182,7 @@ def _assemble(
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
             fleet.state.shared()
+        worker.begin(first_batch)
         observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
         undo.pop_all()
     return loop
@@ -213,13 +215,15 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    kind = Worker if wire.inside.parts == 1 else SplitWorker
+    worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
     worker.insides = Insides(model, options.meshes) if options.meshes else None
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
-    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
+    parts = worker.divide(options.meshes[0], wire.inside) if isinstance(worker, SplitWorker) else None
+    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
 
@@ -310,7 +314,8 @@ def _description(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
     rounds = _rounds(options, total_steps)
-    model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
+    layouts = [block.layout.whole or block.layout for block in fleet.blocks]
+    model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,7 +125,7 @@ class TrainingLoop:
                 elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    self.worker.set_home(*self._what_is_left())
+                    self.worker.set_home(*self._what_is_left(), together=False)
         finally:
             # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
             self.worker.should_stop = lambda: False
@@ -254,7 +255,7 @@ class TrainingLoop:
             )
         self._ask("evaluate", node)
         vectors, buffers = self.model_of(node)
-        values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
+        values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # of the first node's processes
         return self._known_to_all(values)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
@@ -264,7 +265,8 @@ class TrainingLoop:
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
         self._ask("average")
-        return self.model_of(None)
+        vectors, buffers = self.model_of(None)
+        return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
         """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded.
@@ -272,7 +274,7 @@ class TrainingLoop:
         Where clients are sampled, of those at work: `fleet.comm.present`.
         """
         self._ask("rows")
-        return [self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks]
+        return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
@@ -290,6 +292,8 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         self._ask("save")
         agenda = self.agenda
+        if self.worker.insides is not None:
+            self._share_insides()
         path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.wire, agenda.keepers)
         self._tell("checkpoint", path=str(path))
         return path
@@ -330,6 +334,7 @@ class TrainingLoop:
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
         if self.worker.insides is not None:
+            self._share_insides()
             values["inside_bytes"] = float(self.fleet.comm.ledger.inside_bytes.mean())
         if self.timing is not None:
             values |= self.timing.values()
@@ -339,6 +344,12 @@ class TrainingLoop:
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
         if self.timing is not None:
             self._tell("clock", **self.timing.parts())
+
+    def _share_insides(self) -> None:
+        """Let every process know what was said inside of each node, which counts it."""
+        if self.wire.is_shared:
+            ledger = self.fleet.comm.ledger
+            ledger.inside_bytes[:] = np.max(self.wire.gather(ledger.inside_bytes.tolist()), axis=0)
 
     def _call_back(self, every: bool = True) -> None:
         due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)

@@ -168,10 +168,8 @@ def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
     for name in names:
         if name in row:
             return row[name]
-    raise DataError(
-        f"{where} has {', '.join(map(str, row))}, but no column {names[0]!r}: {nearest(names[0], row)}; as good are "
-        f"{', '.join(names[1:])}"
-    )
+    has, others = (", ".join(words) for words in (map(repr, map(str, row)), names[1:]))
+    raise DataError(f"{where} has {has}, but no column {names[0]!r}: {nearest(names[0], row)}; as good are {others}")
 
 
 def _inside(path: Path, name: str, where: str) -> Path:
