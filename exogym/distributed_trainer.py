@@ -95,7 +95,7 @@ class DistributedTrainer:
         accumulation_steps: int = 1,
         seed: int = 0,
     ) -> nn.Module:
-        """Train for so many epochs, and return the model.
+        """Train for so many epochs, and return the model; of several processes the main one's holds the numbers.
 
         Args:
             train_loader: its data set, batch size, order (shuffled or not) and workers are taken over; it is not
@@ -143,7 +143,8 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
             "groups=[(pattern, options), ...]) instead"
         )
     (group,) = optimizer.param_groups
-    if {id(p) for p in group["params"]} != {id(p) for p in model.parameters() if p.requires_grad}:
+    given, trained = {id(p) for p in group["params"]}, {id(p) for p in model.parameters() if p.requires_grad}
+    if not trained <= given <= {id(p) for p in model.parameters()}:
         raise ArgumentError(f"the {name} has other parameters than the model trains: make it with model.parameters()")
     if optimizer.state:
         raise ArgumentError(f"the {name} has stepped already, and what it keeps would be lost: give a new one")
