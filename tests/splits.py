@@ -9,13 +9,24 @@ from torch import nn
 
 from exogym import LocalTrainer
 from exogym.models import CharGPT
-from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy, SPARTADiLoCoStrategy
+from exogym.strategy import (
+    DeMoStrategy,
+    DiLoCoStrategy,
+    MuLoCoStrategy,
+    SimpleReduceStrategy,
+    SPARTADiLoCoStrategy,
+    TopKStrategy,
+)
 
 SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
+MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
 MADE = {
     "diloco sgd": (lambda: DiLoCoStrategy("sgd", H=3, lr=0.1), SGD),
     "diloco clipped": (lambda: DiLoCoStrategy(H=3, lr=0.01, max_norm=0.5), ADAM),
     "ddp clipped": (lambda: SimpleReduceStrategy(lr=0.01, max_norm=0.1), ADAM),
+    "demo": (lambda: DeMoStrategy(lr=0.01, compression_topk=4, compression_chunk=8), ADAM),
+    "topk": (lambda: TopKStrategy(lr=0.1, density=0.1), ADAM),
+    "muloco": (lambda: MuLoCoStrategy(lr=0.02, H=3, outer_lr=0.7), MUON),
     "sparta diloco": (lambda: SPARTADiLoCoStrategy(H=3, lr=0.01, p_sparta=0.2), ADAM),
 }
 

@@ -82,20 +82,24 @@ keep((said, fit(trainer(), MADE["diloco sgd"][0](), node=NodeMesh(shard=3, probe
 def test_what_cannot_be_split_is_refused_before_training(tmp_path):
     body = """
 from exogym.errors import ExoGymError
-from exogym.strategy import MuLoCoStrategy, AsyncDiLoCoStrategy
+from exogym.strategy import AsyncDiLoCoStrategy, CommunicateOptimizeStrategy, PeriodicModule
 class Scalar(Tied):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
     def forward(self, x):
         return super().forward(x) * self.scale
+class Own(PeriodicModule):
+    def communicate(self, fleet, step):
+        pass
 good = MADE["diloco sgd"][0]
 tries = {
     "sizes": lambda: fit(trainer(), good(), node=NodeMesh(shard=2)),
     "batch": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), batch_size=2),
     "clock": lambda: fit(trainer(), AsyncDiLoCoStrategy(H=2, lr=0.1), node=NodeMesh(shard=3)),
     "network": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), network="1Gbps,1ms"),
-    "optimizer": lambda: fit(trainer(), DiLoCoStrategy("adafactor", H=2, lr=0.1), node=NodeMesh(shard=3)),
+    "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
+    "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
     "nodes": lambda: fit(trainer(), good(), node=[NodeMesh(shard=3), NodeMesh(shard=2)]),
 }
@@ -115,6 +119,7 @@ keep(said)
         "clock": "AsyncDiLoCoStrategy is written for one node and does not say what it acts on",
         "network": "network with node= in several processes",
         "optimizer": "looks at whole tensors",
+        "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
         "nodes": "in several all have one split",
     }

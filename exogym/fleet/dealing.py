@@ -55,36 +55,41 @@ class Dealing:
         """Inside, the module acts on the fleet that is yielded, its `gradients` or else its parameters, and records its
         traffic for what is here; None: it has nothing here. Every process of the node enters."""
         (block,), (dealt,) = self.fleet.blocks, self.view.blocks
-        dealt.params = self._dealt(block.params)
+        dealt.params = self.deal(block.params)
         if gradients:
             assert block.grads is not None
-            dealt.grads, dealt.has_grad = self._dealt(block.grads), block.has_grad[:, self._own]
+            dealt.grads, dealt.has_grad = self.deal(block.grads), block.has_grad[:, self._own]
         with self.fleet.comm.apart():
             yield self.view if self.is_here else None
         if gradients:
             self._take_gradients(block, dealt)
         else:
-            block.params.copy_(self._swapped(dealt.params, self._home, block.layout.numel))
+            block.params.copy_(self.deal_back(dealt.params))
         dealt.params, dealt.grads = dealt.params.new_empty(len(block.params), 0), None
         for name, rows in self.fleet.buffers.items():  # the first process has acted on them
             mine = rows if self.inside.part == 0 else torch.zeros_like(rows)
             self.fleet.buffers[name].copy_(self.inside.sum(mine))
 
+    def deal(self, x: Tensor) -> Tensor:
+        """Return (rows, p), of columns here (rows, P) the whole parameters that this process is dealt."""
+        return self._swapped(x, self._out, self.view.blocks[0].layout.numel)
+
+    def deal_back(self, x: Tensor) -> Tensor:
+        """Return (rows, P), the columns here of what all processes of the node were dealt, (rows, p) each."""
+        return self._swapped(x, self._home, self.fleet.blocks[0].layout.numel)
+
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
         """Return what is here of vectors that the module gave, (P,) each of what it was dealt; None if it gave none."""
         if not self.inside.any(vectors is not None):
             return None
-        (block,), (dealt,) = self.fleet.blocks, self.view.blocks
+        (dealt,) = self.view.blocks
         (given,) = [dealt.params.new_empty(0)] if vectors is None else vectors
-        return [self._swapped(given[None], self._home, block.layout.numel)[0]]
-
-    def _dealt(self, x: Tensor) -> Tensor:
-        return self._swapped(x, self._out, self.view.blocks[0].layout.numel)
+        return [self.deal_back(given[None])[0]]
 
     def _take_gradients(self, block: Block, dealt: Block) -> None:
         grads = dealt.grads if dealt.grads is not None else dealt.params[:, :0]
         are_one = not self.inside.any(self.is_here and grads.stride(0) != 0 and len(grads) > 1)
-        found = self._swapped(grads[:1] if are_one else grads, self._home, block.layout.numel)
+        found = self.deal_back(grads[:1] if are_one else grads)
         block.grads = found.expand_as(block.params) if are_one else found
         flags = torch.zeros(len(block.params), len(self._own), dtype=torch.int64)
         flags[:, self._own] = dealt.has_grad.long()

@@ -59,7 +59,7 @@ class Snapshot:
     def file_of(self, rank: int) -> str:
         """Return where the rows of node `rank` lie, for messages."""
         for name in self.meta.get("sha256", ()):
-            if name.startswith("rows-") and rank in span_of(name):
+            if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
                 return f"{self.path}/{name}"
         return str(self.path)
 

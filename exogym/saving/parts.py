@@ -77,7 +77,7 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
                 piece, places = opened.get_tensor(key), _places(opened.get_tensor(CUT + number), file)
                 ahead = piece.shape[: piece.dim() - axes]
                 at = (int(node) if of_rows else None, name)
-                whole = found.setdefault(at, piece.new_empty(*ahead, *shape))
+                whole = found.setdefault(at, piece.new_empty((*ahead, *shape)))
                 flat = whole.view(*ahead, -1)
                 mine = piece.reshape(*ahead, -1)
                 if mine.shape[-1] != len(places) or (len(places) and int(places.max()) >= flat.shape[-1]):

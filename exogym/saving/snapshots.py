@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Inside
+from exogym.communicator import ALONE, Inside
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.fleet import Fleet
@@ -75,9 +75,10 @@ def for_disk(loop: Running) -> Snapshot:
     found = _without_history(loop)
     found.segments = loop.segments
     found.parts = _parts_of(loop.fleet, found)
+    inside = loop.fleet.comm.wire.inside
     for rank, tensors in found.rows.items():
-        tensors[MARK] = _mark(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank])
-    found.shared[MARK] = _mark(found.shared, found.meta, {} if found.parts is None else found.parts.shared)
+        tensors[MARK] = _mark(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], inside)
+    found.shared[MARK] = _mark(found.shared, found.meta, {} if found.parts is None else found.parts.shared, inside)
     return found
 
 
@@ -130,14 +131,19 @@ def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, rows=rows, shared=here(snapshot.shared))
 
 
-def _mark(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None) -> Tensor:
+def _mark(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None,
+    inside: Inside = ALONE,
+) -> Tensor:  # fmt: skip
     """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark.
 
-    Of what is cut the shape is the whole's, so that the mark says the same whatever the split.
+    They are those of all processes of the node, and of what is cut the shape is the whole's: so the mark says the same
+    whatever the split.
     """
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
-    lines = sorted(f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name))
+    own = [f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name)]
+    lines = sorted({line for told in inside.tell(own) for line in told})
     text = json.dumps([meta["step"], meta["begun_end"], lines])
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
 

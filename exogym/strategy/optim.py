@@ -132,6 +132,21 @@ class OptimSpec:
             )
         return float(group["lr"])
 
+    @property
+    def acts_on(self) -> str:
+        """ "elements"; or "tensors", where it does something else to a tensor than to its halves, each by itself."""
+        start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
+        ends = []
+        for cuts in ([6], [3, 3]):
+            parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
+            optimizer = OptimSpec(self.cls, **self.kwargs).build(parts, hidden=frozenset(parts))
+            for step in range(3):
+                for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
+                    p.grad = grad.clone()
+                optimizer.step()
+            ends.append(torch.cat([p.detach() for p in parts.values()]))
+        return "elements" if torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7) else "tensors"
+
     def build(
         self,
         parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from exogym.communicator import Krum
 from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.strategy import Strategy
+from exogym.strategy.outer import OuterRule
 from exogym.training.options import FitOptions
 
 
@@ -32,13 +34,12 @@ def check_split(options: FitOptions) -> int:
             "knows whether it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, "
             "DiLoCo, FedAvg, SPARTA, ...), or leave node= out"
         )
-    _check_modules(options.strategy)
+    _check_modules(cast(CommunicateOptimizeStrategy, options.strategy))
     return mesh.size
 
 
-def _check_modules(strategy: Strategy) -> None:
+def _check_modules(strategy: CommunicateOptimizeStrategy) -> None:
     """Refuse what looks at a node's whole row outside of modules, and modules that do not say what they act on."""
-    assert isinstance(strategy, CommunicateOptimizeStrategy)
     means = strategy.averaging
     for name, asked in (
         ("secure_aggregation", means.secure is not None),
@@ -59,5 +60,11 @@ def _check_modules(strategy: Strategy) -> None:
                 f"{type(module).__name__} does not say what it acts on, and with node= in several processes each has a "
                 'part of every parameter: give the class acts_on = "elements" (any columns will do), "tensors" (whole '
                 'parameters) or "row" (all of a node\'s)'
+            )
+        rule = getattr(module, "rule", None)
+        if isinstance(rule, OuterRule) and rule.spec.acts_on != "elements" and module.acts_on == "elements":
+            raise ArgumentError(
+                f"outer_optim={rule.spec!r} looks at whole tensors, and with node= in several processes each has a "
+                "part of them: take one that treats each element by itself ('sgd', 'adam', ...)"
             )
         check_choice(f"{type(module).__name__}.acts_on", module.acts_on, ("elements", "tensors", "row"))
