@@ -9,6 +9,8 @@ import torch
 from splits import ADAM, CHOOSES, MADE, MUON, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 from strategies import STRATEGIES
 
+from exogym.callbacks import WeightAverage
+from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
 
 DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
@@ -18,9 +20,14 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 def halves(tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
     body = f"""
+from exogym.callbacks import WeightAverage
+from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
+made = trainer()
+fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
+found["watched"] = list(made.history.column("average_val_loss")[1])
 made = trainer()
 before = dict(made.model.named_parameters())
 hooks = lambda: [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in made.model.modules()]
@@ -40,6 +47,14 @@ keep(found)
 def test_two_processes_for_a_node_train_what_one_would(name, halves):
     make, tolerance = MADE[name]
     assert_alike(halves[name], fit(trainer(), make()), tolerance)
+
+
+def test_callbacks_and_absent_nodes_are_as_ever(halves):
+    made = trainer()
+    away = Faults(absent={1: [(2, 4)]})
+    fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), callbacks=[WeightAverage(0.5)], faults=away)
+    values = list(made.history.column("average_val_loss")[1])
+    assert len(values) > 1 and halves["watched"] == pytest.approx(values, rel=1e-5)
 
 
 @pytest.mark.parametrize("split", ["shard=2", "shard=2, zero=2", "shard=2, zero=1"])

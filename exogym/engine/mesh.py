@@ -29,6 +29,7 @@ class ProcessInside(Inside):
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.part, self.parts = dist.get_rank(group), dist.get_world_size(group)
+        self.groups = [group]
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._lines = ProcessWire([[k] for k in range(self.parts)], group)
 
@@ -66,6 +67,7 @@ class ProcessInside(Inside):
                 with ports_closed_afterwards() if self.device.type == "cpu" else contextlib.nullcontext():
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
+                self.groups += whole.get_all_groups()
         return self._meshes[key]
 
     def tell(self, value: Any) -> list[Any]:
@@ -97,7 +99,7 @@ class MeshWire(ProcessWire):
         mine = _own_group(between), _own_group(inside)  # every process makes every group
         self.world = ProcessWire([[k] for k in range(dist.get_world_size())])
         super().__init__(placement, mine[0], native)
-        self.inside = ProcessInside(mine[1], self._device)
+        self.inside: ProcessInside = ProcessInside(mine[1], self._device)
         self.overlaps = False
         assert self.inside.part == rank % parts
 
@@ -116,6 +118,11 @@ class MeshWire(ProcessWire):
     @property
     def count(self) -> int:
         return len(self.world.placement)
+
+    def leave(self) -> None:
+        """Leave the process groups that were made for this run."""
+        for group in [*self.inside.groups, self.group]:
+            dist.destroy_process_group(group)
 
     def agree(self, flag: bool) -> bool:
         return self.world.agree(flag)

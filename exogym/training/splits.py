@@ -19,6 +19,7 @@ def check_split(options: FitOptions) -> int:
     for name, asked, instead in (
         ("balance", options.balance is not None, "all devices of all nodes do the same"),
         ("network", options.network is not None, "a clock needs one process for each row; predict in one process"),
+        ("max_memory_usage", options.max_memory_usage is not None, "give minibatch_size"),
         ("reduction='native'", options.reduction == "native", "take the exact one"),
     ):
         if asked:
