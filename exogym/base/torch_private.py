@@ -109,7 +109,7 @@ class FusedSGD(torch.optim.SGD):
         """
         for group in self.param_groups:
             if group["momentum"] or getattr(self, "grad_scale", None) is not None:
-                return type(self).step.__wrapped__.__wrapped__(self)  # type: ignore[attr-defined, no-any-return]
+                return type(self).step.__wrapped__.__wrapped__(self)  # type: ignore[attr-defined]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params:
