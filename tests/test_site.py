@@ -38,15 +38,6 @@ LOADS = {
 }
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole site, as `make docs` builds it; a warning of Sphinx's is an error."""
-    folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run([sys.executable, build.__file__, str(folder)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder
-
-
 # What is public
 
 
@@ -152,14 +143,6 @@ def from_elsewhere(name: str, text: str) -> list[str]:
     return [found for found in re.findall(r"['\"`]((?:https?:)?//[^'\"`]+)", code) if "www.w3.org/" not in found]
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    files = [
-        file for file in site.rglob("*") if file.suffix in (".html", ".css", ".js") and file.name != "searchindex.js"
-    ]
-    assert len(files) > 50
-    assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -174,7 +157,8 @@ def test_what_comes_from_elsewhere_is_seen(name: str, text: str) -> None:
     assert len(from_elsewhere(name, text)) == 1
 
 
-def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+def dead_links(site: Path) -> list[str]:
+    """Return the links that lead to no page of the site, or to no anchor of one."""
     pages = {file: Page(file.read_text("utf-8")) for file in site.rglob("*.html")}
     dead = []
     for file, page in pages.items():
@@ -185,13 +169,25 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
             target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
             if not target.exists() or (target in pages and unquote(parts.fragment) not in pages[target].anchors):
                 dead.append(f"{file.name}: {link}")
-    assert dead == []
+    return dead
 
 
-def test_the_site_can_be_searched_and_has_mathematics(site: Path) -> None:
-    index = (site / "searchindex.js").read_text("utf-8")
-    assert "exogym.strategy" in index and "DiLoCoStrategy" in index
-    assert "<math" in (site / "understand" / "local_steps.html").read_text("utf-8")
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<p id="here"><a href="#here"></a><a href="#there"></a><a href="b.html"></a>')
+    assert dead_links(tmp_path) == ["a.html: #there", "a.html: b.html"]
+
+
+def test_the_whole_site(tmp_path: Path) -> None:
+    """One test, since it is built once: no warning, no dead link, nothing from elsewhere, a search, mathematics."""
+    done = subprocess.run([sys.executable, build.__file__, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert dead_links(tmp_path) == []
+    kinds = (".html", ".css", ".js")
+    files = [file for file in tmp_path.rglob("*") if file.suffix in kinds and file.name != "searchindex.js"]
+    assert len(files) > 50
+    assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
+    assert "DiLoCoStrategy" in (tmp_path / "searchindex.js").read_text("utf-8")
+    assert "<math" in (tmp_path / "understand" / "local_steps.html").read_text("utf-8")
 
 
 # Words

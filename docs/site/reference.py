@@ -262,7 +262,9 @@ def api(*packages: str) -> str:
     parts = []
     for package, names in map(_asked, packages):
         module = importlib.import_module(package)
-        parts.append(f"## {package}\n\n```{{py:module}} {package}\n```\n\n{markdown(module.__doc__ or '')}")
+        told = markdown(module.__doc__ or "")
+        told = f"Names are imported with `from {package} import ...`, in the examples too.\n\n{told}"
+        parts.append(f"## {package}\n\n```{{py:module}} {package}\n```\n\n{told}")
         for name in names:
             first = first_home(package, name)
             parts.append(entry(package, name) if first == package else f"`{name}` is that of {{py:mod}}`{first}`.")
