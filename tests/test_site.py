@@ -106,6 +106,17 @@ def test_a_tutorial_becomes_a_page() -> None:
     assert build.tutorial(script) == "# Title\n\nText.\n\n```python\nprint(1)\n# > 1\n```\n"
 
 
+def test_links_lead_to_the_site_where_it_has_the_page() -> None:
+    page = ROOT / "docs" / "understand" / "matrix.md"
+    text = (
+        "[a](../strategies.md#x) [b](../../README.md) [c](../../README.md#read-on) [d](../../LICENSE)\n```\n[e](x)\n```"
+    )
+    assert build.linked(text, page) == (
+        "[a](../strategies.md#x) [b](../index.md) "
+        f"[c]({build.SOURCES}README.md#read-on) [d]({build.SOURCES}LICENSE)\n```\n[e](x)\n```"
+    )
+
+
 # The pages
 
 

@@ -48,7 +48,9 @@ def linked(text: str, file: Path) -> str:
             return found[0]
         other = (file.parent / target).resolve()
         there = place(other)
-        if there is None:
+        if there is None or (
+            found[3] != ")" and other == ROOT / "README.md"
+        ):  # whose sections are not those of the first page
             return f"{found[1]}{SOURCES}{other.relative_to(ROOT).as_posix()}{found[3]}"
         ups = [".."] * len(here.parts)
         return f"{found[1]}{'/'.join([*ups, there])}{found[3]}"
