@@ -126,7 +126,8 @@ for schedule in ("1f1b", "interleaved"):
     print(f"{schedule}: {lost[0]:.0%} lost with 4 micro-batches, {lost[-1]:.0%} with 64")
 # > 1f1b: 43% lost with 4 micro-batches, 4% with 64
 # > interleaved: 27% lost with 4 micro-batches, 2% with 64
-right.set(xlabel="micro-batches of a step, 4 stages", ylabel="share of the step in the bubble, %", xscale="log")
+right.set(xlabel="micro-batches of a step, 4 stages", ylabel="share of the step in the bubble, %")
+right.set_xscale("log", base=2)
 right.set_xticks(micro_batches, [str(m) for m in micro_batches])
 right.legend(frameon=False)
 figure.savefig("tutorial_islands.png", dpi=80)
