@@ -145,7 +145,7 @@ figure.savefig("tutorial_islands.png", dpi=80)
 # python -m exogym.launch --nproc_per_node 4 train.py
 # ```
 #
-# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script.
+# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script. [Islands](../docs/islands.md) says all of it.
 #
 # ## Change something
 #
