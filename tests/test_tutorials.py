@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
-LONG = {"tutorial_custom", "tutorial_federated", "tutorial_strategies"}  # than some seconds
+LONG = {
+    "tutorial_custom",
+    "tutorial_federated",
+    "tutorial_real_machines",
+    "tutorial_strategies",
+    "tutorial_whisper",
+}  # than some seconds
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WITHIN = 0.15  # of a number: other processors round otherwise
 
