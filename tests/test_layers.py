@@ -25,6 +25,7 @@ FLOORS: list[set[str]] = [
         "compare",
         "testing",
         "distributed",
+        "distributed_trainer",
         "launch",
         "discovery",
         "advise",

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from exogym import LocalTrainer, NodeMesh, PipelineParallel, Stage
 from exogym.errors import ModelError
 from exogym.mesh.splits import blocks_of, cuts, tensor_plan
-from exogym.mesh.traffic import InsideCost, watched
+from exogym.mesh.traffic import InsideCost, talk_of_layers, watched
 from exogym.models import MLP, CharGPT, SmallCNN
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
@@ -69,7 +69,7 @@ def predicted(model, batch, mesh, stage=0):
     with watched(model, mesh) as facts:
         model(batch)["loss"].backward()
     found = collections.Counter()
-    for call in InsideCost(mesh, facts).calls(len(batch[0])):
+    for call in InsideCost(mesh, facts).talk(len(batch[0])).calls:
         if call.stage == stage:
             found[call.kind] += call.payload_bytes * call.times
     return found
@@ -124,7 +124,7 @@ def test_stages_say_what_torchs_pipelines_do(tmp_path, schedule):
 
     with watched(whole, mesh) as facts:
         Loss()((x, y))["loss"].backward()
-    calls = InsideCost(mesh, facts).calls(EXAMPLES)
+    calls = InsideCost(mesh, facts).talk(EXAMPLES).calls
 
     def body(rank):
         stage = PipelineStage(whole[:2] if rank == 0 else whole[2:], rank, 2, torch.device("cpu"))
@@ -147,6 +147,22 @@ def test_axes_multiply():
     assert both["all_reduce"] == alone["all_reduce"] / 2
     piped = predicted(model, batch, NodeMesh(stages=2, microbatches=2))
     assert piped == {"send": 12 * 8 * 16 * 4, "all_reduce": 17 * 16 * 4}
+
+
+def test_a_transformer_by_its_size_alone():
+    """As of its modules but for what is not in layers: here nothing but layers counts."""
+    model, batch = gpt(n_layer=2), tokens()
+    inner = sum(p.numel() for p in model.blocks.parameters())
+    activations = EXAMPLES * 8 * 16 * 4
+    for mesh in (NodeMesh(shard=2), NodeMesh(tensor=2), NodeMesh(stages=2, microbatches=2), NodeMesh(shard=2, zero=1)):
+        by_size = talk_of_layers(mesh, inner, 2, activations, EXAMPLES)
+        with watched(model, mesh) as facts:
+            model(batch)["loss"].backward()
+        facts.layers = {n: ("colwise" if s == "colwise_rep" else "rowwise", k) for n, (s, k) in facts.layers.items()}
+        if mesh.tensor > 1:  # of qkv what goes in is counted, as of a model with three layers in its place
+            facts.flows = {n: (activations / EXAMPLES,) * 2 + (True,) for n in facts.flows}
+        facts.parameters = [p for p in facts.parameters if p.in_block]
+        assert by_size.tx_bytes == InsideCost(mesh, facts).talk(EXAMPLES).tx_bytes
 
 
 @pytest.mark.parametrize(
@@ -222,7 +238,7 @@ def test_the_clock_charges_the_fast_link_inside_and_the_slow_one_between():
         if node is not None:
             with watched(trainer.model, mesh) as facts:
                 trainer.model(tokens())["loss"].backward()
-            talk_s = InsideCost(mesh, facts).seconds(8)
+            talk_s = InsideCost(mesh, facts).talk(8).seconds
             each_s = 0.08 / 4 * 5 / 4 + talk_s
             # on each stage: 4 passes of an all-gather and one reduce-scatter between 2, 4 sends; the tied weights once
             assert talk_s == pytest.approx((4 + 1 + 4 + 2) * 1e-3, rel=0.2) and talk_s > 11e-3

@@ -53,4 +53,4 @@ class Insides:
         """Return (N,) the share of one device's time that a step of `examples` (N,) takes, and (N,) seconds on top."""
         each = list(zip(self._costs, examples, strict=True))
         shares = [cost.mesh.compute_share(size) for cost, size in each]
-        return np.array(shares), np.array([cost.seconds(size) for cost, size in each])
+        return np.array(shares), np.array([cost.talk(size).seconds for cost, size in each])

@@ -21,7 +21,7 @@ a parameter that two stages hold are summed, an all-reduce of it in a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,57 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
         yield facts
 
 
+class Talk:
+    """Calls of the devices of a node in a step, and what they cost on its `network`."""
+
+    def __init__(self, mesh: NodeMesh, calls: Sequence[Call]):
+        self.mesh, self.calls = mesh, calls
+
+    @property
+    def tx_bytes(self) -> float:
+        """What all devices of the node together send."""
+        return sum(call.tx_bytes for call in self.calls)
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest stage; 0 where the mesh has no network."""
+        if self.mesh.network is None:
+            return 0.0
+        by_stage = [0.0] * self.mesh.depth
+        for call in self.calls:
+            by_stage[call.stage] += call.seconds(self.mesh.network)
+        return max(by_stage)
+
+
+def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
+    """Return what is said for a transformer of which nobody has the modules: all parameters of 4 bytes, in its layers.
+
+    Args:
+        activation_bytes: that go from a layer to the next for the node's `examples`.
+
+    >>> talk = talk_of_layers(NodeMesh(shard=4), 1e6, 12, 0.0, 32)
+    >>> talk.tx_bytes / 4 == 0.75 * 4 * (2e6 + 1e6)
+    True
+    """
+    k, t, S = mesh.shard, mesh.tensor, mesh.depth
+    count = len(mesh.micro_batches(max(mesh.shares(examples))))
+    own, part = 4 * parameters / t / S, activation_bytes / k / count
+    calls: list[Call] = []
+    for stage in range(S):
+        if k > 1 and mesh.zero == 3:
+            calls.append(Call("all_gather", k, 2 * own / k, count, stage, t))
+        elif k > 1:
+            calls.append(Call("all_gather", k, own / k, 1, stage, t))
+        if k > 1:
+            calls.append(Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, own, 1, stage, t))
+        if t > 1:
+            calls.append(Call("all_reduce", t, part, 4 * -(-layers // S) * count, stage, k))
+        sends = (stage > 0) + (stage < S - 1)
+        if sends:
+            calls.append(Call("send", 2, part, sends * count, stage, k * t))
+    return Talk(mesh, calls)
+
+
 class InsideCost:
     """What a step of a node costs inside it.
 
@@ -147,30 +198,17 @@ class InsideCost:
 
     def __init__(self, mesh: NodeMesh, facts: Facts, at_once: int | None = None):
         self.mesh, self.facts, self.at_once = mesh, facts, at_once
-        self._known: dict[int, list[Call]] = {}
+        self._known: dict[int, float] = {}
 
-    def calls(self, examples: int) -> list[Call]:
+    def talk(self, examples: int) -> Talk:
         """Return what the devices say in a step of `examples`."""
-        if examples not in self._known:
-            self._known[examples] = [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)]
-        return self._known[examples]
+        return Talk(self.mesh, [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)])
 
     def tx_bytes(self, examples: int) -> float:
-        """Return the bytes that all devices of the node together send in a step of `examples`."""
-        return sum(call.tx_bytes for call in self.calls(examples))
-
-    def seconds(self, examples: int) -> float:
-        """Return the seconds that the slowest stage talks in a step; 0 where the mesh has no network."""
-        if self.mesh.network is None:
-            return 0.0
-        by_stage = [0.0] * self.mesh.depth
-        for call in self.calls(examples):
-            by_stage[call.stage] += call.seconds(self.mesh.network)
-        return max(by_stage)
-
-    def step_seconds(self, alone_s: float, examples: int) -> float:
-        """Return the seconds of a step that takes one device `alone_s`: shared out, with the bubble, and the talk."""
-        return alone_s * self.mesh.compute_share(examples) + self.seconds(examples)
+        """Return the bytes that all devices of the node together send in a step of `examples`; kept for the next."""
+        if examples not in self._known:
+            self._known[examples] = self.talk(examples).tx_bytes
+        return self._known[examples]
 
     def _passes(self, examples: int) -> list[tuple[float, int]]:
         """Return the mean size of a device's micro-batches and their number, in each pass over some of the examples."""

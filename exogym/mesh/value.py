@@ -13,6 +13,7 @@ from exogym.mesh.pipeline import PipelineParallel
 from exogym.network import Network
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+TOLD = ("shard", "tensor", "stages", "microbatches", "network", "zero", "schedule")  # as text
 BUSY = 4  # micro-batches per stage where nobody said how many
 
 
@@ -111,6 +112,27 @@ class NodeMesh:
                 f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some would have nothing "
                 f"to do: give {self.depth} or more"
             )
+
+    @classmethod
+    def parse(cls, text: str) -> NodeMesh:
+        """Return the mesh that a text names, as on a command line.
+
+        Raises:
+            ArgumentError: an unknown name or a value that is none.
+
+        >>> str(NodeMesh.parse("shard=4,stages=2,network=nvlink"))
+        'stages=2 x shard=4'
+        """
+        given: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or name not in TOLD or name in given:
+                raise ArgumentError(
+                    f"node {text!r} should be names and values, each once, as 'shard=4,network=nvlink'; names: "
+                    f"{', '.join(TOLD)}"
+                )
+            given[name] = int(value) if value.isdigit() else value
+        return cls(**given)
 
     @property
     def pipeline(self) -> PipelineParallel | None:
