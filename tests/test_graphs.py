@@ -6,7 +6,7 @@ real one does was not run by these tests.
 
 import pytest
 import torch
-from test_compiled import MODELS, OPTIMIZERS, assert_close, fit
+from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 
 from exogym.compute.compiled import tensors_of
 from exogym.compute.graphs import Graphs, Replay, captured
