@@ -160,6 +160,7 @@ def test_quarters_take_a_quarter_of_the_memory(tmp_path):
     """Of 10 million parameters with AdamW's state, between two steps."""
     body = """
 import gc
+from exogym.strategy import FedAvgStrategy
 from exogym.training.driver import Driver
 class Wide(nn.Module):
     def __init__(self):
@@ -188,7 +189,7 @@ def looking(self, first, last):
 Driver.advance = looking
 made = trainer(Wide)
 count = sum(p.numel() for p in made.model.parameters())
-fit(made, SimpleReduceStrategy("adamw", lr=1e-3), num_nodes=1, max_steps=2, node=NodeMesh(shard=4))
+fit(made, FedAvgStrategy("adamw", lr=1e-3, H=2), num_nodes=1, max_steps=4, node=NodeMesh(shard=4))
 shares = [None] * 4
 torch.distributed.all_gather_object(shares, held[-1] / (12 * count))
 keep((count, shares))
