@@ -27,7 +27,8 @@ for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 made = trainer()
 fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
-found["watched"] = list(made.history.column("average_val_loss")[1])
+if rank() == 0:
+    found["watched"] = list(made.history.column("average_val_loss")[1])
 made = trainer()
 before = dict(made.model.named_parameters())
 hooks = lambda: [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in made.model.modules()]
