@@ -68,6 +68,7 @@ class ProcessInside(Inside):
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
                 self.groups += whole.get_all_groups()
+                dist.barrier()  # see `MeshWire`
         return self._meshes[key]
 
     def tell(self, value: Any) -> list[Any]:
