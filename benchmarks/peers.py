@@ -8,8 +8,8 @@ FedAvg of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread, one 
 by its number from 12,000 pictures when it is asked for the first time. Each turn of a cell is a process of its own, and
 they take turns; seconds are the median of the rounds after the first; memory is the most that the process held, torch
 included, of Flower that of all its processes, what they share counted once. Flower's clients compute in one process of
-Ray beside the server's. The peers are installed into an environment of their own in --cache, which
-sees this one's torch, so nothing large is fetched.
+Ray beside the server's. The peers are installed into an environment of their own in --cache, which sees this one's
+torch, so only Ray is large.
 """
 
 from __future__ import annotations

@@ -176,7 +176,9 @@ class WeightAverage(Callback):
             vectors, buffers = loop.average()
             self._take(vectors, buffers)
             self._step = loop.step
-        self._names = [(slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout]
+        self._names = [
+            (slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout.whole or block.layout
+        ]
         if self.count and loop.evaluated_at == loop.step:
             vectors, buffers = self._on(loop.fleet.blocks[0].params.device)
             values = {f"average_{name}": value for name, value in loop.measure(vectors, buffers).items()}

@@ -223,7 +223,8 @@ class LocalTrainer(Trainer):
             seed: fixes everything; the caller's random state is left as it was.
             device: "auto" takes a GPU where there is one (CUDA, then Apple's MPS), or a torch device.
             compute: "loop" (one node after another, exact), "vmap" (rows at once), "compiled" (steps as one graph by
-                torch.compile, for long runs), "auto" (tries them and says which ends this run soonest).
+                torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs), "auto" (tries the
+                first three and says which ends this run soonest).
             processes: so many processes share the nodes, forked from this one (Linux, CPU); the result has the same
                 bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
                 torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.

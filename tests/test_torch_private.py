@@ -28,6 +28,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
@@ -474,3 +476,46 @@ def test_sharded_modules_are_made_plain_again(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
     everywhere(2, member)
+
+
+def with_layers(tmp_path: Path, body: Callable[[nn.Module, int], None]) -> None:
+    """Run `body(model, rank)` in two processes that compute the layers of a model together."""
+
+    def member(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        body(model, rank)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
+
+
+@tries("hold_local", "DTensor._local_tensor of a parameter")
+def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        shapes = [(2, 2), (1, 2), (1, 1)]
+        held = [torch.full(shape, 1.0 + rank if k < 2 else 2.0) for k, shape in enumerate(shapes)]
+        for p, local in zip(model.parameters(), held, strict=True):
+            torch_private.hold_local(p, local)
+        assert model(torch.ones(1, 2)).item() == 2 * (2 * 2 * 1 * 1 + 2 * 2 * 2 * 2)
+        held[2] *= 2  # it sees what is done to the memory
+        assert model(torch.ones(1, 2)).item() == 80
+
+    with_layers(tmp_path, body)
+
+
+@tries("take_gradient", "DTensor._local_tensor of its gradient")
+def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        for p in model.parameters():
+            local = p.to_local() if isinstance(p, DTensor) else p
+            torch_private.hold_local(p, torch.ones_like(local.detach()))
+        assert torch_private.take_gradient(next(model.parameters())) is None
+        model(torch.ones(1, 2)).sum().backward()
+        found = [torch_private.take_gradient(p) for p in model.parameters()]
+        assert [x.tolist() for x in found if type(x) is torch.Tensor] == [[[1.0, 1.0]] * 2, [[2.0, 2.0]], [[8.0]]]
+        assert all(p.grad is None for p in model.parameters())
+
+    with_layers(tmp_path, body)

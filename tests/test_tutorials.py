@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
-LONG = {"tutorial_custom", "tutorial_federated", "tutorial_strategies"}  # than some seconds
+SHORTENED = {"tutorial_custom", "tutorial_federated", "tutorial_strategies"}  # where EXOGYM_SHORT is set
+LONG = SHORTENED | {"tutorial_real_machines"}  # this one starts a dozen Pythons, as tests of each of its ways do
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WITHIN = 0.15  # of a number: other processors round otherwise
 
@@ -67,7 +68,7 @@ def test_it_runs_and_prints_what_it_says(tutorial: Path, tmp_path: Path) -> None
     assert not missing(run(tutorial, tmp_path), tutorial.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(LONG))
+@pytest.mark.parametrize("name", sorted(SHORTENED))
 def test_a_long_one_runs_with_fewer_steps(name: str, tmp_path: Path) -> None:
     run(ROOT / "tutorials" / f"{name}.py", tmp_path, EXOGYM_SHORT="1")
 

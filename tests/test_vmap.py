@@ -10,7 +10,14 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.errors import ModelError
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from exogym.strategy import (
+    AsyncDiLoCoStrategy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+    Strategy,
+)
 from exogym.testing import fingerprint
 
 
@@ -194,6 +201,12 @@ def test_auto_says_and_records_what_it_chose(capsys):
     assert f"exogym: compute='auto' chose '{chosen}' (loop " in capsys.readouterr().err
     same = fit(chosen, STRATEGIES["fedavg"]())
     assert fingerprint(auto.model) == fingerprint(same.model)
+
+
+def test_auto_takes_nodes_by_the_clock_one_by_one(capsys):
+    auto = fit("auto", AsyncDiLoCoStrategy("sgd", lr=0.1, H=3))
+    assert auto.description["chosen"]["compute"] == "loop"
+    assert "compute='auto' chose 'loop' (AsyncDiLoCoStrategy takes its nodes one after" in capsys.readouterr().err
 
 
 class Late(nn.Module):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import exogym
+from exogym.cluster import dockerfile
 
 ROOT = Path(__file__).parent.parent
 BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
@@ -135,6 +136,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     readme = (ROOT / "README.md").read_text("utf-8")
     assert str(metadata.get_payload()).strip().splitlines() == readme.strip().splitlines()
+    assert f"COPY dist/{built.wheel.name} " in dockerfile()
     assert metadata["Version"] == exogym.__version__ and metadata["Requires-Python"] == ">=3.11"
 
 
@@ -147,16 +149,10 @@ def test_the_source_distribution_has_what_it_is_built_from(built: Built) -> None
 
 def test_the_version_stands_in_one_place() -> None:
     """The changelog begins with it, and tells of no other as the newest."""
-    holders = [
-        str(path.relative_to(ROOT))
-        for path in [
-            ROOT / "pyproject.toml",
-            ROOT / "CITATION.cff",
-            ROOT / "Makefile",
-            *(ROOT / "exogym").rglob("*.py"),
-        ]
-        if exogym.__version__ in path.read_text("utf-8")
-    ]
+    number = re.compile(rf"(?:exogym-|==|\bv|[\"']|version:? ?){re.escape(exogym.__version__)}(?![\w.])")
+    files = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "Makefile", "README.md", "llms.txt")]
+    files += [*(ROOT / "exogym").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    holders = [str(path.relative_to(ROOT)) for path in files if number.search(path.read_text("utf-8"))]
     assert holders == ["exogym/__init__.py"]
     newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[0]
     assert newest == exogym.__version__

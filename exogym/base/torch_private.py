@@ -236,7 +236,7 @@ _HOOKS = (
 
 
 class Plain:
-    """What `fully_shard` changes of the modules of a model, kept to undo it."""
+    """What `fully_shard` and `parallelize_module` change of the modules of a model, kept to undo it."""
 
     def __init__(self, model: nn.Module):
         self._kept = [
@@ -252,7 +252,7 @@ class Plain:
             _module_state_mapping.pop(module, None)
             module.__class__ = kind
             for name in set(vars(module)) - names:
-                if name.startswith("_is_fsdp") or name.startswith("_fsdp") or "composable" in name:
+                if name.startswith(("_is_fsdp", "_fsdp", "_distribute_module")) or "composable" in name:
                     del vars(module)[name]
             module._parameters.clear()
             module._parameters.update(parameters)
@@ -295,3 +295,21 @@ def take_shard_gradient(handle: Any) -> Tensor | None:
     """Return the gradient of a sharded parameter's shard, a plain tensor, which it holds no longer."""
     found, handle.sharded_param.grad = handle.sharded_param.grad, None
     return None if found is None else found._local_tensor
+
+
+def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let what is here of a parameter, a plain one or a DTensor, be `local` itself."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
+def take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return what is here of the gradient of a parameter, a plain one or a DTensor, which it holds no longer."""
+    from torch.distributed.tensor import DTensor
+
+    found, parameter.grad = parameter.grad, None
+    return found._local_tensor if isinstance(found, DTensor) else found

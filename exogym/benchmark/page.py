@@ -24,7 +24,7 @@ The same model from the same weights on the same data, under several methods, wi
 together take the same number of examples in a step, whatever their number. So a table over numbers of nodes says what
 it costs to divide the work. **Reduction** is DDP's bytes sent over the method's. **Quality** is DDP's validation loss
 over the method's, with the same nodes: over 100 % is better than DDP. `single` is one of the nodes alone, with its
-share of the data. At the end all nodes meet once more, which is counted: in a short run it is most of what SPARTA
+share of the data. At the end all nodes meet once more, which is counted: in a short run that is much of what SPARTA
 sends. Numbers are mean ± standard deviation over {seeds}.
 
 `{command}` made this page and its results, {results}.

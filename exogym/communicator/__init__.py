@@ -36,6 +36,9 @@ Four nodes in one process, and the events of what they do:
 [3.0, 4.0]
 >>> ship(wire, {"x": x}, source=0)["x"] is x
 True
+>>> inside: Inside = wire.inside  # a node of several devices has more parts
+>>> inside.part, inside.parts
+(0, 1)
 >>> Parcel(giver=0, taker=1, shape=(2,), dtype=torch.float32, is_swap=False).taker
 1
 """

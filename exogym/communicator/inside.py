@@ -18,11 +18,9 @@ class Inside:
 
     Attributes:
         part, parts: which of the node's processes this is, and how many there are.
-        group: their process group of torch's, where they are several.
     """
 
     part, parts = 0, 1
-    group: Any = None
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the node's processes, the same bits in each; `x` itself may take it."""
@@ -43,6 +41,10 @@ class Inside:
     def tell(self, value: Any) -> list[Any]:
         """Return the `value` (JSON-able) of each process of the node, in each."""
         return [value]
+
+    def mesh(self, axes: dict[str, int]) -> Any:
+        """Return torch's DeviceMesh of the node, with these axes."""
+        raise NotImplementedError
 
     def total(self, number: int) -> int:
         """Return the sum of whole numbers, exactly."""

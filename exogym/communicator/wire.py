@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +39,30 @@ def tree_sum(
     dense = list(ids) == list(range(n))
     order = [] if dense else _additions(ids)
     at = None if rows is None else torch.tensor(rows, device=x.device)
-    for start in range(0, width, step):
-        part = x[:, start : start + step]  # gathered piece by piece, so that what is summed is in the cache
-        part = (part if at is None else part.index_select(0, at)).to(exact)
-        part = part if shares is None else part * shares
-        if dense:
-            total = _tree_dense(part)
-        else:
-            total = _tree_sparse(part if at is not None or shares is not None else part.clone(), order)
+    rooms: dict[tuple[int, int], Tensor] = {}  # taken once: memory that is given back is cleared when taken again
+
+    def room(rows: int, columns: int) -> Tensor:
+        if (rows, columns) not in rooms:
+            rooms[rows, columns] = torch.empty((rows, columns), dtype=exact, device=x.device)
+        return rooms[rows, columns]
+
+    for start in range(0, width, step):  # gathered piece by piece, so that what is summed is in the cache
+        part = x[:, start : start + step]
+        own = at is not None or shares is not None or not dense
+        if at is not None and exact == x.dtype:
+            part = torch.index_select(part, 0, at, out=room(n, part.shape[1]))
+        elif own:
+            part = room(n, part.shape[1]).copy_(part if at is None else part.index_select(0, at))
+        part = part if shares is None else part.mul_(shares)
+        total = _tree_dense(part.to(exact), room) if dense else _tree_sparse(part, order)
         out[start : start + step] = total if divisor == 1 else total.div_(divisor)
     return out
 
 
-def _tree_dense(x: Tensor) -> Tensor:
+def _tree_dense(x: Tensor, room: Callable[[int, int], Tensor]) -> Tensor:
     while len(x) > 1:
         pairs = len(x) // 2
-        level = torch.empty((len(x) + 1) // 2, x.shape[1], dtype=x.dtype, device=x.device)
+        level = room((len(x) + 1) // 2, x.shape[1])
         torch.add(x[0 : 2 * pairs : 2], x[1 : 2 * pairs : 2], out=level[:pairs])
         if len(x) % 2:
             level[pairs] = x[-1]

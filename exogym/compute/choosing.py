@@ -32,6 +32,9 @@ REPEATS = 3
 
 def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int) -> str:
     """Return "loop", "vmap" or "compiled", and say why."""
+    if strategy.driven_by == "clock":
+        notice(f"compute='auto' chose 'loop' ({type(strategy).__name__} takes its nodes one after another)")
+        return "loop"
     rows, steps = len(worker.fleet), total_steps * len(worker.fleet)
     trial = _Trial(worker, stream, strategy, total_steps)
     found: dict[str, float] = {}

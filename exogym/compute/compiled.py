@@ -57,6 +57,7 @@ class Compiled(Loop):
     """
 
     how, backend = "compiled", "inductor"
+    doing, done, often = "compiling", "compiled", "; once, then from the cache on disk"  # in what it says
 
     def __init__(
         self,
@@ -118,9 +119,14 @@ class Compiled(Loop):
             pulse.step_taken()
             if worker.should_stop() and may_stop:
                 break
-        worker.check(row)
-        found = self.watch.losses(node.rank, row, torch.cat(losses).to(torch.get_default_dtype()), first)
-        self.watch.row(node.rank, row, first + done)
+        return self._looked_at(row, torch.cat(losses), first)
+
+    def _looked_at(self, row: int, losses: Tensor, first: int) -> Tensor:
+        """Return the losses (K,) of steps of the row from `first` on, looked at, as are its parameters."""
+        node = self.nodes[row]
+        self.worker.check(row)
+        found = self.watch.losses(node.rank, row, losses.to(torch.get_default_dtype()), first)
+        self.watch.row(node.rank, row, first + len(losses))
         return found
 
     def _step(self, row: int, batch: Any, at: int, step: int) -> Tensor:
@@ -193,6 +199,10 @@ class Compiled(Loop):
 
     # Graphs
 
+    def build(self, plain: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return what computes `plain`, a graph for nested tensors like `inputs`, faster."""
+        return compiled(plain, self.backend, self.worker.draws_torch)
+
     def _run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
         """Run the graph of `key`, made when it is first needed and then compared with its operations one by one."""
         with torch.no_grad():
@@ -204,20 +214,20 @@ class Compiled(Loop):
     def _make(self, key: Any, plain: Callable[..., Any], steps: int, inputs: tuple[Any, ...]) -> Any:
         say, what = self.fleet.comm.wire.say, "a step" if steps == 1 else f"{steps} steps"
         operations = len(plain.graph.nodes)  # type: ignore[attr-defined]
-        say(f"compute={self.how!r}: compiling {what} ({operations} operations); once, then from the cache on disk")
+        say(f"compute={self.how!r}: {self.doing} {what} ({operations} operations){self.often}")
         begin = time.perf_counter()
         state = torch.default_generator.get_state()
-        wanted = _tensors(plain(*inputs))
+        wanted = tensors_of(plain(*inputs))
         try:
             torch.default_generator.set_state(state)
-            graph = compiled(plain, self.backend, self.worker.draws_torch)
+            graph = self.build(plain, inputs)
             found = graph(*inputs)
         except Exception as error:  # of the compiler: a missing g++, an operation that it cannot do
-            raise refusal(self.how, f"it cannot be compiled here ({first_line(error)})") from error
-        for a, b in zip(wanted, _tensors(found), strict=True):
+            raise refusal(self.how, f"it cannot be {self.done} here ({first_line(error)})") from error
+        for a, b in zip(wanted, tensors_of(found), strict=True):
             if not self._is_close(a, b):
-                raise refusal(self.how, "compiled, it gives other numbers than operation by operation")
-        say(f"compute={self.how!r}: compiled in {time.perf_counter() - begin:.1f} s")
+                raise refusal(self.how, f"{self.done}, it gives other numbers than operation by operation")
+        say(f"compute={self.how!r}: {self.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
 
@@ -340,7 +350,8 @@ class Compiled(Loop):
             self.fleet.comm.wire.say(f"compute={self.how!r}: {text}")
 
 
-def _tensors(nested: Any) -> list[Tensor]:
+def tensors_of(nested: Any) -> list[Tensor]:
+    """Return the tensors in `nested`, in order."""
     found: list[Tensor] = []
     map_tensors(nested, found.append)
     return found

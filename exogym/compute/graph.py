@@ -83,6 +83,10 @@ class Tracer:
 
         return self._traced(steps, params, list(kept), buffers, numbers, list(batches))
 
+    def together(self, plain: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+        """Return the graph of `plain` over rows: each tensor of inputs and outputs has them in front."""
+        return self._traced(lambda *rows: torch.func.vmap(plain)(*rows), *inputs)
+
     def _row(self) -> tuple[list[Tensor], list[Tensor]]:
         worker = self.worker
         return list(worker.views(0)), [rows[0] for rows in worker.fleet.buffers.values()]

@@ -9,12 +9,17 @@ from typing import Any
 from torch import nn
 
 from exogym.compute.outputs import Loss
+from exogym.compute.replicated import Replicated
 from exogym.compute.sharded import Sharded
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
 
+Split = Sharded | Replicated
 
-def check_split(split: Sharded, loss: Loss, batch: Any, parts: Sequence[tuple[Any, float]], what: object) -> None:
+
+def check_split(
+    split: Sharded | Replicated, loss: Loss, batch: Any, parts: Sequence[tuple[Any, float]], what: object
+) -> None:
     """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
 
     It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
@@ -56,10 +61,15 @@ def check_split(split: Sharded, loss: Loss, batch: Any, parts: Sequence[tuple[An
 
 
 def check_on(
-    model: nn.Module, loss: Loss, batch: Any, parts: Sequence[tuple[Any, float]], like: Sharded, what: object
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    parts: Sequence[tuple[Any, float]],
+    like: Sharded | Replicated,
+    what: object,
 ) -> None:
     """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
     other = copy.deepcopy(model).to(like.device)
-    split = Sharded(other, like.inside, like.device)
+    split = type(like)(other, like.mesh, like.inside, like.device)
     check_split(split, Loss(other, loss.loss_fn), batch, parts, what)
     split.plain()

@@ -12,8 +12,7 @@ from exogym.base import pulse
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
 from exogym.compute.outputs import batch_examples, slice_batch
-from exogym.compute.probing import check_on, check_split
-from exogym.compute.sharded import Sharded
+from exogym.compute.replicated import Replicated
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -41,8 +40,11 @@ class SplitWorker(Worker):
         Raises:
             ModelError: the model cannot be split so.
         """
+        from exogym.compute.sharded import Sharded  # torch's FSDP takes a while to import
+
+        kind = Sharded if mesh.zero == 3 else Replicated
         self.mesh, self.inside = mesh, inside
-        self.split = Sharded(self.model, inside, self.device)
+        self.split = kind(self.model, mesh, inside, self.device)
         self.shard = mesh.coordinates(inside.part)["shard"]
         self.stream = (self.shard,) if self.shard else ()
         self.is_split = self._stops = False
@@ -70,6 +72,8 @@ class SplitWorker(Worker):
         Raises:
             ModelError: it gives other gradients so.
         """
+        from exogym.compute.probing import check_on, check_split
+
         batch, probe = self.to_device(batch), self.mesh.probe
         if probe is True:
             check_split(self.split, self.loss, batch, self._parts(batch), self.mesh)
@@ -78,8 +82,7 @@ class SplitWorker(Worker):
                 check_on(probe, self.loss, batch, self._parts(batch), self.split, self.mesh)
             self.split.split()
         self.is_split, self._places, self._homes = True, [], []
-        for p in self._originals:
-            p.data = p.data.new_empty(0)
+        self.split.let_go()
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)
@@ -139,6 +142,7 @@ class SplitWorker(Worker):
         batch, scale = self.to_device(batch), float(self.scales[row])
         if self.insides is not None:
             self.insides.took(self.fleet.ranks[row], batch_examples(batch))
+        self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)
         parts = self._parts(batch)
         for k, (part, share) in enumerate(parts):
@@ -147,7 +151,7 @@ class SplitWorker(Worker):
             self.split.collect(last=k == len(parts) - 1)
             (loss * (share * self.split.shards * scale)).backward()
             pulse.step_taken()
-            total += loss.detach().double().cpu() * share
+            total += loss.detach().double().cpu() * (share / self.mesh.tensor)
         for p, grad in zip(self.parameters, self.split.gradients(), strict=True):
             p.grad = grad
         if self.scaled:

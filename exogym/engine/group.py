@@ -42,5 +42,9 @@ class Group:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
             if options.parts > 1:
-                return body(MeshWire(options.placement, options.parts, options.native))
+                wire = MeshWire(options.placement, options.parts, options.native)
+                try:
+                    return body(wire)
+                finally:
+                    wire.leave()
             return body(self.wire(options.placement, native=options.native))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.base import pulse
 from exogym.communicator import Inside
@@ -28,6 +29,8 @@ class ProcessInside(Inside):
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self.part, self.parts = dist.get_rank(group), dist.get_world_size(group)
+        self.groups = [group]
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._lines = ProcessWire([[k] for k in range(self.parts)], group)
 
     @pulse.waits
@@ -53,6 +56,19 @@ class ProcessInside(Inside):
         moved = [x.to(self.device).contiguous() for x in outgoing]
         found = self._lines.all_to_all(moved, sizes, list(range(self.parts)))
         return [x.to(outgoing[0].device) for x in found]
+
+    def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        key = tuple(axes.items())
+        if key not in self._meshes:
+            if len(axes) == 1:
+                self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
+            else:
+                shape = (dist.get_world_size() // self.parts, *axes.values())
+                with ports_closed_afterwards() if self.device.type == "cpu" else contextlib.nullcontext():
+                    whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
+                self._meshes[key] = whole[tuple(axes)]
+                self.groups += whole.get_all_groups()
+        return self._meshes[key]
 
     def tell(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -83,7 +99,7 @@ class MeshWire(ProcessWire):
         mine = _own_group(between), _own_group(inside)  # every process makes every group
         self.world = ProcessWire([[k] for k in range(dist.get_world_size())])
         super().__init__(placement, mine[0], native)
-        self.inside = ProcessInside(mine[1], self._device)
+        self.inside: ProcessInside = ProcessInside(mine[1], self._device)
         self.overlaps = False
         assert self.inside.part == rank % parts
 
@@ -102,6 +118,11 @@ class MeshWire(ProcessWire):
     @property
     def count(self) -> int:
         return len(self.world.placement)
+
+    def leave(self) -> None:
+        """Leave the process groups that were made for this run."""
+        for group in [*self.inside.groups, self.group]:
+            dist.destroy_process_group(group)
 
     def agree(self, flag: bool) -> bool:
         return self.world.agree(flag)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, check_choice
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.layout import Cut, Layout, cut_of
 from exogym.fleet.state import Tensors
+from exogym.strategy.optim import OptimSpec
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -74,6 +75,24 @@ class Module(Stateful, ABC):
         Rounds and outer rates need no word of it (`exogym.strategy.tuning`).
         """
         return False
+
+    def check_parts(self) -> None:
+        """Raise ArgumentError unless it says what it acts on where each of several processes has a part of a row."""
+        foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
+        said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
+        if not said and type(self) in foreign:
+            raise ArgumentError(
+                f"{type(self).__name__} does not say what it acts on, and with node= in several processes each has a "
+                'part of every parameter: give the class acts_on = "elements" (any columns will do), "tensors" (whole '
+                'parameters) or "row" (all of a node\'s)'
+            )
+        check_choice(f"{type(self).__name__}.acts_on", self.acts_on, ("elements", "tensors", "row"))
+        spec = getattr(getattr(self, "rule", None), "spec", None)
+        if isinstance(spec, OptimSpec) and self.acts_on == "elements" and spec.acts_on != "elements":
+            raise ArgumentError(
+                f"outer_optim={spec!r} looks at whole tensors, and with node= in several processes each has a part of "
+                "them: take one that treats each element by itself ('sgd', 'adam', ...)"
+            )
 
     # What `fleet.state` asks
 

@@ -217,6 +217,14 @@ class Strategy:
             "own: take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out"
         )
 
+    def check_parts(self) -> None:
+        """Raise ArgumentError unless it can act where each of several processes has a part of a node's row."""
+        raise ArgumentError(
+            f"{type(self).__name__} is written for one node and does not say what it acts on, so nobody knows whether "
+            "it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, DiLoCo, "
+            "FedAvg, SPARTA, ...), or leave node= out"
+        )
+
     def unweighted(self) -> list[str]:
         """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""
         return []

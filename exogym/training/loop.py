@@ -259,8 +259,23 @@ class TrainingLoop:
         return self._known_to_all(values)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate parameters, (P,) per block, and buffers on the validation set, in this process; {} without one."""
-        return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+        """In a callback: evaluate parameters, (P,) per block, and buffers on the validation set; {} without one."""
+        if self.evaluator is None or self.wire.inside.parts == 1:
+            return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+        self._ask("measure")
+        return self._measure_together(vectors, buffers)
+
+    def _measure_together(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate with the processes of the first node; only the main one knows `vectors`, and what they come to."""
+        if self.wire.process or self.evaluator is None:
+            return {}
+        here, inside = [], self.wire.inside
+        for b, block in enumerate(self.fleet.blocks):
+            layout = block.layout
+            whole = block.params.new_zeros(layout.total) if vectors is None else vectors[b].clone()
+            here.append(inside.sum(whole)[layout.columns.to(whole.device)])
+        told = {name: buffers.get(name, torch.zeros_like(x[0])) for name, x in self.fleet.buffers.items()}
+        return self.evaluator(here, {name: inside.sum(x) for name, x in told.items()})
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
@@ -391,6 +406,8 @@ class TrainingLoop:
                 self.average()
             elif wish == "rows":
                 self.rows()
+            elif wish == "measure":
+                self._measure_together(None, {})
             else:
                 self.stopped = value
                 return
