@@ -167,5 +167,5 @@ for name, network in (("offices", offices), ("home", home)):
 #
 # **Answer.** What DeMo's nodes send are packed coefficients, which cannot be summed on the way. Each node gets those
 # of all others: an all-gather, whose cost grows with N, while DiLoCo's all-reduce stays below 2 S. With 64 nodes
-# DeMo's curve moves to the right, and DiLoCo's stays where it is. [Strategies](../docs/strategies.md) has the
-# formulas.
+# DeMo's curve moves to the right, and DiLoCo's stays where it is. [The benchmark](../docs/benchmark.md#many-nodes)
+# has the table.
