@@ -210,7 +210,8 @@ class LocalTrainer(Trainer):
             node: each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node
                 its own. Under `python -m exogym.launch` or torchrun each process is one device. In one process the
                 result is that of one device per node, computed in the micro-batches of its devices; what all devices
-                of a node would send each other is counted, as `inside_bytes` in the history.
+                of a node would send each other is counted, as `inside_bytes` in the history. In several processes only
+                the main one has the final model; in the others its parameters are on the meta device.
             num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
                 whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
             batch_size, gradient_accumulation: a step of a node consumes their product in examples.

@@ -115,3 +115,16 @@ def test_what_is_predicted_of_devices_and_of_many_nodes() -> None:
         assert each["wifi"][0] == min(each["wifi"])
     for nodes, line in scaling().items():
         assert len(line) == len(SHARED) and all(0 < x <= int(nodes) for x in line)
+
+
+def test_the_page_of_the_documentation_is_what_its_results_say() -> None:
+    page = ROOT / "docs" / "benchmark.md"
+    results = Results(page.with_suffix(".json"))
+    assert page.read_text() == text_of(results.found, page), "make it anew: exogym benchmark --only-page --page ..."
+    wanted = [f"{task}-{nodes}" for task in SHORT.tasks for nodes in SHORT.nodes]
+    assert [*results.parts] == wanted, "not whole"
+    for part in results.parts.values():
+        assert tuple(row["strategy"] for row in part["rows"]) == SHORT.methods and part["seeds"] == 3
+        assert part["steps"] == SHORT.steps.get(part["task"], part["steps"])
+    for name in re.findall(r"\]\((images/\S+)\)", page.read_text()):
+        assert (page.parent / name).stat().st_size < 40_000

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from near_the_loop import MODELS, OPTIMIZERS, TOLERANCE, assert_close, examples, fit, network
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -25,102 +26,23 @@ from exogym.compute.loop import Loop
 from exogym.compute.vmap import Vmap
 from exogym.errors import ModelError
 from exogym.models import CharGPT
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedProxStrategy, OptimSpec, SimpleReduceStrategy, Strategy
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedProxStrategy, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint
-
-TOLERANCE = 1e-5  # of a parameter's norm, in fp32
 
 
 @pytest.fixture(autouse=True)
 def by_operations(monkeypatch):
     monkeypatch.setattr(compute.compiled, "compiled", lambda graph, backend, draws: graph)
-
-
-def examples(count=160, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 6, generator=g)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def network(*layers):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), *(layer() for layer in layers or [nn.Tanh]), nn.Linear(8, 2))
-
-
-def fit(how, strategy, model=network, data=None, **options):
-    trainer = LocalTrainer(model(), data or examples(), loss_fn=F.cross_entropy)
-    options = {"num_nodes": 3, "max_steps": 26, "batch_size": 4, "device": "cpu"} | options
-    trainer.fit(strategy, compute=how, **options)
-    return trainer
-
-
-def assert_close(ours, theirs, tolerance=TOLERANCE):
-    for (name, a), b in zip(theirs.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
-        assert float((a.double() - b.double()).norm()) <= tolerance * float(a.double().norm()), name
-    for a, b in zip(ours.history, theirs.history, strict=True):
-        assert (a["step"], a["node"], a["lr"]) == (b["step"], b["node"], b["lr"])
-        losses = [row["train_loss"] or 0.0 for row in (a, b)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=tolerance)
+    monkeypatch.setattr(compute.compiled, "STEPS", 2)  # to trace a graph takes as long as it has operations
 
 
 # The same numbers as the loop
 
 
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.out, self.unused = nn.Linear(6, 2), nn.Linear(3, 3)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-
-    def forward(self, x):
-        return self.out(self.frozen(x))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.out(self.b(self.a(x).relu()))
-
-
-class TwoTypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.a, self.out = nn.Linear(6, 6).double(), nn.Linear(6, 2)
-
-    def forward(self, x):
-        return self.out(self.a(x.double()).float())
-
-
-OPTIMIZERS = {
-    "sgd": OptimSpec("sgd", lr=0.1),
-    "momentum": OptimSpec("sgd", lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
-    "nesterov": OptimSpec("sgd", lr=0.05, momentum=0.9, nesterov=True),
-    "adam": OptimSpec("adam", lr=0.01, weight_decay=0.1),
-    "adamw": OptimSpec("adamw", lr=0.01, weight_decay=0.1),
-    "amsgrad, upwards": OptimSpec("adamw", lr=0.01, amsgrad=True, maximize=True),
-    "groups": OptimSpec("adamw", groups=[("*.bias", {"lr": 0.1, "weight_decay": 0.0})], lr=0.01),
-    "not in a graph": OptimSpec("rmsprop", lr=0.01),
-}
-MODELS = {
-    "unused and frozen": Unused,
-    "tied": Tied,
-    "two types": TwoTypes,
-    "BatchNorm": lambda: nn.Sequential(nn.BatchNorm1d(6), *network()),
-    "dropout": functools.partial(network, functools.partial(nn.Dropout, 0.3)),
-}
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_steps_as_in_the_loop(optimizer):
-    """Rounds of 12: two graphs of five steps and two single ones; optimizers begin anew only in the first."""
-    runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=12)) for how in ("compiled", "loop")]
+    """Rounds of 13: six graphs of two steps and a single one; optimizers begin anew only in the first."""
+    runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=13)) for how in ("compiled", "loop")]
     assert_close(*runs)
     assert runs[0].description["chosen"]["compute"] == "compiled"
 
@@ -198,6 +120,7 @@ def test_a_small_gpt():
 
 def test_steps_are_really_taken_by_graphs(monkeypatch):
     """Of 26 steps of a node in rounds of 13, 20 go in graphs of five and six alone; none is the loop's."""
+    monkeypatch.setattr(compute.compiled, "STEPS", STEPS)
     taken = []
     run = Compiled._run
 
@@ -215,6 +138,7 @@ def test_steps_are_really_taken_by_graphs(monkeypatch):
 
 def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
     """Told to stop in a graph of five steps, in the middle of a stretch of 12, a node goes on with the next five."""
+    monkeypatch.setattr(compute.compiled, "STEPS", STEPS)
     strategy = lambda: DiLoCoStrategy("adamw", lr=0.01, H=12)  # noqa: E731
     whole = fingerprint(fit("compiled", strategy()).model)
     assert fingerprint(fit("compiled", strategy(), processes=2).model) == whole

@@ -6,8 +6,9 @@ real one does was not run by these tests.
 
 import pytest
 import torch
-from test_compiled import MODELS, OPTIMIZERS, assert_close, fit
+from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 
+from exogym import compute
 from exogym.compute.compiled import tensors_of
 from exogym.compute.graphs import Graphs, Replay, captured
 from exogym.errors import ModelError
@@ -28,12 +29,13 @@ def by_hand(body):
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(Graphs, "device_type", "cpu")
+    monkeypatch.setattr(compute.compiled, "STEPS", 2)
     monkeypatch.setattr(Graphs, "capture", staticmethod(by_hand))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "groups", "not in a graph"])
 def test_every_optimizer_steps_as_in_the_loop(optimizer, capsys):
-    runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=12)) for how in ("graphs", "loop")]
+    runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=13)) for how in ("graphs", "loop")]
     assert_close(*runs)
     assert runs[0].description["chosen"]["compute"] == "graphs"
     assert "exogym: compute='graphs': captured in" in capsys.readouterr().err
@@ -57,7 +59,7 @@ def test_every_kind_of_strategy(strategy):
 
 
 def test_rows_go_together(monkeypatch):
-    """Three rows in rounds of 12: two stretches of five steps and two of one, each with all rows."""
+    """Three rows in a round of 5: two stretches of two steps and one of one, each with all rows."""
     shapes, stretch = [], Graphs._stretch_of_all
 
     def seen(self, spans, groups, done):
@@ -65,8 +67,8 @@ def test_rows_go_together(monkeypatch):
         return stretch(self, spans, groups, done)
 
     monkeypatch.setattr(Graphs, "_stretch_of_all", seen)
-    fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=12), max_steps=12)
-    assert shapes == [(3, 5), (3, 5), (3, 1), (3, 1)]
+    fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=5), max_steps=5)
+    assert shapes == [(3, 2), (3, 2), (3, 1)]
 
 
 def test_where_rows_cannot_go_together_they_go_one_by_one(monkeypatch, capsys):

@@ -2,16 +2,15 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 SHORTENED = {"tutorial_custom", "tutorial_federated", "tutorial_strategies"}  # where EXOGYM_SHORT is set
-LONG = SHORTENED | {"tutorial_real_machines"}  # this one starts a dozen Pythons, as tests of each of its ways do
+LONG = SHORTENED | {"tutorial_real_machines", "tutorial_whisper"}  # what these show has tests of its own
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WITHIN = 0.15  # of a number: other processors round otherwise
 
@@ -53,8 +52,7 @@ def test_a_broken_promise_is_found() -> None:
 def run(tutorial: Path, folder: Path, **more: str) -> str:
     """Run a tutorial as a script in `folder`; return what it printed."""
     environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
-    words = [sys.executable, "-W", "error", str(tutorial)]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = python("-W", "error", tutorial, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in re.findall(r"\]\(\.\./docs/images/(\w+\.png)\)", tutorial.read_text()):
         assert (folder / name).exists(), f"{name} is shown and not drawn"

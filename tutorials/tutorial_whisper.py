@@ -45,8 +45,8 @@ RECORDINGS = None  # None: espeak-ng reads Shakespeare aloud; "recordings": your
 # ## Clips and what is said in them
 #
 # Of your own you would have a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The
-# task reads it, resamples to 16 kHz, leaves out what is silent or too long (and says so), and holds every fifth clip
-# out.
+# task reads it, resamples to 16 kHz, leaves out what is silent or too long (and says so), and holds a fifth of
+# the clips out.
 
 # %%
 options = {"weights": WEIGHTS, "lines": 24, "held_out": 6}

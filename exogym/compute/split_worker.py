@@ -91,9 +91,6 @@ class SplitWorker(Worker):
                 rows[row] = self.inside.sum(rows[row] / self.inside.parts)
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
-        if not self.is_split:
-            super().set_home(self.fleet.whole(vectors) if together else [], buffers)
-            return
         found = self.fleet.wholes(vectors) if together else ()
         is_main = self.fleet.comm.wire.is_main
         self.split.plain()

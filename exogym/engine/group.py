@@ -43,8 +43,7 @@ class Group:
         with watched(options.hang_s, dist.get_rank()):
             if options.parts > 1:
                 wire = MeshWire(options.placement, options.parts, options.native)
-                try:
-                    return body(wire)
-                finally:
-                    wire.leave()
+                found = body(wire)
+                wire.leave()  # after a failure others may be at work in them, and the process mostly ends
+                return found
             return body(self.wire(options.placement, native=options.native))

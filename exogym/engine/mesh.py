@@ -68,6 +68,7 @@ class ProcessInside(Inside):
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
                 self.groups += whole.get_all_groups()
+                dist.barrier()  # see `MeshWire`
         return self._meshes[key]
 
     def tell(self, value: Any) -> list[Any]:
@@ -102,6 +103,7 @@ class MeshWire(ProcessWire):
         self.inside: ProcessInside = ProcessInside(mine[1], self._device)
         self.overlaps = False
         assert self.inside.part == rank % parts
+        self.barrier()  # gloo fails in who is still connecting where another one is gone already
 
     @property
     def is_main(self) -> bool:
@@ -120,7 +122,8 @@ class MeshWire(ProcessWire):
         return len(self.world.placement)
 
     def leave(self) -> None:
-        """Leave the process groups that were made for this run."""
+        """Leave the process groups that were made for this run, once nobody has anything to do in them."""
+        self.barrier()
         for group in [*self.inside.groups, self.group]:
             dist.destroy_process_group(group)
 
