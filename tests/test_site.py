@@ -198,6 +198,7 @@ def test_the_whole_site(tmp_path: Path) -> None:
     assert len(files) > 50
     assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
     assert "DiLoCoStrategy" in (tmp_path / "searchindex.js").read_text("utf-8")
+    assert "api/training.html#exogym.LocalTrainer" in (tmp_path / "placement.html").read_text("utf-8")  # by its name
     assert "<math" in (tmp_path / "understand" / "local_steps.html").read_text("utf-8")
 
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util.nodes import make_refnode
 
 import exogym
 
@@ -34,19 +36,28 @@ html_math_renderer = "mathml"
 
 def _inline(self: Any, node: Any) -> None:
     self.body.append(f'<span class="math">{tex2mathml(node.astext(), as_block=False)}</span>')
-    raise _skip()
+    raise nodes.SkipNode
 
 
 def _block(self: Any, node: Any) -> None:
     self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>\n')
-    raise _skip()
+    raise nodes.SkipNode
 
 
-def _skip() -> Exception:
-    from docutils.nodes import SkipNode
-
-    return SkipNode()
+def _link_names(app: Any, doctree: Any, page: str) -> None:
+    """Make a link of each public class that a page names in backticks, where there is one of that name."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for full, entry in app.env.domains.python_domain.objects.items():
+        if entry.objtype in ("class", "exception"):
+            found.setdefault(full.rpartition(".")[2], []).append((full, entry))
+    for literal in list(doctree.findall(nodes.literal)):
+        entries = found.get(literal.astext(), [])
+        if len(entries) == 1 and not isinstance(literal.parent, nodes.reference | nodes.title):
+            ((full, entry),) = entries
+            link = make_refnode(app.builder, page, entry.docname, entry.node_id, [literal.deepcopy()], full)
+            literal.replace_self(link)
 
 
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
+    app.connect("doctree-resolved", _link_names)
