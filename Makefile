@@ -9,13 +9,13 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures test slow lint types format table reproductions bench clean
+.PHONY: help demo ui-demo pictures tutorials benchmark test slow lint types format table reproductions bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
 
 demo: $(VENV)/.stamp-demo ## compare six ways to train four nodes on the digits data set
-	$(BIN)/exogym compare --dataset digits --strategies single,ddp,diloco,sparta,fedavg,demo --nodes 4
+	$(BIN)/exogym demo
 
 ui-demo: $(VENV)/.stamp-ui,demo ## train three ways, and show it in the browser: prints the address
 	$(BIN)/exogym compare --dataset digits --strategies ddp,diloco,fedavg --nodes 4 --seeds 1 & \
@@ -44,18 +44,32 @@ table: $(VENV)/.stamp-dev ## write the table of strategies in docs/strategies.md
 pictures: $(VENV)/.stamp-dev ## take the pictures of docs/ui.md anew; needs chromium and chromium-driver
 	$(BIN)/python docs/images/ui.py
 
+tutorials: $(VENV)/.stamp-dev ## run the tutorials, and take the pictures in them anew
+	cd docs/images && for each in ../../tutorials/*.py; do $(CURDIR)/$(BIN)/python $$each || exit 1; done
+	cd docs/images && rm -rf runs better train.py *hosts.json measured.json result_*.json
+
+benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less than an hour; goes on where it was) and write docs/benchmark.md
+	$(BIN)/exogym benchmark --page docs/benchmark.md
+
 reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours; goes on where it was) and write docs/reproductions.md
 	$(BIN)/exogym reproduce --page docs/reproductions.md
+
+dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dist/
+	$(BIN)/python -m uv build --quiet --out-dir dist
+
+docs: $(VENV)/.stamp-docs ## build the site into site/, to be opened there or served from any folder
+	$(BIN)/python docs/site/build.py
+	$(BIN)/python docs/site/llms.py
 
 bench: $(VENV)/.stamp-dev ## measure the core
 	$(BIN)/python benchmarks/core.py
 
 clean: ## remove what checks and builds leave (.venv and runs/ stay)
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* htmlcov
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage .coverage.* htmlcov
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
-test slow bench reproductions pictures: export OMP_NUM_THREADS = 1
+test slow bench benchmark reproductions pictures tutorials: export OMP_NUM_THREADS = 1
 
 # A stamp says that its extra is installed; it goes stale with the files that say what to install.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python

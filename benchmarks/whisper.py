@@ -2,16 +2,20 @@
 
     python benchmarks/whisper.py --steps 80                        simulated: one node alone, and two with DiLoCo
     python benchmarks/whisper.py --steps 80 --hosts                the two on hosts, of which one is killed on the way
+    python benchmarks/whisper.py --steps 40 --H 8 --data FOLDER    either of them with speech of your own
     python benchmarks/whisper.py --audio jfk.flac --text "And so ..."   is every word of a recording right?
 
 The lines that are held out are read by the voices that are trained on, and by another one. The hosts are network
 namespaces on links of 100 Mbit/s, with a real sshd each; that needs Linux, root, iproute2 and openssh-server. Both have
-the same two cores. Beside the seconds stands what the clock predicts from a step measured in the simulation.
+the same two cores. Afterwards the same profile is trained in one process, with nodes away as the host was, and both
+models are compared bit for bit. Beside the seconds stands what the clock predicts from a step measured in the
+simulation.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -26,17 +30,21 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, load_model
 from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
+from exogym.faults import Faults
 from exogym.models.whisper import WhisperModelWrapper, WordErrors
 from exogym.progress import readable_bytes
 from exogym.record.history import History
 from exogym.record.run_folder import read_status
+from exogym.remote.profile import Profile, load_profile
+from exogym.remote.results import history_of
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.tasks import Task, load_task
+from exogym.testing import fingerprint
 
 PROFILE = """
 [distributed:whisper]
 task = whisper
-strategy = diloco
+{data}strategy = diloco
 communication_interval = {H}
 steps = {steps}
 min_hosts = 1
@@ -51,6 +59,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80, help="of each node (default: 80)")
     parser.add_argument("--H", type=int, default=10, help="steps between two averages (default: 10)")
     parser.add_argument("--hosts", action="store_true", help="train on two hosts, and kill the worker of one")
+    parser.add_argument("--undisturbed", action="store_true", help="with --hosts: kill nobody")
+    parser.add_argument("--data", type=Path, help="a folder with a manifest (default: espeak-ng reads Shakespeare)")
     parser.add_argument("--audio", help="write this recording down, and do nothing else")
     parser.add_argument("--text", default="", help="what is said in it")
     args = parser.parse_args()
@@ -62,10 +72,10 @@ def main() -> None:
         if args.text:
             print(WordErrors.of([args.text], [heard]))
         return
-    task = load_task("whisper")
+    task = load_task("whisper", args.data)
     print(f"{task.description}; {len(task.val)} lines held out", flush=True)
     if args.hosts:
-        on_hosts(task, args.steps, args.H)
+        on_hosts(task, args.data, args.steps, args.H, not args.undisturbed)
     else:
         simulated(task, args.steps, args.H)
 
@@ -90,7 +100,7 @@ def simulated(task: Task, steps: int, H: int) -> None:
         told(name, trainer.model, task, trainer.history, time.perf_counter() - start)
 
 
-def on_hosts(task: Task, steps: int, H: int) -> None:
+def on_hosts(task: Task, data: Path | None, steps: int, H: int, kills: bool) -> None:
     root = Path(__file__).parent.parent
     sys.path.insert(0, str(root / "tests"))
     from hosts import Hosts
@@ -100,17 +110,18 @@ def on_hosts(task: Task, steps: int, H: int) -> None:
         project = Path(folder) / "project"
         project.mkdir()
         hosts.file(project / "hosts.json")
-        (project / "config.ini").write_text(PROFILE.format(H=H, steps=steps))
+        line = "" if data is None else f"data = {data.absolute()}\n"
+        (project / "config.ini").write_text(PROFILE.format(H=H, steps=steps, data=line))
         words = [sys.executable, "-m", "exogym", "distributed-train", "whisper"]
         before, start = sent(hosts), time.perf_counter()
         with open(project / "said", "w") as file:
             run = hosts.controller.start(words, cwd=project, stdout=file, stderr=subprocess.STDOUT)
-        while not any(step_of(path) >= steps // 3 for path in project.glob("runs/*")):
+        while kills and not any(step_of(path) >= steps // 3 for path in project.glob("runs/*")):
             if run.poll() is not None:
                 raise SystemExit((project / "said").read_text())
             time.sleep(0.2)
         for pid, line in hosts[1].processes().items():
-            if "runner.py" in line:
+            if kills and "runner.py" in line:
                 os.kill(pid, signal.SIGKILL)
                 print(f"killed the worker of host 1 at step {max(map(step_of, project.glob('runs/*')))}", flush=True)
         code, seconds = run.wait(), time.perf_counter() - start
@@ -118,11 +129,24 @@ def on_hosts(task: Task, steps: int, H: int) -> None:
         print("\n".join(line for line in lines if "gone" in line or "go on" in line or "is back" in line or code))
         (run_folder,) = project.glob("runs/*")
         model = load_model(task.make_model(0), run_folder / "fit_1.model.safetensors")
-        from exogym.remote.results import history_of
-
-        told("two hosts, one killed on the way", model, task, history_of(run_folder, 1), seconds)
+        name = "two hosts, one killed on the way" if kills else "two hosts"
+        told(name, model, task, history_of(run_folder, 1), seconds)
         each = [after - old for after, old in zip(sent(hosts), before, strict=True)]
         print(f"sent by the hosts, start and results included: {', '.join(map(readable_bytes, each))}")
+        away = json.loads((run_folder / "fit_1.facts.json").read_text())["description"].get("outages", {})
+        same = fingerprint(again(load_profile(project / "config.ini", "whisper"), away)) == fingerprint(model)
+        print(f"nodes away in the steps {away}; the same in simulation: {'the same' if same else 'OTHER'} bits")
+        raise SystemExit(not same)
+
+
+def again(profile: Profile, away: dict[str, list[list[int]]]) -> torch.nn.Module:
+    """Return the model that the profile trains in this process, with the same nodes away in the same steps."""
+    model, train, val, task = profile.problem()
+    options = profile.fit_options(task, True) | {"num_nodes": 2, "max_restarts": 0}
+    spans = {int(node): [(first, last) for first, last in own] for node, own in away.items()}
+    faults = Faults(absent=spans, forget=True) if spans else None
+    LocalTrainer(model, train, val).fit(profile.make_strategy(task), **options, faults=faults, progress=False)
+    return model
 
 
 def sent(hosts: Any) -> list[int]:

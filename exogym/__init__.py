@@ -1,9 +1,23 @@
 """ExoGym: simulate distributed training on one machine, and measure what each method costs and gives."""
 
 from exogym.compute.train_node import TrainNode
+from exogym.distributed_trainer import DistributedTrainer
+from exogym.mesh import NodeMesh, PipelineParallel, Stage
 from exogym.remote.network_trainer import NetworkTrainer
 from exogym.saving.export import load_model, save_model
 from exogym.trainer import LocalTrainer, Trainer
 
 __version__ = "0.1.0"
-__all__ = ["LocalTrainer", "NetworkTrainer", "TrainNode", "Trainer", "__version__", "load_model", "save_model"]
+__all__ = [
+    "DistributedTrainer",
+    "LocalTrainer",
+    "NetworkTrainer",
+    "NodeMesh",
+    "PipelineParallel",
+    "Stage",
+    "TrainNode",
+    "Trainer",
+    "__version__",
+    "load_model",
+    "save_model",
+]

@@ -3,6 +3,28 @@
 A callback is any callable taking a `Running` training. It is called after each evaluation; wrapped in `Every(n,
 function)`, after each n-th step. It runs once, whatever the layout, may use what `Running` has,
 and ends the training by returning True.
+
+A callback with a rhythm and a state of its own, which checkpoints keep:
+
+>>> import torch
+>>> from exogym import LocalTrainer
+>>> from exogym.strategy import DiLoCoStrategy
+>>> from exogym.testing import small_problem
+>>> class Norms(Callback):
+...     steps, at_evaluations, may_end = 2, False, False
+...     def __init__(self):
+...         self.seen = []
+...     def __call__(self, loop: Running):
+...         self.seen.append((loop.step, float(loop.rows()[0].norm())))
+...     def state(self):
+...         return {"seen": torch.tensor(self.seen)}
+...     def load_state(self, state):
+...         self.seen = state["seen"].tolist() if state else []
+>>> model, data = small_problem()
+>>> trainer, norms = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss), Norms()
+>>> _ = trainer.fit(DiLoCoStrategy(H=2, lr=0.01), num_nodes=2, max_steps=4, batch_size=8, callbacks=[norms])
+>>> [step for step, norm in norms.seen]
+[2, 4]
 """
 
 from __future__ import annotations
@@ -154,7 +176,9 @@ class WeightAverage(Callback):
             vectors, buffers = loop.average()
             self._take(vectors, buffers)
             self._step = loop.step
-        self._names = [(slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout]
+        self._names = [
+            (slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout.whole or block.layout
+        ]
         if self.count and loop.evaluated_at == loop.step:
             vectors, buffers = self._on(loop.fleet.blocks[0].params.device)
             values = {f"average_{name}": value for name, value in loop.measure(vectors, buffers).items()}

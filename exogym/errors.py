@@ -10,6 +10,19 @@
     └── WorkerError      a process of the run is gone (killed, out of memory, cut off)
 
 Each message says what was given, what was wanted, and what to do.
+
+Each is caught by its own name, or by that of what is above it:
+
+>>> for kind in (ArgumentError, ModelError, DataError, StrategyError, TrainingError, CheckpointError, WorkerError):
+...     try:
+...         raise kind("what was given; what was wanted; what to do")
+...     except ExoGymError as error:
+...         assert type(error) is kind
+>>> try:
+...     raise Stopped(signal.SIGTERM, step=120)
+... except KeyboardInterrupt as stop:  # not an error: somebody wanted it
+...     print(stop)
+SIGTERM after step 120
 """
 
 from __future__ import annotations

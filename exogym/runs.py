@@ -6,6 +6,27 @@
 
 Everything is read from the files of `exogym.record.run_folder`, at any moment: while they are written, after a kill in
 the middle of a line, and while a folder is being removed. What cannot be read is left out, never waited for.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> import torch
+>>> from exogym import LocalTrainer
+>>> from exogym.strategy import DiLoCoStrategy
+>>> from exogym.testing import small_problem
+>>> model, data = small_problem()
+>>> trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+>>> folder = tempfile.TemporaryDirectory()
+>>> place = Path(folder.name, "first")
+>>> _ = trainer.fit(DiLoCoStrategy(H=2, lr=0.01), num_nodes=2, max_steps=4, batch_size=8, run_dir=place)
+>>> found: Listed = listed(place, "first")
+>>> found.state, found.step, age_s(found) < 3600, [each.name for each in list(folder.name)]
+('done', 4, True, ['first'])
+>>> run: Run = load(place)
+>>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
+True
+>>> heads, rows = to_table([("first", run)])
+>>> paths = draw([run], Path(folder.name, "drawn"), titles=["DiLoCo"])
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

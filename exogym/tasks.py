@@ -1,4 +1,12 @@
-"""Ready-made problems: data, model and settings under which the strategies can be told apart in a short time."""
+"""Ready-made problems: data, model and settings under which the strategies can be told apart in a short time.
+
+>>> digits_task().name, load_task("digits", hidden=8).nodes, mnist_task(width=2).batch_size, shakespeare_task().H
+('digits', 4, 8, 10)
+>>> cifar10_task("nowhere.npz")
+Traceback (most recent call last):
+...
+exogym.errors.DataError: ...
+"""
 
 from __future__ import annotations
 

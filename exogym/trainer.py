@@ -27,6 +27,7 @@ from exogym.engine import Engine
 from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, Stopped, checked
 from exogym.faults import Faults
+from exogym.mesh import NodeMesh
 from exogym.network import Network
 from exogym.record.history import History
 from exogym.record.metrics import Metric
@@ -96,6 +97,11 @@ class Trainer(ABC):
         description: the last run as one JSON-able value.
         clock: the virtual clock of the last fit with a `network`, else None.
         traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
+
+    >>> from exogym import LocalTrainer
+    >>> trainer: Trainer = LocalTrainer(nn.Linear(1, 1), [0.0])
+    >>> len(trainer.history), trainer.traffic, trainer.clock
+    (0, {}, None)
     """
 
     @checked
@@ -154,6 +160,7 @@ class LocalTrainer(Trainer):
         strategy: Strategy,
         *,
         num_nodes: int = 1,
+        node: NodeMesh | Sequence[NodeMesh] | None = None,
         num_epochs: int | None = None,
         max_steps: int | None = None,
         batch_size: int = 32,
@@ -200,6 +207,11 @@ class LocalTrainer(Trainer):
         Args:
             strategy: what nodes do and tell each other.
             num_nodes: N.
+            node: each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node
+                its own. Under `python -m exogym.launch` or torchrun each process is one device. In one process the
+                result is that of one device per node, computed in the micro-batches of its devices; what all devices
+                of a node would send each other is counted, as `inside_bytes` in the history. In several processes only
+                the main one has the final model; in the others its parameters are on the meta device.
             num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
                 whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
             batch_size, gradient_accumulation: a step of a node consumes their product in examples.
@@ -234,7 +246,7 @@ class LocalTrainer(Trainer):
             network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
                 "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
             step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
-                measured here.
+                measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
             timeline: keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
             final_sync: synchronise steps left over at the end, and count it.
             logger: a logger, several, or callables (see `exogym.logger`).

@@ -230,17 +230,26 @@ def matrix(nodes):
     return torch.randn(nodes, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def over_gloo(processes, nodes, folder, body, native=False):
-    """Run `body(wire, rows)` in processes that meet over gloo."""
-    placement = place(nodes, processes)
+def in_groups(processes, folder, body):
+    """Run `body(rank)` in processes that are in a process group of torch's, over gloo."""
 
     def member(rank):
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), processes), rank=rank,
-                                world_size=processes)  # fmt: skip
-        body(ProcessWire(placement, native=native), matrix(nodes)[placement[rank]])
+        store = dist.FileStore(str(folder / "store"), processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+        body(rank)
         dist.destroy_process_group()
 
     everywhere(processes, member)
+
+
+def over_gloo(processes, nodes, folder, body, native=False):
+    """Run `body(wire, rows)` in processes that meet over gloo."""
+    placement = place(nodes, processes)
+    in_groups(
+        processes,
+        folder,
+        lambda rank: body(ProcessWire(placement, native=native), matrix(nodes)[placement[rank]]),
+    )
 
 
 def over_memory(processes, nodes, folder, body, native=False):

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, NodeMesh
 from exogym.advise import Plan, Traffic, advise, plan_of, required_bandwidth, simulate
+from exogym.cli import main
 from exogym.clock import Clock, StepTime, seconds_of
 from exogym.communicator import Event
 from exogym.compare import compare
 from exogym.errors import ArgumentError
+from exogym.mesh.traffic import talk_of_layers
 from exogym.network import Network, compute_utilisation
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, Strategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -579,3 +581,43 @@ def test_a_wrong_question_is_refused(change, message):
     given = {"utilisation": 0.9, "step_seconds": 0.1, "parameters": 1e9} | change
     with pytest.raises(ArgumentError, match=message):
         required_bandwidth(**given)
+
+
+# Nodes of several devices
+
+
+def test_devices_of_a_node_share_a_step_out_and_talk():
+    """Of a step of one device four take a fourth, and the bubble, and the talk on their own link on top."""
+    mesh = NodeMesh(shard=2, stages=2, microbatches=4, network="100Gbps")
+    given = {"layers": 12, "activation_bytes": 1e8, "batch_size": 32}
+    row, dense = (
+        advise(parameters=P, num_nodes=N, network=LINE, step_seconds=T, strategies=["ddp"], **more).rows[0]
+        for more in ({"node": mesh, **given}, {})
+    )
+    talk_s = talk_of_layers(mesh, P, 12, 1e8, 32).seconds
+    step_s = T / 4 * 5 / 4 + talk_s
+    assert row.seconds_per_step - step_s == pytest.approx(dense.seconds_per_step - T)
+    assert talk_s > 0 and row.tx_bytes_per_step == dense.tx_bytes_per_step
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"node": NodeMesh(tensor=2)}, "say layers= .* activation_bytes="),
+        ({"node": NodeMesh(shard=2), "layers": 2}, "layers is for node="),
+        ({"batch_size": 2}, "batch_size is for node="),
+        ({"node": NodeMesh(stages=4), "layers": 4, "activation_bytes": 1e6, "batch_size": 2}, "fewer than the 4"),
+        ({"node": NodeMesh(stages=4), "layers": 4, "activation_bytes": -1.0}, "activation_bytes=-1.0"),
+    ],
+)
+def test_a_node_of_which_too_little_or_too_much_is_said(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        advise(parameters=P, num_nodes=N, network=LINE, step_seconds=T, **options)
+
+
+def test_the_command_takes_a_node(capsys):
+    words = ["advise", "--parameters", "124M", "--nodes", "2", "--network", "1Gbps", "--step-seconds", "0.8"]
+    assert main([*words, "--strategies", "ddp", "--node", "shard=4,network=nvlink"]) == 0
+    assert "a node is 4 devices, shard=4" in capsys.readouterr().out
+    assert main([*words, "--node", "shards=4"]) == 2
+    assert "names: shard, tensor, stages" in capsys.readouterr().err

@@ -140,7 +140,9 @@ def test_a_machine_without_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "there is no sbatch here" in capsys.readouterr().err
     assert "-- train.py --nodes 9" in Path("job.sh").read_text()
     assert main(["cluster", "status", "7"]) == 1
-    assert main(["cluster", "slurm", "--partition", "a b", "train.py"]) == 2
+    assert main(["cluster", "slurm", "--partition", "a b", "--out", "other.sh", "train.py"]) == 2
+    assert main(["cluster", "kubernetes", "--name", "A", "--out", "other", "train.py"]) == 2
+    assert not list(tmp_path.glob("other*"))  # nothing is written before all words are right
     assert main(["cluster", "slurm", "--submit", "none.py"]) == 2
     assert "there is no script 'none.py'" in capsys.readouterr().err
 
@@ -252,6 +254,10 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
         assert main(["cluster", "logs", job, "--lines", "100000"]) == 0
         assert capsys.readouterr().out.count("going on from step") == 2
         assert main(["cluster", "cancel", "999999"]) == 2
+        job = cluster.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap", "sleep 600").strip()
+        cluster.wait(lambda: state()["state"] == "RUNNING", "another job to run")
+        assert main(["cluster", "cancel", job]) == 0 and f"job {job} is cancelled" in capsys.readouterr().err
+        cluster.wait(lambda: state()["state"] == "CANCELLED", "it to end")
     assert Path("away.safetensors").read_bytes() == Path("alone.safetensors").read_bytes()
 
 

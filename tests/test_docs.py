@@ -4,6 +4,7 @@ import functools
 import json
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from processes import python
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
 
 
@@ -32,7 +33,9 @@ def commands() -> list[str]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
 def test_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "documentation"}
@@ -94,7 +97,7 @@ def make_runs(folder: Path) -> None:
 def runnable(words: list[str]) -> list[str]:
     """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
     files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
-    more = {"compare": SHORT, "ui": ["--port", "0"]}
+    more = {"compare": SHORT, "demo": SHORT, "ui": ["--port", "0"]}
     if words[0] == "exogym":
         return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
     return [*files, *([] if words[1] == "-m" else SHORT[:2])]
@@ -137,6 +140,16 @@ def test_every_page_is_reached_from_the_readme():
             targets = [page.parent / target for target, _ in LINK.findall(page.read_text()) if target.endswith(".md")]
             ahead += [target.resolve() for target in targets if "://" not in str(target)]
     assert reached >= {*PAGES, ROOT / "benchmarks" / "RESULTS.md"}
+
+
+def test_llms_txt_is_the_list_of_the_pages():
+    """As `make docs` writes it; its links lead to files of the clone."""
+    made = runpy.run_path(str(ROOT / "docs" / "site" / "llms.py"))
+    text = (ROOT / "llms.txt").read_text("utf-8")
+    assert text == made["llms"](made["in_the_clone"]), "llms.txt is not that of docs/index.md: python docs/site/llms.py"
+    listed = {ROOT / target for target, _ in LINK.findall(text)}
+    assert listed >= {*PAGES} - {ROOT / "README.md", ROOT / "docs" / "index.md"}
+    assert all(page.is_file() for page in listed) and text.startswith("# ExoGym\n\n> Simulate ")
 
 
 def unknown_names(text: str) -> set[str]:

@@ -39,6 +39,7 @@ TRAIN = """
 import os, sys, time, torch
 from exogym import NetworkTrainer
 from exogym.callbacks import Every
+from exogym.remote.elastic import recovery
 from exogym.training.loop import TrainingLoop
 from exogym.testing import small_problem
 sys.path.insert(0, sys.argv[1])
@@ -62,7 +63,17 @@ def note(loop):
 if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
 
+ship = recovery.ship
+
+def noted(wire, tensors, source, takers):
+    if wire.owner[source] == wire.process:
+        open("shipped", "a").write("".join(f"{name}\\n" for name in tensors))
+    return ship(wire, tensors, source, takers)
+
+recovery.ship = noted
 model, data = small_problem()
+model.register_buffer("read_everywhere", torch.arange(4.0), persistent=False)
+model.register_buffer("of_this_process", torch.tensor(float(os.getpid())), persistent=False)
 trainer = NetworkTrainer(
     "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
 )
@@ -141,6 +152,8 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     ((first, last),) = away[number]
     assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
     assert hosts.left_over() == {}
+    shipped = [name for name in (project / "shipped").read_text().split("\n") if name.startswith("constant")]
+    assert shipped == ["constant of_this_process"], "who comes back is sent only what it has otherwise"
 
 
 def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:

@@ -40,6 +40,20 @@ def test_mnist(start) -> None:  # type: ignore[no-untyped-def]
     assert all("validation loss" in line and "sent per node" in line for line in lines)
 
 
+def test_diloco_scaling_batchsize(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = ["--batches", "8,16", "--examples", "128", "--strategies", "ddp,diloco:H=4", "--seeds", "1"]
+    done = start("diloco_scaling_batchsize.py", *options)
+    assert done.returncode == 0, done.stderr
+    _, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [["8", "16"], ["16", "8"]]  # twice the batch, half the steps
+    sent = [float(row[-1].split(" kB")[0]) for row in rows]
+    assert (
+        sent[0] == pytest.approx(2 * sent[1], rel=0.01)
+        and (tmp_path / "here" / "diloco_scaling_batchsize.png").exists()
+    )
+    assert "cannot be shared" in start("diloco_scaling_batchsize.py", "--batches", "6").stderr
+
+
 def test_nanogpt_diloco(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     text = "\n\n".join(f"ANN:\nThe {i} bells of number {i * i} ring." for i in range(400))
     (tmp_path / "tinyshakespeare.txt").write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ import exogym
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
     {"errors", "base", "progress"},
-    {"fleet", "communicator", "network", "clock", "faults", "balance"},
+    {"fleet", "communicator", "network", "mesh", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {"compute", "record", "saving", "training", "logger", "callbacks"},
     {
@@ -25,9 +25,11 @@ FLOORS: list[set[str]] = [
         "compare",
         "testing",
         "distributed",
+        "distributed_trainer",
         "launch",
         "discovery",
         "advise",
+        "benchmark",
         "cluster",
         "remote",
         "reproduce",

@@ -15,7 +15,7 @@ import torch
 from processes import world as in_a_world
 from torch import nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, NodeMesh
 from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.record.history import History
@@ -198,6 +198,37 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
             remote(hosts)[0].fit(strategy(), **given)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="there is no field 'mastr'"):
         remote({"mastr": 1})
+
+
+def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_trainer.SSHLauncher, "launch", lambda *a, **k: pytest.fail("started"))
+
+    def slots(*each: int) -> dict[str, Any]:
+        named = [{"address": f"10.0.0.{k}", "slots": count} for k, count in enumerate(each, 1)]
+        return {"master": named[0], "workers": named[1:]}
+
+    for hosts, per_host, given, message in (
+        (slots(2, 4), 1, {}, "the hosts have 2, 4 slots"),
+        (slots(3, 3), 2, {}, "nodes_per_host=2, and the hosts have 3, 3 slots"),
+        (
+            slots(4, 4),
+            1,
+            {"node": NodeMesh(shard=2)},
+            "node=shard=2 is 2 devices, but with nodes_per_host=1 .* 4 slots",
+        ),
+        (slots(3, 3), None, {"node": NodeMesh(shard=2)}, "a node would be on two hosts"),
+        (slots(2, 2), 1, {"num_nodes": 1}, "4 processes run this script, and a node of shard=2"),
+    ):
+        model, data = small_problem()
+        trainer = NetworkTrainer(hosts, model, data, loss_fn=MSE, nodes_per_host=per_host)
+        with pytest.raises(ArgumentError, match=message):
+            trainer.fit(strategy(), batch_size=8, **given)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="nodes_per_host=0 must be"):
+        NetworkTrainer(slots(2), nn.Linear(1, 1), [], nodes_per_host=0)
+    model, data = small_problem()
+    trainer = NetworkTrainer(slots(2, 2), model, data, loss_fn=MSE, nodes_per_host=1, min_hosts=1)
+    with pytest.raises(ArgumentError, match="min_hosts with nodes of several devices"):
+        trainer.fit(strategy(), batch_size=8)
 
 
 def test_a_notebook_is_told_what_to_do() -> None:
@@ -466,6 +497,9 @@ def test_a_profile_with_its_base(config: Path, capsys: pytest.CaptureFixture[str
     assert profile.make_strategy(None).given_arguments == {"H": 20, "outer_lr": 0.5, "lr": 0.01}
     assert "[medium] of config.ini: not used here: colour" in capsys.readouterr().err
     assert load_profile(config, "distributed:medium").steps == 50  # over a base of the same name
+    assert load_profile(config, "medium").steps == 50
+    config.write_text(CONFIG.replace("[distributed:medium]", "[distributed:other]"))
+    assert load_profile(config, "medium").steps == 40  # a base alone, as in the founding plan
 
 
 def test_a_task_brings_its_settings() -> None:

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 from exogym import LocalTrainer, NetworkTrainer
 from exogym.engine import Ray
+from exogym.engine.ray.cluster import check_versions, looker
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -107,6 +108,16 @@ def test_hosts_of_a_file_are_not_ray() -> None:
 def test_clusters_that_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         Ray(**wrong)
+
+
+@pytest.mark.parametrize(("name", "there"), [("Python", "3.10.1"), ("torch", "2.0.0"), ("exogym", None)])
+def test_machines_that_are_not_alike(name: str, there: str | None) -> None:
+    """The error names the machine and what it has; alike is no error."""
+    here = looker()()
+    check_versions({"10.0.0.1": here, "10.0.0.2": here})
+    what = f"10.0.0.2 has {name} {there}, here is {here[name]}" if there else f"10.0.0.2 has no {name}"
+    with pytest.raises(ArgumentError, match=re.escape(f"are not alike: {what}. Install the same there")):
+        check_versions({"10.0.0.1": here, "10.0.0.2": here | {name: there}})
 
 
 LOCAL = """
@@ -222,6 +233,8 @@ def test_what_a_cluster_lacks(tmp_path: Path) -> None:
     """Other sources of ExoGym, code that is not there, no room, an address that does not answer."""
     (tmp_path / "other" / "exogym").mkdir(parents=True)
     (tmp_path / "other" / "exogym" / "__init__.py").write_text("__version__ = '0.0.9'")
+    (tmp_path / "newer" / "torch-9.9.9.dist-info").mkdir(parents=True)
+    (tmp_path / "newer" / "torch-9.9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9.9\n")
     with raylets(2) as cluster:
         said = script(tmp_path, LACKING, cluster.environment)
     assert "all is well" in said, said
@@ -240,6 +253,9 @@ found = refused(engine=Ray("nonsense"))
 assert "no Ray cluster answers at address='nonsense'" in found, found
 found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("other")}}))
 assert "are not alike" in found and "has exogym" in found, found
+ray.shutdown()
+found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("newer")}}))
+assert "are not alike" in found and "has torch 9.9.9, here is " in found, found
 ray.shutdown()
 found = refused(engine="ray", processes=3)
 assert "no room for 3 processes of 1 CPU each" in found and "2 machines (1 CPU; 1 CPU)" in found, found

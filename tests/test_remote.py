@@ -96,6 +96,33 @@ def test_two_hosts_end_in_the_bits_of_the_simulation(hosts: Hosts, project: Path
     assert fingerprint(expected.model) != fingerprint(simulated(STRATEGIES["diloco"](), 2).model)  # the control
 
 
+ISLANDS = """
+import sys, torch
+from exogym import NetworkTrainer
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+
+model, data = small_problem()
+trainer = NetworkTrainer(sys.argv[1], model, data, data, loss_fn=torch.nn.functional.mse_loss, nodes_per_host=1)
+trainer.fit(DiLoCoStrategy("sgd", H=5, lr=0.01), max_steps=12, batch_size=8)
+torch.save([model.state_dict(), trainer.traffic, trainer.description["num_nodes"]], "islands.pt")
+"""
+
+
+def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: Path) -> None:
+    (project / "train.py").write_text(ISLANDS)
+    config = hosts.config(count=2)
+    for entry in (config["master"], *config["workers"]):
+        entry["slots"] = 2
+    (project / "hosts.json").write_text(json.dumps(config))
+    done = hosts.controller.run([PYTHON, "train.py", "hosts.json"], cwd=project)
+    assert done.returncode == 0, said(done)
+    state, traffic, nodes = torch.load(project / "islands.pt", weights_only=True)
+    dense = simulated(DiLoCoStrategy("sgd", H=5, lr=0.01), 2)
+    assert nodes == 2 and traffic == dense.traffic
+    assert max(float((state[name] - x).abs().max()) for name, x in dense.model.state_dict().items()) < 1e-6
+
+
 def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project: Path, tmp_path: Path) -> None:
     """The copy goes through rsync into a folder whose name would hurt an unquoted shell; rank 0's weights count."""
     (project / "train.py").write_text(TRAIN)

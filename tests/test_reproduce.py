@@ -293,7 +293,7 @@ def test_ctrl_c_says_how_to_go_on(
 
     toy = claim_of("single", "ddp")
     monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toy])
-    monkeypatch.setattr("exogym.cli.reproduce._Teller.__call__", stop)
+    monkeypatch.setattr("exogym.cli.reproduce.Teller.__call__", stop)
     assert main(["reproduce", "toy", "--short", "--out", str(tmp_path), "--device", "cpu"]) == 130
     assert f"to go on: exogym reproduce toy --short --out {tmp_path}" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -91,13 +92,20 @@ def test_broken_files_are_refused_and_nothing_else_happens(tmp_path):
             read_audio(bad)
     with pytest.raises(DataError):
         read_audio(tmp_path)  # a folder
+    os.mkfifo(tmp_path / "pipe.wav")
+    with pytest.raises(DataError, match="no such file"):
+        read_audio(tmp_path / "pipe.wav")
     soundfile.write(tmp_path / "nan.wav", np.array([0.0, np.nan] * 500, np.float32), 16_000, subtype="FLOAT")
     with pytest.raises(DataError, match="no numbers"):
         read_audio(tmp_path / "nan.wav")
 
 
 def test_a_folder_with_a_manifest(tmp_path):
-    found = speech(folder_of_tones(tmp_path, 11, rate=8_000), letters)
+    (header, *lines) = (folder_of_tones(tmp_path, 11, rate=8_000) / "manifest.csv").read_text().split()
+    splits = ["validation" if i in (4, 9) else "train" for i in range(11)]
+    rows = [f"{header},split", *(f"{line},{split}" for line, split in zip(lines, splits, strict=True))]
+    (tmp_path / "manifest.csv").write_text("\n".join(rows))
+    found = speech(tmp_path, letters)
     assert (len(found.train), len(found.val)) == (9, 2) and found.window_s == 2.0 and not found.left_out
     assert found.val.names == ["4.wav", "9.wav"] and found.train.speakers[:3] == ["s0", "s1", "s0"]
     by_speaker = Stream(found.train, 2, batch_size=2, partitioner="shards:1")
@@ -109,6 +117,81 @@ def test_a_folder_with_a_manifest(tmp_path):
     assert labels[1].tolist() == [*letters("one", 0.5), *[-100] * (labels.shape[1] - 3)]
     batch = next(iter(Stream(found.train, 2, batch_size=2).batches(0, 0, 1)))
     assert batch[0].shape == (2, 32_000) and batch[1].shape == (2, 5)
+
+
+def test_a_fifth_is_held_out_whatever_the_order_of_the_list(tmp_path):
+    """People who each say the same ten words: every fifth clip would be of two words, which nobody learns then."""
+    words = [chr(ord("a") + i % 10) for i in range(30)]
+    found = speech(folder_of_tones(tmp_path, 30, words), letters)
+    assert (len(found.train), len(found.val)) == (24, 6)
+    assert set(found.train.texts) == set(words) and len(set(found.val.texts)) > 2
+    assert set(found.train.speakers) == set(found.val.speakers) == {"s0", "s1"}
+    assert speech(tmp_path, letters).val.names == found.val.names
+    assert not set(found.train.names) & set(found.val.names)
+
+
+PEOPLE = ("george", "jackson", "lucas")
+RATES, KINDS = (8_000, 11_025, 22_050, 44_100, 48_000), ("wav", "flac", "ogg")
+
+
+def digits(folder, name):
+    """Write ten clips of each of three people, of all rates and kinds, mono and stereo; yield what a list says."""
+    for i in range(30):
+        rate, who, digit = RATES[i % 5], PEOPLE[i // 10], i % 10
+        path = name.format(who=who, digit=digit, kind=KINDS[i % 3])
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(folder / path, np.stack([tone(0.2 + 0.05 * digit, rate)] * (1 + i % 2), axis=1), rate)
+        yield path, digit, who
+
+
+@pytest.mark.parametrize(
+    ("list_name", "columns", "place"),
+    [
+        ("manifest.csv", ("filename", "digit", "speaker"), "{who}/{digit}.{kind}"),
+        ("digits.jsonl", ("Audio_File", "label", "speaker_name"), "{digit}_{who}.{kind}"),
+        ("list of all.tsv", ("File Path", "Word", "Speaker-ID"), "a b/{who} {digit}.{kind}"),
+        ("validated.tsv", ("path", "sentence", "client_id"), "clips/{digit}_{who}.{kind}"),
+    ],
+)
+def test_spoken_digits_of_several_people_as_people_keep_them(tmp_path, list_name, columns, place):
+    rows = list(digits(tmp_path, place))
+    if list_name.startswith("validated"):  # Common Voice leaves out the folder of the clips
+        rows = [(path.removeprefix("clips/"), digit, who) for path, digit, who in rows]
+    mark = "\t" if list_name.endswith("tsv") else ","
+    if list_name.endswith("jsonl"):
+        lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
+    else:
+        lines = [mark.join(columns), *(mark.join(map(str, row)) for row in rows)]
+    (tmp_path / list_name).write_text("\n".join(lines) + "\n")
+    found = speech(tmp_path, letters)
+    assert not found.left_out and (len(found.train), len(found.val)) == (24, 6)
+    assert set(found.train.texts) == set("0123456789") and set(found.train.speakers) == set(PEOPLE)
+    for clips in (found.train, found.val):
+        assert np.allclose(clips.seconds, [0.2 + 0.05 * int(text) for text in clips.texts], atol=0.05)
+
+
+def test_a_folder_may_be_copied_to_another_place(tmp_path):
+    """Names from the root of one computer on, and from above the folder, hold in a folder of the same name."""
+    first = folder_of_tones(tmp_path / "here" / "speech", 6)
+    text = (first / "manifest.csv").read_text()
+    for before in (f"{first}/", "speech/", "C:/Users/ann/speech/"):
+        (first / "manifest.csv").write_text("".join(
+            line if number == 0 else before + line for number, line in enumerate(text.splitlines(keepends=True))
+        ))  # fmt: skip
+        there = shutil.copytree(first, tmp_path / "there" / "speech", dirs_exist_ok=True)
+        paths = [entry.audio for entry in read_manifest(there / "manifest.csv")]
+        assert [path.resolve() for path in paths] == [there / f"{i}.wav" for i in range(6)]
+    with pytest.raises(DataError, match="outside the folder"):
+        read_manifest(shutil.copytree(first, tmp_path / "there" / "other") / "manifest.csv")
+
+
+def test_of_two_lists_none_is_taken(tmp_path):
+    folder_of_tones(tmp_path, 6)
+    (tmp_path / "manifest.csv").rename(tmp_path / "a.csv")
+    assert len(speech(tmp_path, letters).train) == 5
+    shutil.copy(tmp_path / "a.csv", tmp_path / "b.csv")
+    with pytest.raises(DataError, match="has no manifest"):
+        speech(tmp_path, letters)
 
 
 def test_clips_are_thinned_evenly(tmp_path):
@@ -148,8 +231,11 @@ HOSTILE = {
     "above, as Windows writes it": ("a.csv", "audio,text\n..\\x.wav,hello\n", "outside the folder"),
     "a drive": ("a.csv", "audio,text\nC:\\x.wav,hello\n", "outside the folder"),
     "absolute": ("a.jsonl", '{"audio": "/etc/passwd", "text": "root"}', "outside the folder"),
+    "absolute, through a folder of our name": ("a.csv", "audio,text\n/x/../etc/passwd,hello\n", "outside the folder"),
+    "a split that is none": ("a.csv", "audio,text,split\na.wav,hello,fold3\n", "the split 'fold3' is none"),
     "no name": ("a.csv", "audio,text\n,hello\n", "names no file"),
     "no column": ("a.csv", "audoi,text\na.wav,hello\n", "no column 'audio': did you mean 'audoi'"),
+    "a column that draws": ("a.csv", "\x1b]0;x\x07,text\na.wav,hello\n", r"line 2 has '\\x1b\]0;x\\x07', 'text', but"),
     "no header": ("a.csv", "", "lists no clip"),
     "a header alone": ("a.csv", "audio,text\n", "lists no clip"),
     "too many values": ("a.csv", "audio,text\na.wav,hello, you\n", "into quotes"),
@@ -224,17 +310,24 @@ def test_data_sets_of_hugging_face(tmp_path):
         assert found.train.texts == list("abcd") and found.val.texts == list("ef")
         assert abs(found.train.seconds - [0.5, 0.6, 0.7, 0.8]).max() < 1e-3
     assert len(speech(whole, letters).train) == 5
+    spoken = plain.remove_columns("sentence").add_column("label", [0, 1, 0, 1, 0, 1])
+    spoken = spoken.cast_column("audio", datasets.Audio()).cast_column(
+        "label", datasets.ClassLabel(names=["no", "yes"])
+    )
+    assert set(speech(spoken, letters).train.texts) == {"no", "yes"}
+    rows = [{"audio": name, "digit": digit} for digit, name in enumerate(names)]
+    assert not speech(rows, letters).left_out  # 0 is a text as well
     datasets.disable_progress_bars()
 
 
 def test_rows_with_samples(tmp_path):
     rows = [{"audio": {"array": tone(0.5, 8_000), "sampling_rate": 8_000}, "text": "one"}] * 3
     rows += [{"audio": {"array": np.stack([tone(0.5)] * 2), "sampling_rate": 16_000}, "text": "two"}]
-    found = speech(rows, letters)
+    found = speech({"train": rows[:3], "test": rows[3:]}, letters)
     assert found.train.seconds.tolist() == [0.5] * 3
     assert torch.allclose(found.val.clip(0), torch.from_numpy(tone(0.5)), atol=1e-4)
-    with pytest.raises(DataError, match="clip 0 has sound, text, but no column 'audio'"):
-        speech([{"sound": 1, "text": "x"}], letters)
+    with pytest.raises(DataError, match="clip 0 has 'noise', 'text', but no column 'audio'"):
+        speech([{"noise": 1, "text": "x"}], letters)
     with pytest.raises(DataError, match="wanted a folder"):
         speech(7, letters)
     with pytest.raises(DataError, match="0 clips are left"):
@@ -274,6 +367,6 @@ def test_espeak_reads_lines_aloud(monkeypatch, tmp_path):
 
 def test_json_manifest_values_may_be_anything(tmp_path):
     (tmp_path / "m.jsonl").write_text(
-        json.dumps({"audio": 3, "text": None}) + "\n" + json.dumps({"audio": ["x"], "text": 5})
+        json.dumps({"audio": 3, "text": None}) + "\n" + json.dumps({"audio": ["x"], "text": 0})
     )
-    assert [(e.name, e.text) for e in read_manifest(tmp_path / "m.jsonl")] == [("3", ""), ("['x']", "5")]
+    assert [(e.name, e.text) for e in read_manifest(tmp_path / "m.jsonl")] == [("3", ""), ("['x']", "0")]

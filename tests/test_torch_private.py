@@ -7,6 +7,7 @@ same behaviour, so a failure names the part to look at.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -21,8 +22,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import everywhere
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
@@ -382,3 +389,133 @@ def test_a_function_is_written_as_a_graph() -> None:
     assert torch.equal(graph([torch.ones(3)]), torch.ones(3).exp() * kept)
     with pytest.raises(RuntimeError):
         torch_private.traced(lambda x: x if x.sum() > 0 else -x, torch.ones(3))
+
+
+# Fully sharded modules
+
+
+def sharded(tmp_path: Path, body: Callable[[nn.Module, list[Any], int], None]) -> None:
+    """Run `body(model, handles, rank)` in two processes, with a model of 3 x 2 weights that they share out."""
+
+    def member(rank: int) -> None:
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        model = nn.Sequential(nn.Linear(2, 3, bias=False))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.arange(6.0).view(3, 2))
+        fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+        body(model, torch_private.sharded_parameters(model), rank)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
+
+
+@tries("sharded_parameters", "FSDPModule._get_fsdp_state and FSDPParam._module_info")
+def test_sharded_parameters_are_found(tmp_path: Path) -> None:
+    def body(model: nn.Module, found: list[Any], rank: int) -> None:
+        ((owner, attribute, handle),) = found
+        assert owner is model[0] and attribute == "weight" and handle.sharded_param.shape == (3, 2)  # type: ignore[index]
+
+    sharded(tmp_path, body)
+
+
+@tries("hold_shard", "FSDPParam._sharded_param_data and DTensor._local_tensor")
+def test_a_shard_is_memory_of_our_own(tmp_path: Path) -> None:
+    def body(model: nn.Module, found: list[Any], rank: int) -> None:
+        for room in (8, 0):  # behind the smaller shard, which is sent as large as the other
+            row = torch.full((9 + room,), 100.0)
+            shard = row[3:7].view(2, 2) if rank == 0 else row[len(row) - room - 2 :][:2].view(1, 2)
+            shard.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]) if rank == 0 else torch.tensor([[3.0, 3.0]]))
+            torch_private.hold_shard(found[0][2], shard)
+            assert model(torch.ones(1, 2)).tolist() == [[1.0, 2.0, 6.0]]
+            model.reshard()  # type: ignore[operator]
+            shard.mul_(2)  # it sees what is done to the row
+            if room or rank == 0:
+                torch_private.hold_shard(found[0][2], shard)
+            assert model(torch.ones(1, 2))[0, :2].tolist() == [2.0, 4.0]
+            model.reshard()  # type: ignore[operator]
+
+    sharded(tmp_path, body)
+
+
+@tries("take_shard_gradient", "DTensor._local_tensor of the gradient")
+def test_the_gradient_of_a_shard_is_taken(tmp_path: Path) -> None:
+    def body(model: nn.Module, found: list[Any], rank: int) -> None:
+        assert torch_private.take_shard_gradient(found[0][2]) is None
+        (model(torch.full((1, 2), 1.0 + rank)).sum() * 2).backward()
+        grad = torch_private.take_shard_gradient(found[0][2])
+        assert type(grad) is torch.Tensor and grad.tolist() == [[3.0, 3.0]] * (2 - rank)
+        assert torch_private.take_shard_gradient(found[0][2]) is None
+
+    sharded(tmp_path, body)
+
+
+@tries("Plain", "what fully_shard leaves on modules")
+def test_sharded_modules_are_made_plain_again(tmp_path: Path) -> None:
+    def member(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        calls: list[int] = []
+        model.register_forward_hook(lambda *_: calls.append(1))
+        weight, kept = model[0].weight, set(vars(model))
+        for _ in range(2):  # and can be sharded again
+            plain = torch_private.Plain(model)
+            fully_shard(model[0], mesh=(mesh := DeviceMesh.from_group(dist.group.WORLD, "cpu")))
+            fully_shard(model, mesh=mesh)
+            model(torch.ones(1, 2)).sum().backward()
+            assert model[0].weight is not weight
+            plain.restore()
+            assert type(model) is nn.Sequential and type(model[0]) is nn.Linear and model[0].weight is weight
+            assert set(vars(model)) == kept and weight.grad is None
+            model(torch.ones(1, 2)).sum().backward()
+            assert weight.grad is not None
+            weight.grad = None
+        assert len(calls) == 4
+        assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        copy.deepcopy(model)  # which torch refuses of a sharded one
+        dist.destroy_process_group()
+
+    everywhere(2, member)
+
+
+def with_layers(tmp_path: Path, body: Callable[[nn.Module, int], None]) -> None:
+    """Run `body(model, rank)` in two processes that compute the layers of a model together."""
+
+    def member(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        body(model, rank)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
+
+
+@tries("hold_local", "DTensor._local_tensor of a parameter")
+def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        shapes = [(2, 2), (1, 2), (1, 1)]
+        held = [torch.full(shape, 1.0 + rank if k < 2 else 2.0) for k, shape in enumerate(shapes)]
+        for p, local in zip(model.parameters(), held, strict=True):
+            torch_private.hold_local(p, local)
+        assert model(torch.ones(1, 2)).item() == 2 * (2 * 2 * 1 * 1 + 2 * 2 * 2 * 2)
+        held[2] *= 2  # it sees what is done to the memory
+        assert model(torch.ones(1, 2)).item() == 80
+
+    with_layers(tmp_path, body)
+
+
+@tries("take_gradient", "DTensor._local_tensor of its gradient")
+def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        for p in model.parameters():
+            local = p.to_local() if isinstance(p, DTensor) else p
+            torch_private.hold_local(p, torch.ones_like(local.detach()))
+        assert torch_private.take_gradient(next(model.parameters())) is None
+        model(torch.ones(1, 2)).sum().backward()
+        found = [torch_private.take_gradient(p) for p in model.parameters()]
+        assert [x.tolist() for x in found if type(x) is torch.Tensor] == [[[1.0, 1.0]] * 2, [[2.0, 2.0]], [[8.0]]]
+        assert all(p.grad is None for p in model.parameters())
+
+    with_layers(tmp_path, body)

@@ -2,6 +2,11 @@
 
 `advise` predicts seconds, bytes and waiting for a model of any size, `simulate` also trains a small task and says which
 strategy came to a loss first. `plans` has what each strategy sends.
+
+>>> advice: Advice = advise(parameters=1e8, num_nodes=8, network="100Mbps,20ms", step_seconds=0.5)
+>>> row: Row = advice.rows[0]
+>>> row.utilisation + row.waiting_share, advice.recommended in advice.rows
+(1.0, True)
 """
 
 from exogym.advise.failures import Failures

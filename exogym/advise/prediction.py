@@ -30,6 +30,8 @@ from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.clock.steps import TICKS_PER_S
 from exogym.communicator.ledger import FACTORS
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.mesh import NodeMesh
+from exogym.mesh.traffic import Talk, talk_of_layers
 from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
@@ -184,6 +186,10 @@ def advise(
     target_utilisation: float = 0.9,
     algorithm: str = "cheapest",
     failures: Failures | None = None,
+    node: NodeMesh | None = None,
+    layers: int | None = None,
+    activation_bytes: float | None = None,
+    batch_size: int | None = None,
 ) -> Advice:
     """Predict, for each strategy, how fast a fleet would train on a network.
 
@@ -201,6 +207,11 @@ def advise(
         algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
             name it in their events.
         failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
+        node: each node is several devices: a step takes one of them step_seconds, and they share it out, wait for the
+            pipeline and talk over the mesh's own network (see `exogym.mesh.traffic`).
+        layers, activation_bytes: with tensor or stages in it: of the model, and what goes from a layer to the next for
+            a node's whole batch.
+        batch_size: of a node, for the micro-batches of a pipeline; None: as many as there are to be, of one each.
 
     Raises:
         ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy whose
@@ -236,6 +247,9 @@ def advise(
             raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}")
     if not time.seconds.all():
         raise ArgumentError("step_seconds=0: a step must take time")
+    alone, talk = time, _talk(node, parameters, layers, activation_bytes, batch_size)
+    if talk is not None and node is not None:
+        time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
 
     plans = [
         given if isinstance(given, Plan) else plan_of(given, parameters, num_nodes, bytes_per_element)
@@ -248,6 +262,14 @@ def advise(
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if talk is not None and node is not None:
+        bubble = node.bubble(_examples(node, batch_size))
+        lines.insert(
+            2,
+            f"a node is {node.size} devices, {node}: one alone would take {readable_seconds(alone.mean_s(1).min())} a "
+            f"step; of theirs {bubble:.0%} is the pipeline's bubble and {readable_seconds(talk.seconds)} talk, over "
+            f"{node.network!r}",
+        )
     if network.trace is not None:
         lines.append("links change by a trace: reckoned with as they are at its beginning; a clock follows them")
     lines += _of_probes(network, plans, num_nodes)
@@ -270,6 +292,38 @@ def advise(
         because = f"{wanted} under no strategy that can be trained here"
         because += "" if best is None else f"; {_caveat(best)}"
     return Advice(rows, best, because, lines)
+
+
+def _talk(
+    node: NodeMesh | None, parameters: float, layers: int | None, activation_bytes: float | None, batch_size: int | None
+) -> Talk | None:
+    """Return what the devices of a node say in a step; None: it is one device.
+
+    Raises:
+        ArgumentError: what that depends on is not given, or given for nothing.
+    """
+    about = {"layers": layers, "activation_bytes": activation_bytes, "batch_size": batch_size}
+    if node is None or node.tensor * node.depth == 1:
+        if given := [name for name, value in about.items() if value is not None]:
+            raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages in it: leave it out")
+        return None if node is None else talk_of_layers(node, parameters, 1, 0.0, _examples(node, None))
+    if layers is None or activation_bytes is None:
+        raise ArgumentError(
+            f"node={node}: say layers= of the model and activation_bytes=, what goes from a layer to the next for the "
+            "batch of a node, as batch x tokens x width x 4"
+        )
+    check_count("layers", layers)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+        node.check_batch(batch_size)
+    if not 0 < activation_bytes < math.inf:
+        raise ArgumentError(f"activation_bytes={activation_bytes!r} must be bytes, more than 0")
+    return talk_of_layers(node, parameters, layers, activation_bytes, _examples(node, batch_size))
+
+
+def _examples(node: NodeMesh, batch_size: int | None) -> int:
+    """Return the examples of a node's step, or where nobody says so many that no cut of them is uneven."""
+    return batch_size or node.shard * (node.microbatches or 4 * node.depth)
 
 
 def _caveat(row: Row) -> str:

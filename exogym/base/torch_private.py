@@ -224,3 +224,92 @@ def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+# Fully sharded modules
+
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+class Plain:
+    """What `fully_shard` and `parallelize_module` change of the modules of a model, kept to undo it."""
+
+    def __init__(self, model: nn.Module):
+        self._kept = [
+            (m, type(m), set(vars(m)), dict(m._parameters), {name: vars(m)[name].copy() for name in _HOOKS})
+            for m in model.modules()
+        ]
+
+    def restore(self) -> None:
+        """Make the modules what they were; parameters are the objects that they were, with what these hold now."""
+        from torch.distributed._composable_state import _module_state_mapping
+
+        for module, kind, names, parameters, hooks in self._kept:
+            _module_state_mapping.pop(module, None)
+            module.__class__ = kind
+            for name in set(vars(module)) - names:
+                if name.startswith(("_is_fsdp", "_fsdp", "_distribute_module")) or "composable" in name:
+                    del vars(module)[name]
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            for name, those in hooks.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(those)
+
+
+def sharded_parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, attribute, handle) of each parameter that `fully_shard` has sharded, once where it is tied."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                found += [(p._module_info.module, p._module_info.param_name, p) for p in group.fsdp_params]
+    return found
+
+
+def hold_shard(handle: Any, shard: Tensor) -> None:
+    """Let a sharded parameter's shard be `shard` itself, a contiguous part of a larger memory.
+
+    Shards are gathered in one size, that of the largest: of a smaller one what lies behind it is sent as well, and
+    dropped where it comes. Where the memory ends before that, the parameter holds a copy.
+    """
+    padded = handle.padded_sharded_param_size.numel()
+    enough = shard.untyped_storage().nbytes() // shard.element_size() - shard.storage_offset()
+    if enough >= padded:
+        flat = shard.as_strided((padded,), (1,), shard.storage_offset())
+    else:
+        flat = shard.new_zeros(padded)
+        flat[: shard.numel()] = shard.reshape(-1)
+        shard = flat[: shard.numel()].view(shard.shape)
+    handle._sharded_param_data = flat
+    handle.sharded_param._local_tensor = shard
+
+
+def take_shard_gradient(handle: Any) -> Tensor | None:
+    """Return the gradient of a sharded parameter's shard, a plain tensor, which it holds no longer."""
+    found, handle.sharded_param.grad = handle.sharded_param.grad, None
+    return None if found is None else found._local_tensor
+
+
+def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Let what is here of a parameter, a plain one or a DTensor, be `local` itself."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
+
+
+def take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return what is here of the gradient of a parameter, a plain one or a DTensor, which it holds no longer."""
+    from torch.distributed.tensor import DTensor
+
+    found, parameter.grad = parameter.grad, None
+    return found._local_tensor if isinstance(found, DTensor) else found

@@ -16,8 +16,11 @@ import typer
 
 from exogym.cli.advise import advise as advise_command
 from exogym.cli.agent import agent as agent_command
+from exogym.cli.benchmark import benchmark as benchmark_command
 from exogym.cli.cluster import app as cluster_app
 from exogym.cli.compare import compare as compare_command
+from exogym.cli.demo import PASSED_ON
+from exogym.cli.demo import demo as demo_command
 from exogym.cli.discover import discover as discover_command
 from exogym.cli.distributed import distributed_train as distributed_train_command
 from exogym.cli.doctor import doctor as doctor_command
@@ -41,6 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
+app.command("demo", context_settings=PASSED_ON)(demo_command)
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
 app.command("ui")(ui_command)
@@ -53,6 +57,7 @@ app.command("discover")(discover_command)
 app.add_typer(runs_app, name="runs")
 app.add_typer(cluster_app, name="cluster")
 app.command("reproduce")(reproduce_command)
+app.command("benchmark")(benchmark_command)
 
 
 def _version(wanted: bool) -> None:

@@ -26,6 +26,7 @@ from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.compare import measured_step_s, split_strategies
 from exogym.compare.forecast import MEASURED
 from exogym.errors import ArgumentError
+from exogym.mesh import NodeMesh
 from exogym.network import Network
 from exogym.remote import HostsConfig
 from exogym.remote.measuring import MEASURED_FILE, measure_hosts
@@ -132,6 +133,17 @@ def advise(
     checkpoint: Annotated[
         str | None, typer.Option(metavar="T", help="With --spot: from one to the next. [default: 10min]")
     ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="A node is several devices, as 'shard=8,network=nvlink'; see docs/islands.md."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the model; with tensor= or stages= in --node.")] = None,
+    activation_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="B", help="That go from a layer to the next for a node's batch, as 100M; likewise."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
 ) -> None:
@@ -161,6 +173,7 @@ def advise(
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
     if (spot is None) != (price is None):
         raise ArgumentError("--spot and --price go together: how often a machine is taken away, what it costs an hour")
+    _needs("--node", node, {"--layers": layers, "--activation-bytes": activation_bytes})
     _needs("--spot", spot, {"--checkpoint": checkpoint})
     machines = None if spot is None else Spot(spot, price or 0.0, restart or "5min", checkpoint or "10min")
     failing = {"--accelerators": accelerators, "--mtbf": mtbf} | ({} if spot is not None else {"--restart": restart})
@@ -193,7 +206,12 @@ def advise(
     count = next(number for number in [*known, None if task is None else task.nodes] if number is not None)
     share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
     if simulated and task is not None:
-        by_formula = {"--algorithm": algorithm, "--bytes-per-element": bytes_per_element, "--mtbf": mtbf}
+        by_formula = {
+            "--node": node,
+            "--algorithm": algorithm,
+            "--bytes-per-element": bytes_per_element,
+            "--mtbf": mtbf,
+        }
         for option, given in by_formula.items():
             if given is not None:
                 raise ArgumentError(f"{option} is for formulas; a simulation does as exogym does: leave it out")
@@ -216,7 +234,8 @@ def advise(
             device=device or DEFAULT_DEVICE, device_utilisation=share, strategies=list(split_strategies(strategies)),
             bytes_per_element=4 if bytes_per_element is None else bytes_per_element,
             target_utilisation=target_utilisation, algorithm=algorithm or "cheapest",
-            failures=failures,
+            failures=failures, node=None if node is None else NodeMesh.parse(node), layers=layers,
+            activation_bytes=None if activation_bytes is None else count_of("--activation-bytes", activation_bytes),
         )  # fmt: skip
     if as_json:
         found = advice.to_dict() | ({} if machines is None else {"spot": machines.to_dict(advice, count)})

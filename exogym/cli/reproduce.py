@@ -17,7 +17,7 @@ from exogym.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_
 from exogym.reproduce.claim import SEEDS
 from exogym.reproduce.training import Progress, different
 
-SHORT = 0.05  # of the steps
+SHORT_SHARE = 0.05  # of the steps
 PAGE = "reproductions.md"
 
 
@@ -66,8 +66,8 @@ def reproduce(
         print(f"written: {page}")
         return
     work = Reproduction(
-        out, seeds=SEEDS[:1] if short else SEEDS, share=SHORT if short else 1.0, data=data,
-        processes=processes_of(processes), device=device, watch=_Teller(),
+        out, seeds=SEEDS[:1] if short else SEEDS, share=SHORT_SHARE if short else 1.0, data=data,
+        processes=processes_of(processes), device=device, watch=Teller(),
     )  # fmt: skip
     chosen = _possible(work, chosen, bool(claims))
     cells = different(cell for claim in chosen for cell in claim.cells.values())
@@ -119,7 +119,7 @@ def _say(claim: Claim, page: Page) -> None:
     sys.stdout.flush()
 
 
-class _Teller:
+class Teller:
     """Says a line for each run that has ended, and one every 30 seconds."""
 
     def __init__(self) -> None:

@@ -15,9 +15,36 @@ and the bytes sent and received by the named collective algorithm (S: payload, n
     tree all-reduce       binomial tree, up and down   exchange, mix    S per partner
     broadcast, reduce     binomial tree
     send                  S out of one, into another
+
+Four nodes in one process, and the events of what they do:
+
+>>> import torch
+>>> wire, seen = Wire(range(4)), list[Event]()
+>>> comm = Communicator(range(4), 4, wire)
+>>> ledger: Ledger = comm.ledger
+>>> ledger.listeners.append(seen.append)
+>>> x = torch.arange(8.0).view(4, 2)
+>>> comm.all_reduce(x)[0].tolist(), seen[0].algorithm, ledger.tx_bytes.tolist()
+([3.0, 4.0], 'ring', [12.0, 12.0, 12.0, 12.0])
+>>> reduce_rows(x, range(4), "max").tolist()
+[6.0, 7.0]
+>>> rule: Rule = rule_of("median")
+>>> rule.of(wire, x, range(4)).tolist()
+[3.0, 4.0]
+>>> comm.secure = SecureAggregation(bits=32)  # the same mean, in integers that nobody can read alone
+>>> comm.all_reduce(x)[0].tolist()
+[3.0, 4.0]
+>>> ship(wire, {"x": x}, source=0)["x"] is x
+True
+>>> inside: Inside = wire.inside  # a node of several devices has more parts
+>>> inside.part, inside.parts
+(0, 1)
+>>> Parcel(giver=0, taker=1, shape=(2,), dtype=torch.float32, is_swap=False).taker
+1
 """
 
 from exogym.communicator.communicator import TRANSPORTS, Communicator
+from exogym.communicator.inside import ALONE, Inside
 from exogym.communicator.ledger import Event, Ledger
 from exogym.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.communicator.secure import SecureAggregation
@@ -25,11 +52,13 @@ from exogym.communicator.shipping import blank, described, ship
 from exogym.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
+    "ALONE",
     "CHUNK_ELEMENTS",
     "RULES",
     "TRANSPORTS",
     "Communicator",
     "Event",
+    "Inside",
     "Krum",
     "Ledger",
     "Median",

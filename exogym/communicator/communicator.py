@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator.ledger import FACTORS, Event, Ledger, children, tree_factors
+from exogym.communicator.ledger import FACTORS, Event, Ledger, children, together, tree_factors
 from exogym.communicator.robust import Rule
 from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
@@ -56,6 +56,8 @@ class Communicator:
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
         self._aggregations = 0
+        self._alone = False  # whether what is sent is of whole tensors, and no part of each
+        self._held: list[Event] | None = None  # what was sent apart
         self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
         self._tag = "parameters"
         self._in_flight: dict[int, list[Any]] = {}
@@ -90,7 +92,25 @@ class Communicator:
     def arrive(self, flight: int) -> None:
         """Let the members of what is on its way under `flight` wait for it now."""
         nothing = np.zeros(0)
-        self.ledger.tell(Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight))
+        event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
+        self.ledger.tell(event) if self._held is None else self._held.append(event)
+
+    # What processes of a node do apart
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, each process of the node acts for some whole tensors; then their events are put together, as one's.
+
+        Every process of the node enters, also one that has nothing to do.
+        """
+        self._alone, self._held = True, []
+        try:
+            yield
+        finally:
+            self._alone, held = False, self._held
+            self._held = None
+        for event in together(self.wire.inside.tell([event.described() for event in held or []])):
+            self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
     # Reductions
 
@@ -138,15 +158,15 @@ class Communicator:
                 members = expected[k] if expected else group if apart else range(self.num_nodes)
                 result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
                 self._aggregations += 1  # for new keys; no result depends on them
-                for told, size in self.secure.sent(flat.shape[1], _row_bytes(x), len(members)):
+                for told, size in self.secure.sent(flat.shape[1], self._row_bytes(x), len(members)):
                     if size:
                         self.record(told, "server", group, size)
             elif (rule := self.robust(op, share)) is not None:
                 result = rule.of(self.wire, flat, group)
-                self.record(*(rule.collective if way != "server" else (kind, way)), group, _row_bytes(x))
+                self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
             else:
                 result = self._reduced(flat, group, op, share, everywhere=not apart)
-                self.record(kind, way, group, _row_bytes(x))
+                self.record(kind, way, group, self._row_bytes(x))
             if op == "mean" and self._tag == "parameters":
                 for watch in self.watchers:
                     watch(self._rows_here(group), flat, result)
@@ -206,16 +226,18 @@ class Communicator:
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
-        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *, groups: Groups | None = None
-    ) -> Tensor:
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
+        groups: Groups | None = None, size: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 
         For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
         tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns (rows, ...): the reduction,
-        expanded; a row outside all groups has its own decoded value.
+        expanded; a row outside all groups has its own decoded value. `size` is the bytes of a node's payload where they
+        are not those of its tensors, as of bits that fill no whole byte in each process of a node.
         """
         groups = self._sorted(groups)
-        size = sum(_row_bytes(part) for part in payload)
+        size = sum(self._row_bytes(part) for part in payload) if size is None else size
         if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
             return self._sum_packed(payload, decode, op, groups, size)
         decoded = decode(*payload)
@@ -272,7 +294,7 @@ class Communicator:
         self._member(dst)
         result = x.clone()
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
-        self._record_tree("reduce", dst, _row_bytes(x))
+        self._record_tree("reduce", dst, self._row_bytes(x))
         for row in self._rows_here([dst]):
             result[row] = reduced.view_as(x[row])
         return result
@@ -283,7 +305,7 @@ class Communicator:
         self._per_member(x, "reduce_scatter")
         share = self.share(self.present, op)
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
-        self.record("reduce_scatter", "ring", self.present, _row_bytes(x))
+        self.record("reduce_scatter", "ring", self.present, self._row_bytes(x))
         return self._dealt(reduced)
 
     # Moving rows
@@ -295,7 +317,7 @@ class Communicator:
         """
         group = self.present if members is None else self._sorted([members])[0]
         row = self.wire.rows(x, [self._member(src)])
-        self._record_tree("broadcast", src, _row_bytes(x), group)
+        self._record_tree("broadcast", src, self._row_bytes(x), group)
         if len(group) == self.num_nodes:
             return row.expand_as(x)
         result = x.clone()
@@ -305,7 +327,7 @@ class Communicator:
     def gather(self, x: Tensor, dst: int = 0) -> Tensor:
         """Collect all rows, in id order, for `dst`. Returns (n, ...), which belongs to `dst`."""
         self._member(dst)
-        size, n = _row_bytes(x), len(self.present)
+        size, n = self._row_bytes(x), len(self.present)
         at_dst = np.array([member == dst for member in self.present])
         self._add(
             "gather", "direct", self.present, size, np.where(at_dst, 0.0, size), np.where(at_dst, size * (n - 1), 0.0)
@@ -319,14 +341,14 @@ class Communicator:
         """
         group = self.present if members is None else self._sorted([members])[0]
         everyone = self.wire.rows(x, group)
-        self.record("all_gather", "ring", group, _row_bytes(x))
+        self.record("all_gather", "ring", group, self._row_bytes(x))
         return everyone[None].expand(len(x), *everyone.shape)
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
         """Give the k-th present node slice k of the row of `src`, others zeros; `x` is (rows, n, ...)."""
         self._per_member(x, "scatter")
         row = self.wire.rows(x, [self._member(src)])[0]
-        n, size = len(self.present), _row_bytes(x)
+        n, size = len(self.present), self._row_bytes(x)
         at_src = np.array([member == src for member in self.present])
         sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
         self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
@@ -338,7 +360,7 @@ class Communicator:
         Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
         """
         self._per_member(x, "all_to_all")
-        self.record("all_to_all", "pairwise", self.present, _row_bytes(x))
+        self.record("all_to_all", "pairwise", self.present, self._row_bytes(x))
         result, members, n = x.clone(), self.present, len(self.present)
         if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
             everyone = self.wire.rows(x, members)
@@ -363,7 +385,7 @@ class Communicator:
             raise ArgumentError(
                 f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
             )
-        size, swapped = _row_bytes(x), [rank for rank, other in enumerate(partner) if rank != other]
+        size, swapped = self._row_bytes(x), [rank for rank, other in enumerate(partner) if rank != other]
         for rank, other in enumerate(partner):
             if partner[other] != rank:
                 raise ArgumentError(
@@ -408,7 +430,7 @@ class Communicator:
             )
         links = (matrix != 0).cpu().numpy()
         np.fill_diagonal(links, False)
-        size = float(sum(map(_row_bytes, xs)))
+        size = float(sum(map(self._row_bytes, xs)))
         met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # others keep to themselves
         if met:
             ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
@@ -436,13 +458,13 @@ class Communicator:
 
     def push(self, x: Tensor, src: int) -> None:
         """Record that node `src` sends its row of `x` (rows, ...) up to the server."""
-        size = float(_row_bytes(x)) if self.num_nodes > 1 else 0.0
+        size = float(self._row_bytes(x)) if self.num_nodes > 1 else 0.0
         self._add("push", "server", [self._member(src)], size, np.array([size]), np.zeros(1))
 
     def pull(self, x: Tensor, members: Sequence[int]) -> None:
         """Record that the server sends each of `members` a row like those of `x` (rows, ...)."""
         (group,) = self._sorted([members])
-        size = float(_row_bytes(x)) if self.num_nodes > 1 else 0.0
+        size = float(self._row_bytes(x)) if self.num_nodes > 1 else 0.0
         self._add("pull", "server", group, size, np.zeros(len(group)), np.full(len(group), size), givers=[])
 
     # Bookkeeping
@@ -517,9 +539,18 @@ class Communicator:
     ) -> None:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
-        self.ledger.add(
-            Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
-        )
+        event = Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        self.ledger.add(event) if self._held is None else self._held.append(event)
+
+    def _row_bytes(self, x: Tensor) -> int:
+        """Return the bytes of a row of `x` (rows, ...), over all processes of a node.
+
+        A number (rows,), and a buffer, are the node's: all its processes hold the same.
+        """
+        here = _row_bytes(x)
+        if self._alone or self._tag == "buffers" or x.dim() == 1:
+            return here
+        return self.wire.inside.total(here)
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; the server is there even for one client of several nodes."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +41,12 @@ class Event:
     links: tuple[tuple[int, int], ...] = ()
     flight: int | None = None
 
+    def described(self) -> list[Any]:
+        """Return it as JSON, for `together`."""
+        sizes = [self.payload_bytes, self.tx_bytes.tolist(), self.rx_bytes.tolist()]
+        rest = [list(self.givers), list(map(list, self.links)), self.flight]
+        return [self.kind, self.algorithm, list(self.members), self.tag, *rest, *sizes]
+
     @property
     def handed_bytes(self) -> np.ndarray:
         """(givers,) what each giver handed over in all."""
@@ -47,13 +55,17 @@ class Event:
 
 @dataclass
 class Ledger:
-    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes."""
+    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes.
+
+    What the devices of a node send each other, `inside_bytes`, is in none of the others, nor in `traffic`.
+    """
 
     num_nodes: int
     payload_bytes: np.ndarray = field(init=False)
     tx_bytes: np.ndarray = field(init=False)
     rx_bytes: np.ndarray = field(init=False)
     buffer_bytes: np.ndarray = field(init=False)
+    inside_bytes: np.ndarray = field(init=False)
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
     listeners: list[Callable[[Event], None]] = field(default_factory=list)
 
@@ -62,6 +74,7 @@ class Ledger:
         self.tx_bytes = np.zeros(self.num_nodes)
         self.rx_bytes = np.zeros(self.num_nodes)
         self.buffer_bytes = np.zeros(self.num_nodes)
+        self.inside_bytes = np.zeros(self.num_nodes)
 
     def add(self, event: Event) -> None:
         members = list(event.members)
@@ -84,7 +97,8 @@ class Ledger:
             listen(event)
 
     def state(self) -> dict[str, Tensor]:
-        names = ("payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes")
+        names = ["payload_bytes", "tx_bytes", "rx_bytes", "buffer_bytes"]
+        names += ["inside_bytes"] if self.inside_bytes.any() else []
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
         rows = {f"traffic.{name}": [row[key] for key in TRAFFIC] for name, row in self.traffic.items()}
         return arrays | {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
@@ -111,6 +125,37 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("push", "server"): lambda n: 1.0,
     ("pull", "server"): lambda n: 0.0,  # sent; it gets as much as it is given
 }
+
+
+def together(told: Sequence[Sequence[Any]]) -> list[Event]:
+    """Return as one's the events, `described`, of each process of a node: those of one kind in their order, added up.
+
+    Buffers are the same in all processes, so they count once.
+    """
+    found: dict[str, list[Any]] = {}
+    for events in told:
+        seen: dict[str, int] = {}
+        for event in events:
+            kind = json.dumps(event[:7])
+            seen[kind] = seen.get(kind, 0) + 1
+            key = f"{seen[kind]} {kind}"
+            if key not in found:
+                found[key] = [*event[:7], event[7], np.array(event[8]), np.array(event[9])]
+            elif event[3] != "buffers":
+                found[key][7] += event[7]
+                found[key][8:] = [found[key][8] + np.array(event[8]), found[key][9] + np.array(event[9])]
+    return [_whole(*event) for event in found.values()]
+
+
+def _whole(
+    kind: str, algorithm: str, members: list[int], tag: str, givers: list[int], links: list[list[int]],
+    flight: int | None, payload: float, tx: np.ndarray, rx: np.ndarray,
+) -> Event:  # fmt: skip
+    factor = FACTORS.get((kind, algorithm))
+    if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # the bits of one payload's
+        tx = rx = np.full(len(members), factor(len(members)) * payload)
+    ways = tuple((giver, taker) for giver, taker in links)
+    return Event(kind, algorithm, tuple(members), payload, tx, rx, tag, tuple(givers), ways, flight)
 
 
 def children(position: int, n: int) -> int:

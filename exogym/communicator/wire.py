@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from exogym.communicator.inside import ALONE, Inside
 from exogym.progress import notice
 
 CHUNK_ELEMENTS = 1 << 18
@@ -129,11 +130,13 @@ class Wire:
         shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
             this run alone; else each is a script's own, and somebody may look at what it comes to.
         overlaps: whether `begin` sums while the caller goes on.
+        inside: the other processes of the node, where a node is several; `process` is then one of nodes.
         waited_s: seconds spent in it, where somebody watches.
     """
 
     process, shares_memory, overlaps = 0, True, False
     waited_s = 0.0
+    inside: Inside = ALONE
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
@@ -160,6 +163,16 @@ class Wire:
     @property
     def is_main(self) -> bool:
         return self.process == 0
+
+    @property
+    def index(self) -> int:
+        """Which of all `count` processes this is, in the order of `gather`."""
+        return self.process
+
+    @property
+    def count(self) -> int:
+        """How many processes there are; more than in `placement` where nodes are several."""
+        return len(self.placement)
 
     @property
     def is_shared(self) -> bool:
@@ -229,9 +242,12 @@ class Wire:
         """Say whether a process asked so."""
         return False
 
-    def tell(self, value: Any, process: int = 0) -> Any:
-        """Return the `value` (JSON-able) of one process, the main one, in every process."""
-        return self._told(value, [process])[0] if self.is_shared else value
+    def tell(self, value: Any, process: int | None = None) -> Any:
+        """Return the `value` (JSON-able) of one process of `placement`, by default the main one, in every process.
+
+        Where nodes are several processes each, one of `placement` tells those with the same columns.
+        """
+        return self._told(value, [process or 0])[0] if self.is_shared else value
 
     def gather(self, value: Any) -> list[Any]:
         """Return the `value` (JSON-able) of every process, in their order, in every process."""

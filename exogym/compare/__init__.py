@@ -2,6 +2,19 @@
 
 `compare` trains them and gives a `Comparison` (`exogym.compare.comparison`); `measured_step_s` says how long a step
 takes here.
+
+>>> seen = []
+>>> def watch(standing: Standing):
+...     seen.append((standing.label, standing.step, standing.steps))
+...     if standing.label == "ddp":
+...         raise KeyboardInterrupt
+>>> list(split_strategies("single,ddp"))
+['single', 'ddp']
+>>> try:
+...     compare("digits", "single,ddp", steps=10, seeds=1, watch=watch)
+... except ComparisonInterrupted as stopped:
+...     [(row["strategy"], row["seeds"]) for row in stopped.result.rows]  # runs that had ended
+[('single', 1), ('ddp', 0)]
 """
 
 from exogym.compare.comparison import ComparisonInterrupted

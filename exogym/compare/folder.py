@@ -28,7 +28,8 @@ from exogym.compare.plots import Strip
 from exogym.errors import ArgumentError
 from exogym.record.history import History
 from exogym.record.run_folder import read_status
-from exogym.saving.checkpoint import differences, list_checkpoints
+from exogym.saving.checkpoint import differences
+from exogym.saving.checkpoint_files import list_checkpoints
 from exogym.saving.export import load_history, save_history
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"

@@ -250,12 +250,8 @@ def _result(session: Session, description: dict[str, Any], target_loss: float | 
     """Return what came out of the runs that have ended, and write it where there is a folder."""
     setting, forecast, histories = session.setting, session.forecast, session.histories
     target, why = (None, "") if forecast is None else target_of(histories, target_loss)
-    rows = summarise(_said(session), setting.seeds, histories, target)
-    heading = (
-        f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
-        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
-        f"{', '.join(map(str, setting.seeds))}"
-    )
+    rows = summarise(said_of(session), setting.seeds, histories, target)
+    heading = heading_of(session)
     finding, timed = find(rows), {}
     if forecast is not None and target is not None:
         heading += f". Time predicted on {forecast}"
@@ -277,7 +273,17 @@ def _result(session: Session, description: dict[str, Any], target_loss: float | 
     return replace(result, folder=path, paths=tuple(path / name for name in names))
 
 
-def _said(session: Session) -> dict[str, tuple[str, str]]:
+def heading_of(session: Session) -> str:
+    """Return in a line what is trained, but for the strategies."""
+    setting = session.setting
+    return (
+        f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
+        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
+        f"{', '.join(map(str, setting.seeds))}"
+    )
+
+
+def said_of(session: Session) -> dict[str, tuple[str, str]]:
     """Return label to title and notes; the notes also say which runs failed or have not ended."""
     said, seeds = {}, session.setting.seeds
     for label, entry in session.entries.items():

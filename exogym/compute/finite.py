@@ -85,7 +85,11 @@ class Watch:
             raise TrainingError(self._after(rank, self._first_in(self._params(row)), step))
 
     def row_is_finite(self, row: int) -> bool:
-        return all(map(is_finite, self._params(row)))
+        return self._all_finite(self._params(row))
+
+    def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether all numbers are finite, and those in the other processes of the node."""
+        return not self.worker.fleet.comm.wire.inside.any(not all(map(is_finite, tensors)))
 
     def gradient(self, rank: int, row: int, step: int) -> bool:
         """Return whether the gradient in `row` of the fleet's `grads` is finite, for step `step` of the node.
@@ -94,7 +98,7 @@ class Watch:
             TrainingError: it is not, and that is an error.
         """
         grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
-        if self._is_ignored or all(map(is_finite, grads)):
+        if self._is_ignored or self._all_finite(grads):
             return True
         if self.raises:
             raise TrainingError(self._gradient_text(rank, self._first_in(grads), step))
@@ -120,7 +124,7 @@ class Watch:
         Raises:
             TrainingError: one is not finite, unless that is ignored.
         """
-        if self._is_ignored or vectors is None or all(map(is_finite, vectors)):
+        if self._is_ignored or vectors is None or self._all_finite(vectors):
             return
         name, value = self._first_in(vectors)
         raise TrainingError(
@@ -162,7 +166,7 @@ class Watch:
             for slot in block.layout:
                 if not is_finite(slot.of(vector)):
                     return slot.name, _worst(slot.of(vector))
-        raise AssertionError("all numbers are finite")
+        return "a parameter in another process of the node", math.nan
 
     def _after(self, rank: int, where: tuple[str, float], step: int) -> str:
         if step == 0:

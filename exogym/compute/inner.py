@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from exogym.compute.whole import WholeTensors
 from exogym.compute.worker import Worker
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Stateful, Tensors
 from exogym.strategy.kernels import bare_step, is_torchs
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
 
@@ -38,19 +40,27 @@ class InnerOptimizer(Stateful):
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
         self.parameters = worker.parameters
         self.spec, self.max_norm = inner.spec, inner.max_norm
+        self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps)
-        self._named = dict(zip(worker.names, worker.parameters, strict=True))
+        self._whole = None
+        if self._inside.parts > 1 and inner.spec.acts_on == "tensors":
+            self._whole = WholeTensors(worker.fleet, inner.spec)
+        named = dict(zip(worker.names, worker.parameters, strict=True))
+        self._named = named if self._whole is None else self._whole.named
         self._hidden = worker.fleet.hidden
+        self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
-        self._spare: list[
-            Optimizer
-        ] = []  # of rows that began anew, to be another's: to build one takes as long as steps
-        self._fresh = _entries(self._build())  # what cannot be built is to be known now
-        worker.draws_torch |= self.spec.try_out(self._named, self._hidden)
+        # of rows that began anew, to be another's: to build one takes as long as steps
+        self._spare: list[Optimizer] = []
+        # what cannot be built is to be known now
+        self._fresh = _entries(self._build()) if self._named else None
+        worker.draws_torch |= self.spec.try_out(dict(zip(worker.names, self.parameters, strict=True)), self._hidden)
 
     def enter(self, row: int) -> None:
         """Work on `row` from now on; the module must point at it."""
+        if not self._named:  # of whole tensors other processes of the node have all
+            return
         if row not in self.optimizers:
             self.optimizers[row] = self._build()
         self.optimizer = self.optimizers[row]
@@ -59,7 +69,7 @@ class InnerOptimizer(Stateful):
     def _build(self) -> Optimizer:
         """Return an optimizer that has taken no step; the module must point at the row."""
         if not self._spare or self._fresh is None:
-            return self.spec.build(self._named, hidden=self._hidden)
+            return self.spec.build(self._named, hidden=self._hidden) if self._whole is None else self._whole.build()
         optimizer = self._spare.pop()
         optimizer.state.clear()
         for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
@@ -73,14 +83,17 @@ class InnerOptimizer(Stateful):
 
         `skip` drops them without stepping.
         """
-        if not self.schedule.is_constant:
+        if not self.schedule.is_constant and self._named:
             set_rates(self.optimizer, self.schedule, at)
         if not skip:
             for correct in self.corrections:
                 correct(row, self.parameters, [p.grad for p in self.parameters])
             if clip and self.max_norm is not None:
-                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, stacked=False)
-            self._take_step()
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
+            if self._whole is None:
+                self._take_step()
+            else:
+                self._whole.step(row, self.parameters, self._take_step if self._named else None)
         for p in self.parameters:
             p.grad = None
 
@@ -97,14 +110,23 @@ class InnerOptimizer(Stateful):
         if row not in self.optimizers:
             return {}
         forget_rates(self.optimizers[row])
-        return optimizer_state(self.optimizers[row])
+        found, whole = optimizer_state(self.optimizers[row]), self._whole
+        return found if whole is None else whole.renamed(found, whole.own, whole.order)
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         """Put a row's state back."""
         self.reset(row)
-        if tensors:
+        if self._whole is not None:
+            tensors = self._whole.renamed(tensors, self._whole.order, self._whole.own)
+        if tensors and self._named:
             self.enter(row)
             load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        if self._whole is not None:
+            return self._whole.cut(name, shape)
+        optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
+        return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
 
 
 def _entries(optimizer: Optimizer) -> list[dict[str, Any]] | None:

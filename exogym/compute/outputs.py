@@ -181,6 +181,12 @@ def batch_examples(batch: Any) -> int:
     raise DataError(f"a batch is {_describe(batch)} and holds no tensor with a batch dimension")
 
 
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Return the examples `start` to `stop` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
+
+
 def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
     """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
     total = batch_examples(batch)
@@ -189,8 +195,7 @@ def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
         return
     for start in range(0, total, size):
         stop = min(start + size, total)
-        part = map_tensors(batch, lambda x, a=start, b=stop: x[a:b] if x.dim() and len(x) == total else x)  # type: ignore[misc]
-        yield part, (stop - start) / total
+        yield slice_batch(batch, start, stop), (stop - start) / total
 
 
 def _leaves(batch: Any) -> Iterator[Tensor]:

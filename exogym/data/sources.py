@@ -69,7 +69,7 @@ def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Sou
     else:
         rows = _table("sklearn", "datasets/data/digits.csv.gz", 65)
         if rows is None:
-            raise DataError(_missing("digits", "digits.npz", "pip install scikit-learn"))
+            raise DataError(_missing("digits", "digits.npz", "pip install 'exogym[demo]'"))
         x_train, y_train, x_test, y_test = _every_fifth(rows[:, :64], rows[:, 64])
         origin = "package scikit-learn"
     shape = (-1, 64) if flat else (-1, 1, 8, 8)

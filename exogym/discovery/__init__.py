@@ -5,6 +5,22 @@ the agents there are, `pair` is the other side of the code, and `enrol` makes of
 key, a host key that is known, and an entry of the hosts file. Needs the extra `discover`.
 
 Nothing here is trusted for having been announced. Before the code an agent tells its name only.
+
+On one computer an agent waits; on another somebody types the code that it shows:
+
+>>> import getpass
+>>> def wait_here(name: str, address: str) -> None:
+...     agent = Agent(name, address, 0, user=getpass.getuser(), facts=facts())
+...     with announced(name, address, agent.port):
+...         agent.serve()
+>>> def take_in(code: str, key: str, public_key: str):
+...     found: Found = find(seconds=1.0)[0]
+...     paired: Paired = pair(found.address, found.port, code, public_key)
+...     return enrol(paired, "distributed_hosts.json", key)
+>>> pair("127.0.0.1", 9, "not a code", "ssh-ed25519 AAAA")
+Traceback (most recent call last):
+...
+exogym.errors.ArgumentError: ...
 """
 
 from exogym.discovery.agent import Agent

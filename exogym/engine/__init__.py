@@ -2,6 +2,17 @@
 
 Another place is one more file here, with a class as `exogym.engine.protocol.Engine` describes it, and its
 entry in `ENGINES`. It needs a wire between its processes: `ProcessWire`, where they are in a process group of torch's.
+
+Which of them takes a run:
+
+>>> import torch
+>>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))
+>>> [engine.applies(two) for engine in (Group(), Forked(), Alone())]
+[False, True, False]
+>>> one = EngineOptions(num_nodes=4, processes=1, device=torch.device("cpu"), placement=[range(4)])
+>>> chosen: Engine = engine_for(one)
+>>> chosen.run(one, lambda wire: len(wire.owner))
+4
 """
 
 from exogym.engine.alone import Alone

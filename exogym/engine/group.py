@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from exogym.communicator import Wire
 from exogym.engine.hangs import watched
+from exogym.engine.mesh import MeshWire
 from exogym.engine.protocol import EngineOptions, Result
 from exogym.engine.wire import ProcessWire
 from exogym.engine.world import join_world, world_size
@@ -29,9 +30,20 @@ class Group:
             raise ArgumentError(
                 f"processes={options.processes}, but this script runs as {world} processes: leave it out"
             )
-        return world
+        if world % options.parts or world // options.parts > options.num_nodes:
+            fitting = ", ".join(str(options.parts * groups) for groups in range(1, options.num_nodes + 1)[:8])
+            raise ArgumentError(
+                f"{world} processes run this script, and a node is {options.parts} of them: {options.num_nodes} nodes "
+                f"can be trained by {fitting}{', ...' if options.num_nodes > 8 else ''}"
+            )
+        return world // options.parts
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
+            if options.parts > 1:
+                wire = MeshWire(options.placement, options.parts, options.native)
+                found = body(wire)
+                wire.leave()  # after a failure others may be at work in them, and the process mostly ends
+                return found
             return body(self.wire(options.placement, native=options.native))

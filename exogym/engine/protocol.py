@@ -28,6 +28,7 @@ class EngineOptions:
         wanted: the device as it was asked for, where processes are elsewhere.
         cpus_per_process: processors that a process elsewhere is given.
         may_move: whether the run can save itself and go on in other processes.
+        parts: processes of each node, where nodes are several; then `processes` are groups of so many.
     """
 
     num_nodes: int
@@ -40,6 +41,7 @@ class EngineOptions:
     wanted: str | torch.device = "auto"
     cpus_per_process: int = 1
     may_move: bool = False
+    parts: int = 1
 
 
 class Moved(Exception):

@@ -117,7 +117,7 @@ class ProcessWire(Wire):
         cuts = np.linspace(0, width, len(team) + 1).astype(int)
         sizes = np.diff(cuts).tolist()
         outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
-        incoming = self._all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
+        incoming = self.all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
         rows = torch.cat(incoming).view(len(members), sizes[here])
         held = [i for process in team for i in self.placement[process] if i in members]
         if held != (ordered := sorted(members)):
@@ -168,7 +168,7 @@ class ProcessWire(Wire):
 
     # Moving
 
-    def _all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
+    def all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
         """Give process team[k] the (n,) `outgoing[k]`; return what each of the team gave, `sizes` elements."""
         incoming = [outgoing[0].new_empty(size) for size in sizes]
         self._swap(outgoing, incoming, team)

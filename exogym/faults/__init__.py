@@ -1,4 +1,17 @@
-"""What goes wrong in a run: nodes that drop out, lag or lie, and clients that are there only now and then."""
+"""What goes wrong in a run: nodes that drop out, lag or lie, and clients that are there only now and then.
+
+>>> import numpy as np
+>>> from exogym.faults.availability import There
+>>> there: Attendance = Faults(absent={2: [(10, 20)]}).bind(num_nodes=3)
+>>> there.up(9), there.up(10), there.up(20)
+([0, 1, 2], [0, 1], [0, 1, 2])
+>>> class Nights(Availability):  # everybody, in the first half of each minute
+...     def at(self, time_s, num_nodes):
+...         minute, ids = time_s // 60 * 60, np.arange(num_nodes if time_s % 60 < 30 else 0)
+...         return There(ids, np.full(len(ids), minute + 30), np.ones(len(ids)))
+>>> len(Nights().at(10, 5).ids), len(Nights().at(40, 5).ids)
+(5, 0)
+"""
 
 from exogym.faults.availability import Availability, Devices, Diurnal, Profile, Trace
 from exogym.faults.planned import ATTACKS, NEVER, Attendance, Faults, Outages

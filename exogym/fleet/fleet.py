@@ -7,23 +7,27 @@ mixes rows. A process holds a block of the matrix: some rows, all columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exogym.communicator import Communicator, Wire
-from exogym.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
+from exogym.fleet.layout import Cut, Layout, Slot, cut_of, hidden_matrices, layouts_of
 from exogym.fleet.state import Shared, State, Stateful, Tensors
 
 ALIGNMENT_BYTES = 64
 
 
-def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int = 0) -> Tensor:
     """Return an uninitialised (rows, width) matrix whose rows all start at a 64-byte boundary.
 
-    Kernels may round differently at different alignments; equal alignment keeps equal bits.
+    Kernels may round differently at different alignments; equal alignment keeps equal bits. Behind the last row is
+    memory for `room` more elements.
     """
     stride = -(-width * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+    if room:
+        return torch.zeros(rows * stride + room, dtype=dtype, device=device).as_strided((rows, width), (stride, 1))
     return torch.empty(rows, stride, dtype=dtype, device=device)[:, :width]
 
 
@@ -39,7 +43,7 @@ class Block:
 
     def __init__(self, layout: Layout, rows: int, device: torch.device):
         self.layout = layout
-        self.params = row_matrix(rows, layout.numel, layout.dtype, device)
+        self.params = row_matrix(rows, layout.numel, layout.dtype, device, layout.room)
         self.grads: Tensor | None = None
         self._own_grads: Tensor | None = None
         self.has_grad = torch.ones(rows, len(layout.slots), dtype=torch.bool)
@@ -78,15 +82,18 @@ class Fleet:
         comm: the `Communicator`.
         hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
         state: what is kept through training, the rows and the byte counts first; see `State`.
+        parts: the layouts of each process of a node, one per block; of one process all is its part.
     """
 
     def __init__(
-        self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None
-    ):
+        self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None,
+        parts: Sequence[Sequence[Layout]] | None = None,
+    ):  # fmt: skip
         self.num_nodes = num_nodes
         self.comm = Communicator(ranks, num_nodes, wire)
         self.ranks = self.comm.ranks
-        self.blocks = [Block(layout, len(self.ranks), device) for layout in layouts_of(module)]
+        self.parts = [layouts_of(module)] if parts is None else parts
+        self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.inside.part]]
         self.buffers: dict[str, Tensor] = {}
         self.hidden = hidden_matrices(module)
         self.state = State()
@@ -95,7 +102,7 @@ class Fleet:
         parameters = dict(module.named_parameters())
         for block in self.blocks:
             for slot, view in block.views(block.params):
-                view.copy_(parameters[slot.name].detach().expand_as(view))
+                view.copy_(slot.cut(parameters[slot.name].detach()).expand_as(view))
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -108,7 +115,7 @@ class Fleet:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of one row: P times the bytes per element, over all blocks."""
-        return sum(block.layout.numel * block.layout.dtype.itemsize for block in self.blocks)
+        return sum(block.layout.total * block.layout.dtype.itemsize for block in self.blocks)
 
     def gradients_of(self, row: int) -> list[Tensor | None]:
         """Return views of the gradients in `row`, one for each parameter in fleet order; None where there is none."""
@@ -118,6 +125,37 @@ class Fleet:
             grads, there = block.grads[row], block.has_grad[row].tolist()
             found += [slot.of(grads) if has else None for slot, has in zip(block.layout, there, strict=True)]
         return found
+
+    def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield each parameter in `vectors`, (..., P) per block, whole, one after the other: (..., *shape).
+
+        Every process of a node calls it, with the columns that it has.
+        """
+        inside = self.comm.wire.inside
+        for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
+            for k, slot in enumerate(block.layout):
+                if block.layout.whole is None:
+                    yield slot.of(vector)
+                    continue
+                ahead, shape = vector.shape[:-1], block.layout.whole.slots[k].shape
+                theirs = [layouts[b].slots[k] for layouts in self.parts]
+                sizes = [ahead.numel() * other.numel for other in theirs]
+                found = vector.new_empty(*ahead, *shape)
+                for other, piece in zip(theirs, inside.gather(slot.of(vector).reshape(-1), sizes), strict=True):
+                    assert other.box is not None
+                    places: Any = (..., *(slice(start, stop) for start, stop in other.box))
+                    found[places] = piece.view(*ahead, *other.shape)
+                yield found
+
+    def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return `vectors`, (..., P) per block, with the columns of all processes of the node, which all call it."""
+        if self.comm.wire.inside.parts == 1:
+            return list(vectors)
+        found, result = self.wholes(vectors), []
+        for block, vector in zip(self.blocks, vectors, strict=True):
+            ahead = vector.shape[:-1]
+            result.append(torch.cat([next(found).reshape(*ahead, -1) for _ in block.layout], -1))
+        return result
 
     def average(self) -> list[Tensor]:
         """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
@@ -166,3 +204,7 @@ class _Matrix(Stateful):
             block.params[row] = tensors[f"params.{b}"]
         for name, x in self.fleet.buffers.items():
             x[row] = tensors[f"buffer.{name}"]
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        kind, _, b = name.partition(".")
+        return cut_of(self.fleet.blocks[int(b)].layout) if kind == "params" else None

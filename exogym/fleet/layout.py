@@ -2,14 +2,16 @@
 
 One layout per dtype: a row of P numbers holds the trainable parameters of one node one after the
 other, in `named_parameters()` order. Tied parameters are one column range. Frozen parameters have
-no columns: all nodes share them.
+no columns: all nodes share them. Where a node is several processes, each has a part of the layout: of
+every parameter a box, whose columns lie in its rows as those of the whole do.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +19,22 @@ from torch import Tensor, nn
 
 from exogym.errors import ModelError
 
+Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis of a parameter
+
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: columns `start` to `stop` of a row, seen as `shape`."""
+    """One parameter's place: columns `start` to `stop` of a row, seen as `shape`.
+
+    Attributes:
+        box: which of the parameter's elements these are; None: all.
+    """
 
     name: str
     shape: torch.Size
     start: int
     numel: int
+    box: Box | None = None
 
     @property
     def stop(self) -> int:
@@ -35,10 +44,18 @@ class Slot:
         """View the slot in `rows` (..., P) as (..., *shape)."""
         return rows[..., self.start : self.stop].unflatten(-1, self.shape) if self.shape else rows[..., self.start]
 
+    def cut(self, x: Tensor) -> Tensor:
+        """Return of the whole parameter `x` what lies here."""
+        return x if self.box is None else x[tuple(slice(*ends) for ends in self.box)]
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of one block: all trainable parameters of one dtype.
+    """The columns of one block: all trainable parameters of one dtype, or a part of them.
+
+    Attributes:
+        whole: the layout that this is a part of; None: it is no part.
+        room: elements of memory behind a row's end that somebody may read.
 
     >>> layout, = layouts_of(nn.Linear(3, 2))
     >>> layout.numel, [(s.name, s.start, tuple(s.shape)) for s in layout.slots]
@@ -47,13 +64,111 @@ class Layout:
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
+    whole: Layout | None = None
+    room: int = 0
 
     @property
     def numel(self) -> int:
-        return self.slots[-1].stop
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def total(self) -> int:
+        """P: the columns of all parts together."""
+        return self.numel if self.whole is None else self.whole.numel
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """Which columns of the whole row are here, in ascending order: (numel,)."""
+        if self.whole is None:
+            return torch.arange(self.numel)
+        place = {slot.name: slot for slot in self.whole}
+        every = ((slot, torch.arange(place[slot.name].numel).view(place[slot.name].shape)) for slot in self)
+        found = [place[slot.name].start + slot.cut(x).reshape(-1) for slot, x in every]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+    def here(self, indices: Tensor) -> Tensor:
+        """Return where those of `indices`, ascending columns of the whole row, are that are here, ascending."""
+        if self.whole is None:
+            return indices
+        wanted = torch.zeros(self.total, dtype=torch.bool)
+        wanted[indices.cpu()] = True
+        return wanted[self.columns].nonzero().flatten().to(indices.device)
+
+    def part(self, boxes: Mapping[str, Box]) -> Layout:
+        """Return the layout of a part, with a box of each parameter; those not named are elsewhere.
+
+        >>> layout, = layouts_of(nn.Linear(3, 2))
+        >>> half = layout.part({"weight": ((1, 2), (0, 3)), "bias": ((1, 2),)})
+        >>> half.numel, half.total, half.columns.tolist()
+        (4, 8, [3, 4, 5, 7])
+        """
+        slots: list[Slot] = []
+        for slot in self:
+            if slot.name in boxes:
+                shape = torch.Size(stop - start for start, stop in boxes[slot.name])
+                start = slots[-1].stop if slots else 0
+                slots.append(Slot(slot.name, shape, start, shape.numel(), boxes[slot.name]))
+        return Layout(self.dtype, tuple(slots), self)
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of a tensor is here: of its last axes, in the whole of `shape`, the elements at `columns` as `here`.
+
+    Attributes:
+        columns: (n,) places among the elements of the last axes, ascending.
+    """
+
+    shape: tuple[int, ...]
+    here: tuple[int, ...]
+    columns: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return what is here of a whole tensor."""
+        ahead = whole.shape[: whole.dim() - len(self.shape)]
+        return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape(*ahead, *self.here)
+
+    def whole_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor of which `x` is here."""
+        return (*x.shape[: x.dim() - len(self.here)], *self.shape)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Say whether a tensor of `shape` is such a whole, or such a part."""
+        ends = [tuple(shape[len(shape) - len(axes) :]) for axes in (self.shape, self.here)]
+        return self.shape == ends[0] or self.here == ends[1]
+
+    def ranges(self) -> Tensor:
+        """Return `columns` as (m, 2) ranges from start to stop."""
+        if not len(self.columns):
+            return torch.empty(0, 2, dtype=torch.int64)
+        gaps = (self.columns.diff() != 1).nonzero().flatten()
+        starts = torch.cat([self.columns[:1], self.columns[gaps + 1]])
+        return torch.stack([starts, torch.cat([self.columns[gaps], self.columns[-1:]]) + 1], 1)
+
+
+def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
+    """Return the cut of a vector of all columns of `layout`, or of those of `slots` side by side."""
+    if slots is None or layout.whole is None:
+        n = sum(slot.numel for slot in (layout if slots is None else slots))
+        return Cut((layout.total if slots is None else n,), (n,), layout.columns if slots is None else torch.arange(n))
+    place = {slot.name: slot for slot in layout.whole}
+    start, found = 0, []
+    for slot in slots:
+        found.append(start + parameter_cut(layout, slot).columns)
+        start += place[slot.name].numel
+    return Cut((start,), (sum(slot.numel for slot in slots),), torch.cat(found))
+
+
+def parameter_cut(layout: Layout, slot: Slot) -> Cut:
+    """Return the cut of a tensor in the shape of the parameter of `slot`."""
+    if layout.whole is None:
+        return Cut(tuple(slot.shape), tuple(slot.shape), torch.arange(slot.numel))
+    shape = next(other.shape for other in layout.whole if other.name == slot.name)
+    every = torch.arange(shape.numel()).view(shape)
+    return Cut(tuple(shape), tuple(slot.shape), slot.cut(every).reshape(-1))
 
 
 def layouts_of(module: nn.Module) -> list[Layout]:

@@ -6,11 +6,12 @@ that was away and recovery without hosts are loops over what is registered, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from exogym.errors import StrategyError
+from exogym.fleet.layout import Cut
 
 Tensors = dict[str, Tensor]
 
@@ -31,6 +32,17 @@ class Stateful:
 
     def load_shared(self, tensors: Tensors) -> None:
         """Put back what `shared` returned; called after the rows have been loaded."""
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """Return what of the tensor `name` is in this process, where nodes are several; None: all of it.
+
+        Args:
+            shape: of the whole, or of what is here.
+
+        Raises:
+            KeyError: nothing of it is here.
+        """
+        return None
 
     def figures(self) -> dict[str, float]:
         """Return numbers that are to stand in the history at an evaluation, the same in every process."""
@@ -88,6 +100,11 @@ class State:
         """Put back what `row` returned for the same names."""
         for name in self.parts if names is None else names:
             self.parts[name].load_row(row, below(f"{name}.", tensors))
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """Return what of a tensor, named as "<part>.<tensor>", is in this process (see `Stateful.cut`)."""
+        part, _, rest = name.partition(".")
+        return self.parts[part].cut(rest, shape)
 
     def shared(self) -> Tensors:
         """Return what is equal for all nodes in all parts."""

@@ -6,6 +6,10 @@ logger is a function of a record, or a class with `log`, and with `start` and `f
 
 >>> records = []
 >>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder:
+...     check_writable(f"{folder}/runs")  # an ArgumentError where it cannot be
 """
 
 from exogym.logger.base import NOT_IN_JSON, Logger, check_writable, combine, in_json

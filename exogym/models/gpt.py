@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,14 @@ class CharGPT(nn.Module):
     >>> model((x, x))["logits"].shape, sum(p.numel() for p in model.parameters())
     (torch.Size([2, 16, 65]), 14976)
     """
+
+    tensor_plan: ClassVar = {
+        "blocks.*.attend.qkv": "colwise_rep",  # q, k and v lie one after the other in its outputs: all are put together
+        "blocks.*.attend.out": "rowwise_rep",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+    }
+    cut_points: ClassVar = "blocks.*"
 
     @checked
     def __init__(

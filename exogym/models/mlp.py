@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ class MLP(nn.Module):
     >>> out["logits"].shape, out["loss"].shape
     (torch.Size([5, 3]), torch.Size([]))
     """
+
+    cut_points: ClassVar = "layers.*"
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """Linear layers in pairs: the first one's outputs are in parts, which are the second one's inputs."""
+        linear = [f"layers.{k}" for k, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear[: len(linear) // 2 * 2])}
 
     @checked
     def __init__(self, sizes: Sequence[int]) -> None:

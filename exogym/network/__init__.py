@@ -2,6 +2,12 @@
 
 `Network` holds the links and prices a collective; `costs` has the algorithms and their sources, `presets` the networks
 by name, `layerwise` the compute utilisation of training whose communication overlaps with computation.
+
+>>> PRESETS["wifi"].source != "", Preset({"bandwidth": "1Gbps", "latency": "1ms"}, "assumed").settings["latency"]
+(True, '1ms')
+>>> cost: Cost = Network("100Mbps", "20ms").cost("all_reduce", 1e6, 4)
+>>> cost.hops, round(cost.latency_s, 3), round(cost.transfer_s, 3), round(cost.seconds, 3)
+(6, 0.12, 0.12, 0.24)
 """
 
 from exogym.network.costs import NAMES, Cost, algorithms_of

@@ -22,6 +22,10 @@ PRESETS: dict[str, Preset] = {
         {"bandwidth": "450GB/s", "latency": "2us"},
         "NVIDIA H100 data sheet: NVLink 900 GB/s per GPU, both directions together; latency assumed",
     ),
+    "pcie": Preset(
+        {"bandwidth": "31.5GB/s", "latency": "5us"},
+        "PCI Express 4.0, 16 lanes at 16 GT/s in 128b/130b code (PCI-SIG): 31.5 GB/s each way; latency assumed",
+    ),
     "infiniband": Preset(
         {"bandwidth": "400Gbps", "latency": "5us"},
         "InfiniBand NDR, one 400 Gbit/s port per node (NVIDIA ConnectX-7 data sheet); latency assumed",

@@ -14,8 +14,9 @@ from exogym.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
-from exogym.network.measured import Measurement, Probes
+from exogym.network.measured import Measurement
 from exogym.network.overheads import moved_in_memory, slow_start_s
+from exogym.network.probes import Probes
 from exogym.network.trace import Trace
 
 Members = int | Sequence[int]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator import CHUNK_ELEMENTS
+from exogym.communicator import CHUNK_ELEMENTS, Inside
 from exogym.compute.outputs import accuracy, batch_examples, split_batch
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
@@ -51,12 +51,12 @@ class Evaluator:
             for batch in self._batches():
                 pulse.beat()
                 worker.reseed(-1, 0)
-                output = worker.loss.of(worker.model, worker.to_device(batch))
-                size = batch_examples(batch)
+                part, size = worker.own_share(batch)
+                output = worker.loss.of(worker.model, worker.to_device(part))
                 add("val_loss", output.loss, size)
                 right = accuracy(output)
-                if right is not None and right[1]:
-                    add("val_accuracy", right[0] / right[1], right[1])
+                if right is not None:
+                    add("val_accuracy", right[0] / max(1, right[1]), right[1] if size else 0)
                 for name, value in output.metrics.items():
                     add(f"val_{name}", value, size)
                 for name, function in self.metrics.items():
@@ -66,7 +66,7 @@ class Evaluator:
                             "a mapping with 'logits' beside 'loss', or use loss_fn="
                         )
                     add(f"val_{name}", function(output.predictions, output.targets), size)
-        return {name: total / weights[name] for name, total in sums.items()}
+        return _means(sums, weights, worker.fleet.comm.wire.inside)
 
     def _batches(self) -> Iterator[Any]:
         left = self.limit
@@ -83,6 +83,15 @@ class Evaluator:
                 yield part
 
 
+def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) -> dict[str, float]:
+    """Return what was summed up, by its weights, of all processes of the node; but what nothing counts for."""
+    if inside.parts > 1:
+        both = torch.tensor([list(sums.values()), list(weights.values())], dtype=torch.float64)
+        totals, shares = inside.sum(both).tolist()
+        sums, weights = dict(zip(sums, totals, strict=True)), dict(zip(sums, shares, strict=True))
+    return {name: total / weights[name] for name, total in sums.items() if weights[name]}
+
+
 def spread(fleet: Fleet) -> dict[str, float]:
     """Return how far the nodes that are there are apart now.
 
@@ -93,7 +102,7 @@ def spread(fleet: Fleet) -> dict[str, float]:
     n = len(fleet.there)
     if n == 1:
         return {"consensus_distance": 0.0}
-    width = sum(block.layout.numel for block in fleet.blocks)
+    inside, width = fleet.comm.wire.inside, sum(block.layout.total for block in fleet.blocks)
     distance = 0.0
     sums, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for x in _column_chunks(fleet):
@@ -101,12 +110,15 @@ def spread(fleet: Fleet) -> dict[str, float]:
         distance += float(torch.dot(apart.flatten(), apart.flatten()))
         sums += x.sum(1).cpu()
         squares += torch.linalg.vector_norm(x, dim=1).double().square().cpu()
+    distance = float(inside.sum(torch.tensor(distance, dtype=torch.float64)))
+    sums, squares = inside.sum(sums), inside.sum(squares)
     means = sums / width
     lengths = (squares - width * means.square()).clamp(min=1e-300).sqrt()
     total, shift = 0.0, float((means / lengths).sum())
     for x in _column_chunks(fleet):
         z = (1 / lengths).to(x) @ x - shift
         total += float(torch.dot(z, z))
+    total = float(inside.sum(torch.tensor(total, dtype=torch.float64)))
     return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
 
 

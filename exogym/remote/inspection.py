@@ -25,7 +25,12 @@ OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can go 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: what was looked at on a host, whether it is well, what was seen, and what to do."""
+    """One line of the table: what was looked at on a host, whether it is well, what was seen, and what to do.
+
+    >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
+    >>> check.ok, check.remedy
+    (False, 'remove old runs')
+    """
 
     host: str
     check: str

@@ -17,9 +17,10 @@ from exogym.base.devices import resolve_device
 from exogym.base.files import new_folder
 from exogym.data.partition import Partitioner
 from exogym.engine.world import join_world, local_device, world_size
-from exogym.errors import ArgumentError, WorkerError, checked
+from exogym.errors import ArgumentError, WorkerError, check_count, checked
 from exogym.faults import Faults
 from exogym.launch.door import SECRET
+from exogym.mesh import NodeMesh
 from exogym.network import Network
 from exogym.progress import notice
 from exogym.record.metrics import Metric
@@ -63,6 +64,9 @@ class NetworkTrainer(Trainer):
         min_hosts: when hosts are lost, go on with those that remain, down to so many, and take back those that return
             (see `exogym.remote.elastic`): their nodes are away meanwhile, as with `Faults(absent=...)`. For strategies
             of communication modules. None: the run needs all hosts.
+        nodes_per_host: how many nodes each host is. Its slots are the devices of these, so many for each, and share the
+            model out: `fit(node=)` says how, `NodeMesh(shard=)` if nothing is said. None: each slot is a process of
+            its own; with `node=`, so many slots of a host are a node as it has devices.
         retries: times the whole run is started again, after longer and longer pauses, when a host was lost (with
             `min_hosts`: when too few are left); with `save_dir` from the last checkpoint.
 
@@ -91,11 +95,15 @@ class NetworkTrainer(Trainer):
         sync: bool = False,
         min_hosts: int | None = None,
         retries: int = 0,
+        nodes_per_host: int | None = None,
     ):
         super().__init__(model, train_dataset, val_dataset, loss_fn=loss_fn, metrics=metrics)
         # A process that was started from the hosts file needs none.
         self.hosts = None if _in_a_world() else HostsConfig.load(hosts_config)
         self.sync, self.min_hosts, self.retries = sync, min_hosts, retries
+        if nodes_per_host is not None:
+            check_count("nodes_per_host", nodes_per_host)
+        self.nodes_per_host = nodes_per_host
         self.folder: Path | None = None
 
     @checked
@@ -104,6 +112,7 @@ class NetworkTrainer(Trainer):
         strategy: Strategy,
         *,
         num_nodes: int | None = None,
+        node: NodeMesh | Sequence[NodeMesh] | None = None,
         num_epochs: int | None = None,
         max_steps: int | None = None,
         batch_size: int = 32,
@@ -148,7 +157,8 @@ class NetworkTrainer(Trainer):
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
-            num_nodes: None: one for each slot of the hosts file. More are shared out, as even as possible.
+            num_nodes: None: one for each slot of the hosts file, or for the slots that `node` takes. More are shared
+                out, as even as possible.
             device: "auto": what the hosts file says of each host.
             processes, engine, cpus_per_process: leave them out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
@@ -182,12 +192,42 @@ class NetworkTrainer(Trainer):
         found = self.description.get("outages", {})
         return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
 
+    def _share_slots(self, slots: Sequence[int], given: dict[str, Any], world: int) -> None:
+        """Let nodes be devices of hosts that have so many `slots`: fill in `node` and `num_nodes` of a fit.
+
+        Raises:
+            ArgumentError: a host whose slots are no whole number of nodes, or not as many as was said.
+        """
+        if self.nodes_per_host is not None:
+            for count in slots:
+                if count % self.nodes_per_host or count != slots[0]:
+                    raise ArgumentError(
+                        f"nodes_per_host={self.nodes_per_host}, and the hosts have {', '.join(map(str, slots))} slots: "
+                        "give each the same number, so many for each node"
+                    )
+            devices = slots[0] // self.nodes_per_host
+            if given["node"] is None and devices > 1:
+                given["node"] = NodeMesh(shard=devices)
+            if isinstance(given["node"], NodeMesh) and given["node"].size != devices:
+                raise ArgumentError(
+                    f"node={given['node']} is {given['node'].size} devices, but with nodes_per_host="
+                    f"{self.nodes_per_host} a node has {devices} slots"
+                )
+        size = given["node"].size if isinstance(given["node"], NodeMesh) else 1
+        for count in slots:
+            if count % size:
+                raise ArgumentError(
+                    f"node={given['node']} is {size} devices, and a host has {count} slots: a node would be on two "
+                    "hosts"
+                )
+        if given["num_nodes"] is None:
+            given["num_nodes"] = world // size
+
     # In a process of the world
 
     def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
         """Train as LocalTrainer does, or another one of the same subject."""
-        if given["num_nodes"] is None:
-            given["num_nodes"] = world_size()
+        self._share_slots([int(os.environ.get("LOCAL_WORLD_SIZE", "1"))], given, world_size())
         local = local or self._another(LocalTrainer)
         try:
             return local.fit(**given)
@@ -218,7 +258,8 @@ class NetworkTrainer(Trainer):
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
         self._write_run(part, number, given)
-        self._here(given, self._another(WatchedTrainer) if world_size() > 1 else None)
+        is_watched = world_size() > 1 and given["node"] is None and self.nodes_per_host is None
+        self._here(given, self._another(WatchedTrainer) if is_watched else None)
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
@@ -268,14 +309,19 @@ class NetworkTrainer(Trainer):
     def _on_controller(self, number: int, given: dict[str, Any]) -> nn.Module:
         assert self.hosts is not None
         slots = self.hosts.slots
-        if given["num_nodes"] is None:
-            given["num_nodes"] = slots
+        self._share_slots([host.slots for host in self.hosts.hosts], given, slots)
         restarts = given["max_restarts"]
         if self.min_hosts is not None:
             given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
         options = FitOptions(**given)
-        if options.num_nodes < slots:
+        if not options.meshes and options.num_nodes < slots:
             raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
+        if options.meshes and self.min_hosts is not None:
+            raise ArgumentError(
+                "min_hosts with nodes of several devices: a host that is lost ends the run; leave it out"
+            )
+        if options.meshes:
+            options.meshes[0].groups(slots, options.num_nodes)
         if options.processes not in (1, "auto", slots):
             raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
         if self.min_hosts is not None:

@@ -179,7 +179,7 @@ KNOWN = {field.name: str(field.type) for field in fields(Profile) if field.name 
 
 
 def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> Profile:
-    """Return the profile `[distributed:name]` of a config file; what it lacks comes from its `base_profile`.
+    """Return the profile `[distributed:name]` of a config file, else `[name]`; what it lacks comes from `base_profile`.
 
     A base may be any section; what is not a profile's field there belongs to other programs, and a notice says so.
 
@@ -196,10 +196,10 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
         ) from None
     except (configparser.Error, UnicodeDecodeError) as error:
         raise ArgumentError(f"{os.fspath(path)}: {error}") from None
-    section = name if name.startswith(PREFIX) else PREFIX + name
-    if section not in parser:
+    section = next((there for there in (PREFIX + name, name) if there in parser), None)
+    if section is None:
         profiles = [known.removeprefix(PREFIX) for known in parser.sections() if known.startswith(PREFIX)]
-        hint = nearest(name, profiles) if profiles else f"write a section [{section}]"
+        hint = nearest(name, profiles) if profiles else f"write a section [{PREFIX}{name.removeprefix(PREFIX)}]"
         raise ArgumentError(f"{os.fspath(path)} has no profile {name!r}: {hint}")
     given = _with_bases(parser, section, Path(path).name)
     values: dict[str, Any] = {key: _value(f"[{section}] {key}", key, text) for key, text in given.items()}

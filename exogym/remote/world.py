@@ -19,7 +19,7 @@ from exogym.communicator import Wire, ship
 from exogym.engine.wire import ProcessWire, place
 from exogym.engine.world import world_size
 from exogym.errors import ModelError
-from exogym.saving.checkpoint import list_checkpoints
+from exogym.saving.checkpoint_files import list_checkpoints
 
 MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
@@ -114,7 +114,7 @@ def same_start(model: nn.Module) -> None:
             f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
             "have the same data and arguments"
         )
-    own = [_sum(x) for x in tensors.values()]
+    own = [sum_of(x) for x in tensors.values()]
     differs = torch.tensor([[a != b for a, b in zip(own, tell(own), strict=True)]], dtype=torch.uint8)
     anywhere = _wire().rows(differs, range(world_size())).any(0).tolist()
     with torch.no_grad():
@@ -122,7 +122,8 @@ def same_start(model: nn.Module) -> None:
             tensors[name].copy_(x)
 
 
-def _sum(x: Tensor) -> str:
+def sum_of(x: Tensor) -> str:
+    """Return a checksum of the numbers in `x`."""
     return hashlib.blake2b(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from exogym.compare.entries import Setting
 from exogym.errors import ArgumentError
@@ -85,6 +85,13 @@ class Seen:
 
 
 Check = Callable[[Found], Seen]
+
+
+class Wanted(Protocol):
+    """What asks for cells to be trained: a claim, or a part of the benchmark."""
+
+    @property
+    def cells(self) -> Mapping[str, Cell]: ...
 
 
 class Verdict(StrEnum):

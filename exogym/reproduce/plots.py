@@ -31,16 +31,16 @@ def draw_claim(claim: Claim, found: Found, path: Path) -> None:
     axes.set_axisbelow(True)
     axes.grid(True, axis="x" if claim.picture == "dots" else "both", color="#E6E6E6", linewidth=0.7)
     figure.suptitle(f"{claim.name}: {claim.title}", x=0.01, ha="left", fontsize=9)
-    _save(figure, path)
+    save_small(figure, path)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_small(figure: Any, path: Path, colours: int = COLOURS_KEPT) -> None:
     """Write the figure with few colours: a quarter of the bytes."""
     from PIL import Image
 
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy())
-    picture.quantize(COLOURS_KEPT).save(path, format="png", optimize=True)
+    picture.quantize(colours).save(path, format="png", optimize=True)
 
 
 def _dots(axes: Any, found: Found) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from exogym.data import shakespeare, speakers
 from exogym.data.partition import ByKey, Partitioner
-from exogym.errors import check_choice
 from exogym.tasks import Data, Task, load_task
 
 BLOCK = 64
@@ -38,15 +37,14 @@ PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {
 
 
 def problem(name: str, data: Data = None) -> tuple[Task, Partitioner | None]:
-    """Return the task of that name and, where it is no text of the task's own, who gets what.
+    """Return the task of that name, from here or `exogym.tasks`; and who gets what, where it is no text of the task's.
 
     Raises:
         ArgumentError, DataError: no such name; its data were not found.
     """
-    check_choice("task", name, PROBLEMS)
     return _loaded(name, None if data is None else os.fspath(data))
 
 
 @functools.lru_cache
 def _loaded(name: str, data: str | None) -> tuple[Task, Partitioner | None]:
-    return PROBLEMS[name](data)
+    return PROBLEMS[name](data) if name in PROBLEMS else (load_task(name, data), None)

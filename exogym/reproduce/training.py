@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from exogym.compare.forecast import measured_step_s
 from exogym.compare.run import asked_of, session_of
 from exogym.compare.session import Session, Standing
 from exogym.errors import ArgumentError, DataError
-from exogym.reproduce.claim import SEEDS, Cell, Claim, Run
+from exogym.reproduce.claim import SEEDS, Cell, Claim, Run, Wanted
 from exogym.reproduce.problems import problem
 from exogym.tasks import Data
 
@@ -61,7 +61,7 @@ class Reproduction:
         seeds: of every cell.
         share: of each cell's steps that are taken (20 at least): under 1 is a short version, which says nothing about
             the claim and has folders of its own.
-        data: file or folder of the data, if not in the usual places.
+        data: file or folder of the data, if not in the usual places; or a task's name to that.
         processes, device: as `LocalTrainer.fit`.
         watch: called with a `Progress` after each evaluation.
     """
@@ -72,7 +72,7 @@ class Reproduction:
         *,
         seeds: Sequence[int] = SEEDS,
         share: float = 1.0,
-        data: Data = None,
+        data: Data | Mapping[str, Data] = None,
         processes: int | str = 1,
         device: str = "auto",
         watch: Callable[[Progress], object] | None = None,
@@ -132,7 +132,8 @@ class Reproduction:
         """Return the runs of a cell, in a folder whose name follows from what decides their results."""
         if cell.key in self._sessions:
             return self._sessions[cell.key]
-        task, split = problem(cell.task, self.data)
+        data = self.data.get(cell.task) if isinstance(self.data, Mapping) else self.data
+        task, split = problem(cell.task, data)
         steps = max(LEAST_STEPS, round((cell.steps or task.steps) * self.share)) if self.share < 1 else cell.steps
         task = replace(task, warmup_steps=round(task.warmup_steps * self.share))
         asked: dict[str, Any] = {
@@ -158,7 +159,7 @@ class Reproduction:
 
     # ---------------------------------------------------------------- doing it
 
-    def train(self, claims: Sequence[Claim], of: Sequence[Claim] = ()) -> None:
+    def train(self, claims: Sequence[Wanted], of: Sequence[Wanted] = ()) -> None:
         """Train what is missing of all cells, claim by claim; what has ended is left alone.
 
         Args:

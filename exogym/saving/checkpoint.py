@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -47,10 +46,13 @@ from exogym.saving.checkpoint_files import (
     list_checkpoints,
     load,
     name_of,
+    plain,
     rows_file,
     sum_of,
+    sum_of_tensor,
 )
 from exogym.saving.keepers import MARK, Keepers, one_keeper
+from exogym.saving.parts import as_file, part_file
 from exogym.saving.segments import Piece
 
 
@@ -73,7 +75,7 @@ def save(
     temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
     final = folder / name
     due, lacking = _due(snapshot, wire, keepers), []
-    digest = b""
+    own: dict[str, str] = {}
     try:
         with _together(wire, folder, step):
             if keepers.is_keeper:
@@ -83,10 +85,9 @@ def save(
                 lacking = [] if snapshot.segments is None else snapshot.segments.link(due, temporary)
         snapshot, pieces = _as_it_is_written(snapshot, lacking, wire, keepers)
         with _together(wire, folder, step):
-            ids = sorted(snapshot.rows)
-            rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
-            digest = _write(rows, temporary / rows_file(ids))
-        sums = dict(wire.gather([rows_file(ids), digest.hex()]))
+            for file, (tensors, told) in _files(snapshot).items():
+                own[file] = _write(tensors, temporary / file, told).hex()
+        sums = {file: digest for told in wire.gather(own) for file, digest in told.items()}
         with _together(wire, folder, step):
             if keepers.is_keeper:
                 sums |= {piece.name: piece.sha256 for piece in due if piece.name not in pieces}
@@ -144,12 +145,12 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
     Only the main process has what its callbacks recorded, and each has its own wall time.
     """
     meta = wire.tell(snapshot.meta)
-    sums = {name: _sum_of_tensor(x) for name, x in snapshot.shared.items()}
+    sums = {name: sum_of_tensor(x) for name, x in snapshot.shared.items()}
     wanted = wire.tell(sums)
     unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
     sent = sorted({name for names in wire.gather(unlike) for name in names})
     here = snapshot.shared if wire.is_main else {}
-    theirs = ship(wire, {name: _plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
+    theirs = ship(wire, {name: plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
     shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
     return replace(snapshot, shared=shared, meta=meta)
 
@@ -194,18 +195,26 @@ def _order(name: str) -> tuple[int, int]:
     return name_of(Path(name)) or (-1, 0)
 
 
-def _write(tensors: dict[str, Tensor], file: Path) -> bytes:
-    save_file({k: _plain(v) for k, v in tensors.items()}, file)
+def _files(snapshot: Snapshot) -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None]]:
+    """Return the files of rows and of pieces that this process writes, tensors and metadata of each."""
+    ids, parts = sorted(snapshot.rows), snapshot.parts
+    rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
+    if parts is None:
+        return {rows_file(ids): (rows, None)}
+    cuts = {f"{rank}/{key}": cut for rank in ids for key, cut in parts.rows[rank].items()}
+    found: dict[str, tuple[dict[str, Tensor], dict[str, str] | None]] = {}
+    found[part_file(rows_file(ids), parts.part)] = as_file({name: (rows[name], cut) for name, cut in cuts.items()})
+    if parts.is_first:
+        pieces = {name: (snapshot.shared.pop(name), cut) for name, cut in parts.shared.items()}
+        found[part_file(SHARED, parts.part)] = as_file(pieces)
+    if parts.part == 0:
+        found[rows_file(ids)] = {name: x for name, x in rows.items() if name not in cuts}, None
+    return found
+
+
+def _write(tensors: dict[str, Tensor], file: Path, told: dict[str, str] | None = None) -> bytes:
+    save_file({k: plain(v) for k, v in tensors.items()}, file, told)
     return bytes.fromhex(_flush_and_sum(file))
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.detach().cpu().contiguous().clone()
-
-
-def _sum_of_tensor(x: Tensor) -> str:
-    data = _plain(x).view(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
 
 
 def load_newest(

@@ -24,13 +24,16 @@ from torch import Tensor
 
 from exogym.base.files import is_plain, opened_plain
 from exogym.errors import CheckpointError
+from exogym.saving.parts import Parts, joined_pieces
 from exogym.saving.segments import Segments, joined
 
 # 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name; 3: of losses
 # under way no counts
 FORMAT = 4
 SHARED = "shared.safetensors"
-NAME = re.compile(r"shared\.safetensors|(rows|history)-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")
+PART = r"(\.part-(0|[1-9]\d{0,5}))?\.safetensors"
+NAME = re.compile(rf"shared{PART}|rows-(0|[1-9]\d{{0,17}})-(0|[1-9]\d{{0,17}}){PART}|"
+                  r"history-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")  # fmt: skip
 DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most
 WRONG = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
@@ -42,6 +45,7 @@ WRONG = (
 class Snapshot:
     """One checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
 
+    Where nodes are several processes, `parts` says what of the rows' tensors, and of the shared ones, is in this one.
     `segments` is where the history of the run lies, for `save`; `load` gives it as `history.*` of `shared` and meta.
     """
 
@@ -50,11 +54,12 @@ class Snapshot:
     meta: dict[str, Any]
     path: Path | None = None
     segments: Segments | None = None
+    parts: Parts | None = None
 
     def file_of(self, rank: int) -> str:
         """Return where the rows of node `rank` lie, for messages."""
         for name in self.meta.get("sha256", ()):
-            if name.startswith("rows-") and rank in span_of(name):
+            if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
                 return f"{self.path}/{name}"
         return str(self.path)
 
@@ -89,12 +94,21 @@ def span_of(file: str) -> range:
     >>> span_of("rows-2-3.safetensors")
     range(2, 4)
     """
-    first, last = file.removesuffix(".safetensors").split("-")[1:]
+    first, last = file.partition(".")[0].split("-")[1:]
     return range(int(first), int(last) + 1)
 
 
 def sum_of(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().clone()
+
+
+def sum_of_tensor(x: Tensor) -> str:
+    data = plain(x).view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
 
 
 def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
@@ -116,8 +130,13 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         shared = _tensors(path / SHARED)
         rows: dict[int, dict[str, Tensor]] = {}
         for file in files:
-            if file.startswith("rows-"):
+            if file.startswith("rows-") and ".part-" not in file:
                 rows |= _rows(path / file, ids, others)
+        in_parts = [path / file for file in files if ".part-" in file]
+        for (rank, name), x in joined_pieces(
+            in_parts, lambda rank: ids is None or rank in ids or rank in others
+        ).items():
+            (shared if rank is None else rows.setdefault(rank, {}))[name] = x
         if "history" in meta:
             pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
             state = _history(path, pieces, meta["history"])
@@ -164,12 +183,13 @@ def _check_names(file: Path, sums: Any) -> None:
     if SHARED not in sums:
         raise CheckpointError(f"{file} does not name {SHARED}")
     spans = sorted(
-        (span.start, span.stop, name) for name in sums if name.startswith("rows-") for span in [span_of(name)]
-    )
-    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
+        (name.partition(".")[2], span.start, span.stop, name)
+        for name in sums if name.startswith("rows-") for span in [span_of(name)]
+    )  # fmt: skip
+    for (kind, _, end, one), (alike, start, _, other) in itertools.pairwise(spans):
+        if kind == alike and start < end:
             raise CheckpointError(f"{file}: the rows of node {start} are in {one} and in {other}")
-    if empty := [name for start, stop, name in spans if start >= stop]:
+    if empty := [name for _, start, stop, name in spans if start >= stop]:
         raise CheckpointError(f"{file} names {empty[0]}, which holds no rows")
 
 

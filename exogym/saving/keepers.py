@@ -82,8 +82,8 @@ def check_folder(path: str | Path) -> list[Path]:
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
     """Return that the main process keeps `folder` for all."""
-    count = len(wire.placement)
-    return Keepers((0,) * count, (_place(folder),) * count, wire.process)
+    count = wire.count
+    return Keepers((0,) * count, (_place(folder),) * count, wire.index)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
@@ -94,8 +94,8 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
     """
     if wire.shares_memory:
         return one_keeper(folder, wire)
-    run, here = wire.tell(secrets.token_hex(8)), wire.process
-    marks = [folder / f"{MARK}{run}-{process}" for process in range(len(wire.placement))]
+    run, here = wire.tell(secrets.token_hex(8)), wire.index
+    marks = [folder / f"{MARK}{run}-{process}" for process in range(wire.count)]
     everywhere(wire, lambda: _leave(marks[here]))
     # Asked for by name: a network file system may show an old list of the folder, but looks for a name it never saw.
     found = wire.gather([next((k for k, mark in enumerate(marks) if mark.exists()), here), _place(folder)])

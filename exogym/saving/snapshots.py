@@ -7,24 +7,29 @@ put back, the run must save the same names, shapes and dtypes again. So no list 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.communicator import ALONE, Inside
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut
 from exogym.fleet.seats import Seats, by_node
 from exogym.fleet.state import below
 from exogym.record.history import History
-from exogym.saving.checkpoint_files import SHARED, Snapshot
+from exogym.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
+from exogym.saving.parts import Parts
 from exogym.saving.segments import Segments
 
 MARK = "mark"
@@ -69,14 +74,77 @@ def for_disk(loop: Running) -> Snapshot:
     """Return the same for `checkpoint.save`, marked, with the history in the pieces that are there already."""
     found = _without_history(loop)
     found.segments = loop.segments
-    for tensors in (*found.rows.values(), found.shared):
-        tensors[MARK] = _mark(tensors, found.meta)
+    found.parts = _parts_of(loop.fleet, found)
+    inside = loop.fleet.comm.wire.inside
+    for rank, tensors in found.rows.items():
+        tensors[MARK] = _mark(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], inside)
+    found.shared[MARK] = _mark(found.shared, found.meta, {} if found.parts is None else found.parts.shared, inside)
     return found
 
 
-def _mark(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Tensor:
-    """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark."""
-    lines = sorted(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in tensors.items() if _is_marked(name))
+def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
+    """Return what of a snapshot's tensors is in this process; None: all of it."""
+    wire = fleet.comm.wire
+    if wire.inside.parts == 1:
+        return None
+
+    def cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
+        found = {name: fleet.state.cut(name, x.shape) for name, x in tensors.items()}
+        return {name: cut for name, cut in found.items() if cut is not None}
+
+    rows = {rank: cuts(tensors) for rank, tensors in snapshot.rows.items()}
+    parts = Parts(wire.inside.part, wire.process == 0, rows, cuts(snapshot.shared))
+    _check_equal(wire.inside, snapshot, parts)
+    return parts
+
+
+def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
+    """Raise CheckpointError where what is taken to be all of a tensor is not the same in all processes of the node."""
+    own = {f"node {rank}'s {name}": sum_of_tensor(x) for rank, tensors in snapshot.rows.items()
+           for name, x in tensors.items() if name not in parts.rows[rank]}  # fmt: skip
+    alike = {name: x for name, x in snapshot.shared.items() if not name.startswith(FREE)}  # only main has callbacks
+    own |= {f"the {name}": sum_of_tensor(x) for name, x in alike.items() if name not in parts.shared}
+    for other in inside.tell(own):
+        if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
+            raise CheckpointError(
+                f"{unlike[0]} is another one in each process of the node, and nobody says which part of it each has: "
+                "its module must name what is of a block's columns by the block, as momentum.0, or override cut()"
+            )
+
+
+def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
+    """Return of a whole snapshot what is in this process."""
+    if fleet.comm.wire.inside.parts == 1:
+        return snapshot
+
+    def here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, x in tensors.items():
+            if name == MARK or name.startswith("history."):
+                found[name] = x
+                continue
+            with contextlib.suppress(KeyError):  # nothing of it is here
+                cut = fleet.state.cut(name, x.shape)
+                found[name] = x if cut is None else cut.of(x).clone()
+        return found
+
+    rows = {rank: here(tensors) for rank, tensors in snapshot.rows.items()}
+    return replace(snapshot, rows=rows, shared=here(snapshot.shared))
+
+
+def _mark(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None,
+    inside: Inside = ALONE,
+) -> Tensor:  # fmt: skip
+    """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark.
+
+    They are those of all processes of the node, and of what is cut the shape is the whole's: so the mark says the same
+    whatever the split.
+    """
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
+    own = [f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name)]
+    lines = sorted({line for told in inside.tell(own) for line in told})
     text = json.dumps([meta["step"], meta["begun_end"], lines])
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
 
@@ -143,16 +211,22 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
     if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
         raise CheckpointError(f"{path} has no row of node {lacking[0]}")
     parts: list[Part] = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
-    parts.append((f"{path}/{SHARED}", "the", snapshot.shared))
+    whole_shared = snapshot.shared
+    parts.append((f"{path}/{SHARED}", "the", whole_shared))
     for file, whose, tensors in parts:
         if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
             raise CheckpointError(
                 f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
             )
     try:
+        snapshot = _cut_down(loop.fleet, snapshot)
         put_back(loop, snapshot)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
+    parts = [
+        (file, whose, snapshot.shared if tensors is whole_shared else snapshot.rows[rank])
+        for (file, whose, tensors), rank in zip(parts, [*wanted, -1], strict=True)
+    ]
     again = snapshot_of(loop)
     saved: Sequence[Mapping[str, Tensor]]
     if seats is None:

@@ -1,6 +1,33 @@
 """The strategies: each algorithm one short file that reads like its paper.
 
 Every file of this folder is imported, so that a class with a `name` is known by it, and can be imported from here.
+
+A strategy of one's own is made of modules: gradients go through `GradientModule`s at every step, parameters through
+`CommunicationModule`s now and then; what they may know of the run is a `Run`.
+
+>>> class Halved(GradientModule):
+...     def transform(self, fleet, step, lr):
+...         for block in fleet.blocks:
+...             block.grads.mul_(0.5)
+>>> class Start(CommunicationModule):  # all take node 0's parameters after the first step
+...     def start(self, fleet, run: Run):
+...         super().start(fleet, run)
+...         assert run.num_nodes == 3
+...     def next_event(self, step):
+...         return 1 if step < 1 else 2**62
+...     def communicate(self, fleet, step):
+...         for block in fleet.blocks:
+...             block.params.copy_(fleet.comm.broadcast(block.params, 0))
+>>> strategy = CommunicateOptimizeStrategy("sgd", [Start()], gradient_modules=[Halved()], lr=0.1)
+>>> robust = FedAvgStrategy(H=5, lr=0.1, robust=NormCap(1.0))  # updates over the cap are scaled down
+>>> import torch
+>>> from exogym import LocalTrainer
+>>> from exogym.testing import small_problem
+>>> model, data = small_problem()
+>>> trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+>>> _ = trainer.fit(strategy, num_nodes=3, max_steps=4, batch_size=8)
+>>> list(trainer.traffic)
+['tree broadcast']
 """
 
 import importlib

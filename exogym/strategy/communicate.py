@@ -3,6 +3,34 @@
 Each call waits for all nodes that are there to make the same call; `send`, `recv` and `exchange` for one other node.
 `all_reduce` and `broadcast` change the tensor in place, as torch's do, and return it. All of them work inside
 `Strategy.step` and `Strategy._init_node` only. Bytes are counted as `exogym.communicator` says.
+
+All of them in a step, on three nodes; each returns what `torch.distributed` would give the same rank:
+
+>>> from exogym import LocalTrainer
+>>> from exogym.strategy import Strategy
+>>> from exogym.testing import small_problem
+>>> class Talk(Strategy):
+...     def step(self):
+...         mine = torch.tensor([1.0 + self.rank])  # 1, 2 and 3
+...         assert all_reduce(mine.clone()) == 6 and all_reduce(mine.clone(), op="max") == 3
+...         assert broadcast(mine.clone(), src=2) == 3 and all_gather(mine) == [1, 2, 3]
+...         if self.rank == 0:  # one way, between two nodes
+...             send(mine, dst=1)
+...         if self.rank == 1:
+...             assert recv(src=0) == 1
+...         if self.rank < 2:  # and both ways
+...             assert exchange(mine, partner=1 - self.rank) == 2 - self.rank
+...         total, parts = reduce(mine.clone(), dst=0), gather(mine, dst=0)
+...         assert self.rank > 0 or (total == 6 and parts == [1, 2, 3])
+...         rows = torch.arange(3.0)[:, None]  # a row for each node
+...         assert scatter(rows, src=1) == self.rank and reduce_scatter(rows) == 3 * self.rank
+...         barrier()
+...         super().step()
+>>> model, data = small_problem()
+>>> trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+>>> _ = trainer.fit(Talk(), num_nodes=3, max_steps=1, batch_size=8)
+>>> int(trainer.traffic["ring all_reduce"]["calls"])  # of 4 bytes each
+2
 """
 
 from __future__ import annotations

@@ -10,10 +10,14 @@ A module acts on the fleet and its communicator and on nothing else. Every tenso
 
 With absent nodes (`exogym.faults`): before the steps above the driver sets `fleet.comm.present` to the ids that take
 part, and a module reads and writes their rows only. Nobody present: nobody communicates, and it is not made up for.
+
+>>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
+(True, True)
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -23,10 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Rule, SecureAggregation
+from exogym.communicator import Krum, Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
 from exogym.fleet import Fleet
+from exogym.fleet.dealing import Dealing
 from exogym.fleet.presence import take_rows
 from exogym.fleet.state import Shared, Tensors
 from exogym.strategy.averaging import Averaging, NormCap, with_options
@@ -184,10 +189,14 @@ class CommunicateOptimizeStrategy(Strategy):
     def start(self, fleet: Fleet, run: Run) -> None:
         self.last_events = [0] * len(self.communication_modules)
         fleet.state.register("strategy", Shared(self._events, self._load_events))
+        self._dealings: dict[str, Dealing] = {}
         for name, module in named(self.modules).items():
-            module.start(fleet, run)
-            fleet.state.register(name, module)
-            module.shared()  # what cannot be saved is to be known now
+            with self._given(module, fleet) as given:
+                module.run = run
+                if given is not None:
+                    module.start(given, run)
+                    fleet.state.register(name, module)
+                    module.shared()  # what cannot be saved is to be known now
         weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
         self.averaging.bind(fleet.comm, weighs, run.seed)
         if self.tuning is not None:
@@ -203,6 +212,16 @@ class CommunicateOptimizeStrategy(Strategy):
                 "gradient modules act on the gradients of all nodes at every step, but a communication module corrects "
                 "each node's own: use one or the other"
             )
+
+    def _given(
+        self, module: Module, fleet: Fleet, gradients: bool = False
+    ) -> contextlib.AbstractContextManager[Fleet | None]:
+        """Return the fleet that a module acts on; None, where it has nothing in this process of the node."""
+        if fleet.comm.wire.inside.parts == 1 or module.acts_on == "elements":
+            return contextlib.nullcontext(fleet)
+        if module.acts_on not in self._dealings:
+            self._dealings[module.acts_on] = Dealing(fleet, module.acts_on)
+        return self._dealings[module.acts_on].acting(gradients)
 
     def _events(self) -> Tensors:
         return {"last_events": torch.tensor(self.last_events, dtype=torch.int64)}
@@ -234,6 +253,22 @@ class CommunicateOptimizeStrategy(Strategy):
     @property
     def weighted_means(self) -> bool:  # type: ignore[override]
         return not self.unweighted()
+
+    def check_parts(self) -> None:
+        for name, asked in (
+            ("secure_aggregation", self.averaging.secure is not None),
+            (f"robust={self.averaging.robust!r}", self.averaging.cap is not None),
+            (f"robust={self.averaging.robust!r}", isinstance(self.averaging.rule, Krum)),
+            ("tuner", self.tuning is not None),
+            ("faults with bad_nodes", self.faults is not None),
+        ):
+            if asked:
+                raise ArgumentError(
+                    f"{name} looks at all of a node's row, and with node= in several processes each has a part of it: "
+                    "leave it out, or train in one process"
+                )
+        for module in self.modules:
+            module.check_parts()
 
     def unweighted(self) -> list[str]:
         own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
@@ -298,7 +333,9 @@ class CommunicateOptimizeStrategy(Strategy):
         if self.updates is not None and self.gradient_modules:
             self.updates.before_gradients(fleet, step)
         for module in self.gradient_modules:
-            module.transform(fleet, step, lr)
+            with self._given(module, fleet, gradients=True) as given:
+                if given is not None:
+                    module.transform(given, step, lr)
         if not clip_first:
             self._clip(fleet)
 
@@ -315,7 +352,9 @@ class CommunicateOptimizeStrategy(Strategy):
             tuning.before_meeting(fleet, [] if self.updates is None else list(self.updates.row_state.values()))
         for index in acting:
             module = self.communication_modules[index]
-            module.communicate(fleet, step)
+            with self._given(module, fleet) as given:
+                if given is not None:
+                    module.communicate(given, step)
             self.last_events[index] = step
             fresh = fresh or module.fresh_inner_state
         if self.updates is not None and acting:
@@ -350,9 +389,11 @@ class CommunicateOptimizeStrategy(Strategy):
                 for rows in fleet.buffers.values():
                     take_rows(fleet, rows, source, joining)
             for module in self.modules:
-                for rows in module.row_state.values() if forget else ():
-                    take_rows(fleet, rows, source, joining)
-                module.rejoin(fleet, joining, step)
+                with self._given(module, fleet) as given:
+                    if given is not None:
+                        for rows in module.row_state.values() if forget else ():
+                            take_rows(given, rows, source, joining)
+                        module.rejoin(given, joining, step)
         return self.needs_gradients or forget
 
     def finish(self, fleet: Fleet, step: int) -> None:
@@ -361,12 +402,18 @@ class CommunicateOptimizeStrategy(Strategy):
         if self.updates is not None and self.communication_modules and step > max(self.last_events):
             self.updates.before_parameters(fleet, step)
         for index, module in enumerate(self.communication_modules):
-            module.finish(fleet, step, step - self.last_events[index])
+            with self._given(module, fleet) as given:
+                if given is not None:
+                    module.finish(given, step, step - self.last_events[index])
             self.last_events[index] = step
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
         for module in reversed(self.communication_modules):
-            outer = module.consensus(fleet)
+            dealing = self._dealings.get(module.acts_on)
+            if dealing is None:
+                outer = module.consensus(fleet)
+            else:
+                outer = dealing.back(module.consensus(dealing.view) if dealing.is_here else None)
             if outer is not None:
                 return outer
         return None
@@ -382,4 +429,4 @@ class CommunicateOptimizeStrategy(Strategy):
         for block in fleet.blocks:
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
-        clip_rows(grads, self.inner.max_norm, stacked=True)
+        clip_rows(grads, self.inner.max_norm, stacked=True, inside=fleet.comm.wire.inside)

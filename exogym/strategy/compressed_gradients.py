@@ -47,9 +47,11 @@ class CompressedMean(GradientModule):
         self,
         make: Callable[[Layout], Compressor],
         payload_bytes: Callable[[float, float], float],
+        acts_on: str,
         error_feedback: bool = False,
     ):
         super().__init__()
+        self.acts_on = acts_on
         self.make, self.payload_bytes, self.feeds_back = make, payload_bytes, error_feedback
         self.clip_first = error_feedback
 

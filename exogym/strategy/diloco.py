@@ -29,6 +29,12 @@ With absent nodes: Delta is the mean over the n nodes that are there, each of wh
 none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
 lost keeps theta_i and goes on another H steps; its next Delta_i is measured against the theta it last received. A node
 that was down comes back with theta: P b bytes, broadcast by one that stayed.
+
+>>> outer_spec("sgd", None).kwargs["lr"]
+0.7
+>>> outer = DiLoCoCommunicator(H=20, outer_lr=0.5)
+>>> inside = IslandCommunicator(island_size=2, H=5, above=outer)
+>>> strategy = CommunicateOptimizeStrategy("adamw", [inside, outer], lr=1e-3)  # DiLoCoStrategy with islands
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from exogym.errors import check_choice, checked
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut
 from exogym.fleet.presence import rows_of
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
@@ -123,6 +124,12 @@ class EagerCommunicator(PeriodicModule):
 
     def row(self, row: int) -> Tensors:
         return super().row(row) | {f"outer.{name}": x for name, x in self.optimizers[row].state().items()}
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        if not name.startswith("outer."):
+            return super().cut(name, shape)
+        slots = [(block.layout, slot) for block in self.blocks for slot in block.layout]
+        return self.optimizers[0].cut(name.removeprefix("outer."), shape, slots)
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         super().load_row(row, tensors)

@@ -125,6 +125,7 @@ class AveragingCommunicator(PeriodicModule):
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.fresh_inner_state = not keep_inner_state
+        self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
         if not isinstance(privacy, DifferentialPrivacy | None):
             raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
         if privacy is not None and island_size is not None:
@@ -305,7 +306,7 @@ class AveragingCommunicator(PeriodicModule):
             if in_vain:
                 fleet.comm.pull(block.params, in_vain)
             if not held.holds and held.reported:
-                size = block.layout.numel * block.layout.dtype.itemsize
+                size = block.layout.total * block.layout.dtype.itemsize
                 fleet.comm.record("push", "server", held.reported, size)
 
     def _serve(self, fleet: Fleet, round_: int, came: list[int]) -> None:

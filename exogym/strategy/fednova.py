@@ -60,7 +60,7 @@ class EqualisedWork(RoundModule):
         members = self.members(fleet, step)
         if not members:
             return
-        tau = float(self.all_reduce(fleet, self.taken, "mean", members, self.average.weights_among(members)))
+        tau = float(self.all_reduce(fleet, self.taken[:, 0], "mean", members, self.average.weights_among(members)))
         rows = [row for row in rows_of(fleet, members) if self.taken[row]]
         for block, began in zip(fleet.blocks, self.began, strict=True):
             scale = (tau / self.taken[rows]).to(began)

@@ -66,8 +66,8 @@ class PushSum(PeriodicModule):
         P = pushing(takers, fleet.comm.present)
         for block, x in zip(fleet.blocks, self.x, strict=True):
             x.add_(block.params - x / self.w.to(x))  # what was trained of z is added to x
-        *mixed, w = fleet.comm.mix_all([*self.x, self.w], P)
-        self.w.copy_(w)
+        *mixed, w = fleet.comm.mix_all([*self.x, self.w[:, 0]], P)
+        self.w.copy_(w[:, None])
         for block, x, new in zip(fleet.blocks, self.x, mixed, strict=True):
             x.copy_(new)
             block.params.copy_(x / self.w.to(x))

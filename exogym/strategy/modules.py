@@ -6,6 +6,7 @@ after it. Every tensor is (rows, ...).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, check_choice
 from exogym.fleet import Fleet, Stateful
+from exogym.fleet.layout import Cut, Layout, cut_of
 from exogym.fleet.state import Tensors
+from exogym.strategy.optim import OptimSpec
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -25,7 +28,8 @@ class Module(Stateful, ABC):
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:
-        acts_on: "elements" where any block of columns will do, "tensors" where whole layers are needed.
+        acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
+            all of a node's at once: it is given these where a node is several processes. A module of yours says it.
         row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
         shared_state: name to tensor that is the same for all nodes.
         counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
@@ -46,10 +50,12 @@ class Module(Stateful, ABC):
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
         self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+        self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
+        self.layouts = [block.layout for block in fleet.blocks]
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
@@ -70,7 +76,38 @@ class Module(Stateful, ABC):
         """
         return False
 
+    def check_parts(self) -> None:
+        """Raise ArgumentError unless it says what it acts on where each of several processes has a part of a row."""
+        foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
+        said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
+        if not said and type(self) in foreign:
+            raise ArgumentError(
+                f"{type(self).__name__} does not say what it acts on, and with node= in several processes each has a "
+                'part of every parameter: give the class acts_on = "elements" (any columns will do), "tensors" (whole '
+                'parameters) or "row" (all of a node\'s)'
+            )
+        check_choice(f"{type(self).__name__}.acts_on", self.acts_on, ("elements", "tensors", "row"))
+        spec = getattr(getattr(self, "rule", None), "spec", None)
+        if isinstance(spec, OptimSpec) and self.acts_on == "elements" and spec.acts_on != "elements":
+            raise ArgumentError(
+                f"outer_optim={spec!r} looks at whole tensors, and with node= in several processes each has a part of "
+                "them: take one that treats each element by itself ('sgd', 'adam', ...)"
+            )
+
     # What `fleet.state` asks
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
+        b = name.rpartition(".")[2]
+        if b.isdigit() and int(b) < len(self.layouts) and shape:
+            layout = self.layouts[int(b)]
+            if shape[-1] in (layout.numel, layout.total):
+                return cut_of(layout)
+        if self.acts_on == "elements" or name.startswith("counter."):
+            return None
+        if name not in self.row_state.keys() | self.shared_state.keys():
+            raise KeyError(name)
+        return Cut(tuple(shape), tuple(shape), torch.arange(math.prod(shape)))
 
     def row(self, row: int) -> Tensors:
         return {name: value[row] for name, value in self.row_state.items()}
@@ -248,7 +285,13 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None where all are equal (the plain mean, exact)."""
+    """Return (N,) weights by data, or None where all are equal (the plain mean, exact).
+
+    >>> import numpy as np
+    >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)
+    >>> example_weights(run, "examples").tolist(), example_weights(run, "uniform")
+    ([30.0, 10.0], None)
+    """
     if weighting == "uniform" or len(set(run.examples.tolist())) == 1:
         return None
     return torch.from_numpy(run.examples.astype(np.float64))

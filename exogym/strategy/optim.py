@@ -1,4 +1,15 @@
-"""Optimizers named, described and built: torch's own, and any that steps on gradients alone."""
+"""Optimizers named, described and built: torch's own, and any that steps on gradients alone.
+
+What an optimizer keeps can be taken out and put into another one like it:
+
+>>> layer = torch.nn.Linear(2, 1)
+>>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
+>>> layer(torch.ones(1, 2)).sum().backward()
+>>> first.step()
+>>> load_optimizer_state(second, optimizer_state(first))
+>>> sorted(optimizer_state(second))[:3]
+['0.exp_avg', '0.exp_avg_sq', '0.step']
+"""
 
 from __future__ import annotations
 
@@ -120,6 +131,21 @@ class OptimSpec:
                 "step it in a strategy for one node"
             )
         return float(group["lr"])
+
+    @property
+    def acts_on(self) -> str:
+        """ "elements"; or "tensors", where it does something else to a tensor than to its halves, each by itself."""
+        start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
+        ends = []
+        for cuts in ([6], [3, 3]):
+            parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
+            optimizer = OptimSpec(self.cls, **self.kwargs).build(parts, hidden=frozenset(parts))
+            for step in range(3):
+                for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
+                    p.grad = grad.clone()
+                optimizer.step()
+            ends.append(torch.cat([p.detach() for p in parts.values()]))
+        return "elements" if torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7) else "tensors"
 
     def build(
         self,

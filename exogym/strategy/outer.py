@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from exogym.errors import ArgumentError, check_count
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut, Layout, Slot, cut_of
 from exogym.fleet.presence import all_present, rows_of, shared_row
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import load_optimizer_state, optimizer_state
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 
 
@@ -132,6 +133,10 @@ class OuterOptimizer:
 
     def load_state(self, tensors: Tensors) -> None:
         load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
+        """Return what of a tensor of the state is here, where the named tensors are those of `slots`."""
+        return optimizer_cut(self.optimizer, self.parameters, slots, name, shape)
 
 
 def _momentum(group: dict[str, Any]) -> str | None:
@@ -307,6 +312,15 @@ class OuterParameters:
             self.flight = Flight(self._pieces(tensors, "flight."), tensors["senders"].tolist(), round_, due)
         self.optimizer.load_state(below("outer.", tensors))
 
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """Return what of a tensor of `state` is here (see `Stateful.cut`)."""
+        kind, _, rest = name.partition(".")
+        if kind in ("theta", "earlier", "flight"):
+            piece = self.fragment[int(rest.rpartition(".")[2])]
+            return cut_of(piece.block.layout, piece.slots)
+        slots = [(piece.block.layout, slot) for piece in self.fragment for slot in piece.slots]
+        return self.optimizer.cut(rest, shape, slots) if kind == "outer" else None
+
     def _pieces(self, tensors: Tensors, prefix: str) -> list[Tensor]:
         return [tensors[f"{prefix}{k}"].clone().to(theta) for k, theta in enumerate(self.theta)]
 
@@ -338,6 +352,9 @@ class OuterModule(PeriodicModule):
 
     def load_state(self, tensors: Tensors) -> None:
         self.outer.load_state(tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        return self.outer.cut(name, shape)
 
     @property
     def theta(self) -> list[Tensor]:

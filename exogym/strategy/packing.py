@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from exogym.base.torch_private import is_of_every_optimizer
 from exogym.errors import StrategyError
+from exogym.fleet.layout import Cut, Layout, Slot, parameter_cut
 from exogym.strategy.kernels import is_torchs
 
 SKELETON = "skeleton"
@@ -191,6 +193,22 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     if not state and not rest:
         return tensors
     return tensors | kept | {SKELETON: as_text({"state": state, "beside": rest})}
+
+
+def optimizer_cut(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], slots: Sequence[tuple[Layout, Slot]], name: str,
+    shape: Sequence[int],
+) -> Cut | None:  # fmt: skip
+    """Return what of the tensor `name` of `optimizer_state` is here, where `parameters` lie in `slots`; None: all.
+
+    An optimizer keeps of a parameter what has its shape, or what is no part of it.
+    """
+    number = name.partition(".")[0]
+    if not number.isdigit():
+        return None
+    held = [p for group in optimizer.param_groups for p in group["params"]][int(number)]
+    found = parameter_cut(*slots[next(k for k, p in enumerate(parameters) if p is held)])
+    return found if found.fits(shape) else None
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -79,11 +79,15 @@ class LowRankMean(GradientModule):
         super().start(fleet, run)
         self.row_state = {f"error.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
         self.shared_state = {}
+        count = 0  # of those in all processes of a node
         for block in fleet.blocks:
-            for slot in block.layout:
+            here = {slot.name for slot in block.layout}
+            for slot in block.layout.whole or block.layout:
                 if (shape := self.shape(slot)) is not None:
-                    drawn = torch.randn(shape[1:], generator=generator(run.seed, "powersgd", len(self.shared_state)))
-                    self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
+                    if slot.name in here:
+                        drawn = torch.randn(shape[1:], generator=generator(run.seed, "powersgd", count))
+                        self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
+                    count += 1
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         for error in self.row_state.values():

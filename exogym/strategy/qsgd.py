@@ -59,6 +59,7 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
         mean = CompressedMean(
             lambda layout: Quantized(code, buckets(layout.numel, bucket)),
             lambda P, b: math.ceil(P * code.bits / 8) + 4 * math.ceil(P / bucket),
+            "row",
         )
         super().__init__(
             inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,

@@ -32,6 +32,7 @@ class QuantizedAverage(GradientModule):
     """Replace the gradients by their quantised mean."""
 
     weighted_means = only_means = True
+    acts_on = "row"
 
     def __init__(self, bits: int, bucket: int):
         super().__init__()

@@ -18,6 +18,7 @@ With absent nodes: those that are there vote; for the rest as `compressed_gradie
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class MajorityVote(GradientModule):
             def decode(votes: Tensor, like: Tensor = g) -> Tensor:
                 return (2 * unpack(votes, 1, like.shape[1]) - 1).to(like.dtype)
 
-            total = shared_row(fleet, fleet.comm.sum_decoded([votes], decode, "sum"))
+            size = math.ceil(block.layout.total / 8)
+            total = shared_row(fleet, fleet.comm.sum_decoded([votes], decode, "sum", size=size))
             block.grads = total.sign().expand_as(g)
             mark_used(fleet, block)
         broadcast_buffers(fleet)
@@ -88,7 +90,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
         warmup_steps: int = 0,
     ):
         scaled = CompressedMean(
-            lambda layout: Quantized(ScaledSign(), tensors(layout)), lambda P, b: P / 8, error_feedback=True
+            lambda layout: Quantized(ScaledSign(), tensors(layout)), lambda P, b: P / 8, "tensors", error_feedback=True
         )
         super().__init__(
             inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,

@@ -47,6 +47,8 @@ class SparseOuterStep(PeriodicModule):
     State: theta, one copy for all nodes; e and the theta last received, (rows, P).
     """
 
+    acts_on = "tensors"
+
     def __init__(
         self,
         H: RoundLength,

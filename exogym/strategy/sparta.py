@@ -109,6 +109,7 @@ class SparseCommunicator(PeriodicModule):
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
         self.final_average = final_average
+        self.acts_on = "elements" if self.bits is None and compression_method != "topk" else "row"
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         count, every = self.p * P, self.interval_steps
@@ -147,7 +148,7 @@ class SparseCommunicator(PeriodicModule):
             chosen = self._announced(fleet, b, step) if self.method == "topk" else self.indices(block, b, step)
             if len(chosen) == 0:
                 continue
-            chosen = chosen.to(x.device)
+            chosen = block.layout.here(chosen).to(x.device)
             mean = self._average(fleet, x[:, chosen] if len(chosen) < x.shape[1] else x, b, step)
             x[:, chosen] = where_present(fleet, mean, x[:, chosen])
             if self.method == "topk":
@@ -162,7 +163,7 @@ class SparseCommunicator(PeriodicModule):
 
     def indices(self, block: Block, b: int, step: int) -> Tensor:
         """Return the ascending index set I_t of block `b`: a function of (seed, block, step) only."""
-        total, turn = block.layout.numel, step // self.interval_steps - 1
+        total, turn = block.layout.total, step // self.interval_steps - 1
         if self.method == "random":
             return random_indices(total, self.p, generator(self.run.seed, "sparta", b, step))
         chunks = math.ceil(1 / self.p - 1e-9)

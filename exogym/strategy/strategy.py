@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from exogym.base.torch_private import scale_
+from exogym.communicator import ALONE, Inside
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Availability, Faults
 from exogym.fleet.layout import hidden_matrices
@@ -216,6 +217,14 @@ class Strategy:
             "own: take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out"
         )
 
+    def check_parts(self) -> None:
+        """Raise ArgumentError unless it can act where each of several processes has a part of a node's row."""
+        raise ArgumentError(
+            f"{type(self).__name__} is written for one node and does not say what it acts on, so nobody knows whether "
+            "it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, DiLoCo, "
+            "FedAvg, SPARTA, ...), or leave node= out"
+        )
+
     def unweighted(self) -> list[str]:
         """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""
         return []
@@ -276,16 +285,16 @@ class Strategy:
         set_rates(self.optim, self.schedule, self.local_step)
 
 
-def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None:
+def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside: Inside = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
     With `stacked` each tensor is (rows, *shape) and every row has a norm of its own. A norm that is NaN scales
-    nothing, so that the NaN stays in its tensor, where it can be named.
+    nothing, so that the NaN stays in its tensor, where it can be named. The node is all the processes of `inside`.
     """
     if not grads:
         return
     if not stacked:
-        total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+        total = inside.norms(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         scale_(grads, factor)
         return
@@ -294,6 +303,6 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool) -> None
     norms = torch.stack(
         [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
     )
-    factor = (max_norm / (norms + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+    factor = (max_norm / (inside.norms(norms) + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     for g in grads:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))

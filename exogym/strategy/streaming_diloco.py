@@ -29,6 +29,7 @@ from torch import Tensor
 from exogym.compress import E3M0, Absmax, Quantized
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
+from exogym.fleet.layout import Cut
 from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
@@ -74,6 +75,7 @@ class StreamingCommunicator(CommunicationModule):
                 f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"
             )
         self.H, self.num_fragments, self.rule, self.pattern, self.bits = H, num_fragments, rule, pattern, bits
+        self.acts_on = "elements" if bits == 32 else "row"  # whose fragments have scales
         self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha
         self.offsets = [p * H // num_fragments for p in range(num_fragments)] if offsets is None else list(offsets)
 
@@ -141,6 +143,10 @@ class StreamingCommunicator(CommunicationModule):
 
     def save_state(self) -> Tensors:
         return {f"{p}.{name}": x for p, outer in enumerate(self.outer) for name, x in outer.state().items()}
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        p, _, rest = name.partition(".")
+        return self.outer[int(p)].cut(rest, shape) if p.isdigit() else None
 
     def load_state(self, tensors: Tensors) -> None:
         for p, outer in enumerate(self.outer):

@@ -58,6 +58,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
         mean = CompressedMean(
             lambda layout: TopK(layout.numel, max(1, round(density * layout.numel))),
             lambda P, b: max(1, round(density * P)) * (b + 4),
+            "row",
             error_feedback,
         )
         super().__init__(

@@ -1,6 +1,14 @@
 """Sweeps: the same task trained with every combination of some options, and what differs between them.
 
 `sweep` trains the cells and gives a `Swept` (`exogym.sweep.result`).
+
+>>> def stop(ended):
+...     raise KeyboardInterrupt
+>>> try:
+...     result: Swept = sweep("digits", ["H=2,5"], steps=5, seeds=1, nodes=2, processes=1, watch=stop)
+... except SweepInterrupted as stopped:
+...     print(stopped.folder)
+None
 """
 
 from exogym.sweep.result import Swept

@@ -24,8 +24,10 @@ from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
+from exogym.compute.insides import Insides
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
+from exogym.compute.split_worker import SplitWorker
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -135,14 +137,18 @@ def _assemble(
         balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
-        step_s = None if options.step_seconds is None else _step_seconds(options)
+        spread = None
+        if worker.insides is not None:
+            worker.insides.count(fleet.comm.ledger, worker.micro_batch_size)
+            spread = worker.insides.spread(np.broadcast_to(sizes, options.num_nodes).tolist())
+        step_s = None if options.step_seconds is None else _step_seconds(options, spread)
         availability = None if options.faults is None else options.faults.trace
         run = Run(
             options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
         )
         timing = None
         if options.network is not None:
-            timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work)
+            timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work, spread)
         shares = balance.shares() if balance is not None and balance.kind == "steps" else []
         driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, shares)
         undo.callback(driver.close)
@@ -176,6 +182,7 @@ def _assemble(
         if folder is not None:  # what cannot be saved is to be known now
             fleet.state.row(0)
             fleet.state.shared()
+        worker.begin(first_batch)
         observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
         undo.pop_all()
     return loop
@@ -208,19 +215,24 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    worker = Worker(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    kind = Worker if wire.inside.parts == 1 else SplitWorker
+    worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    worker.insides = Insides(model, options.meshes) if options.meshes else None
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
-    worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
-    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire))
+    with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
+        worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+    parts = worker.divide(options.meshes[0], wire.inside) if isinstance(worker, SplitWorker) else None
+    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
 
 
-def _step_seconds(options: FitOptions) -> np.ndarray:
-    """Return the (N,) seconds of a step that were given."""
+def _step_seconds(options: FitOptions, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given, or that it takes a node of several devices."""
     given = options.step_seconds
-    return (given if isinstance(given, StepTime) else StepTime(given)).mean_s(options.num_nodes)
+    time = given if isinstance(given, StepTime) else StepTime(given)
+    return (time if spread is None else time.for_work(*spread)).mean_s(options.num_nodes)
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
@@ -302,7 +314,8 @@ def _description(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
     rounds = _rounds(options, total_steps)
-    model = [[slot.name, list(slot.shape), str(b.layout.dtype)] for b in fleet.blocks for slot in b.layout]
+    layouts = [block.layout.whole or block.layout for block in fleet.blocks]
+    model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
     by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
     dealt = {"speeds": by_process} if by_process else {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,7 +125,7 @@ class TrainingLoop:
                 elif self.together:
                     self.worker.set_home(*self.model_of(None))
                 else:
-                    self.worker.set_home(*self._what_is_left())
+                    self.worker.set_home(*self._what_is_left(), together=False)
         finally:
             # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
             self.worker.should_stop = lambda: False
@@ -254,17 +255,33 @@ class TrainingLoop:
             )
         self._ask("evaluate", node)
         vectors, buffers = self.model_of(node)
-        values = self.evaluator(vectors, buffers) if self.wire.is_main else {}
+        values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # of the first node's processes
         return self._known_to_all(values)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate parameters, (P,) per block, and buffers on the validation set, in this process; {} without one."""
-        return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+        """In a callback: evaluate parameters, (P,) per block, and buffers on the validation set; {} without one."""
+        if self.evaluator is None or self.wire.inside.parts == 1:
+            return {} if self.evaluator is None else self.evaluator(vectors, buffers)
+        self._ask("measure")
+        return self._measure_together(vectors, buffers)
+
+    def _measure_together(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate with the processes of the first node; only the main one knows `vectors`, and what they come to."""
+        if self.wire.process or self.evaluator is None:
+            return {}
+        here, inside = [], self.wire.inside
+        for b, block in enumerate(self.fleet.blocks):
+            layout = block.layout
+            whole = block.params.new_zeros(layout.total) if vectors is None else vectors[b].clone()
+            here.append(inside.sum(whole)[layout.columns.to(whole.device)])
+        told = {name: buffers.get(name, torch.zeros_like(x[0])) for name, x in self.fleet.buffers.items()}
+        return self.evaluator(here, {name: inside.sum(x) for name, x in told.items()})
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
         self._ask("average")
-        return self.model_of(None)
+        vectors, buffers = self.model_of(None)
+        return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
         """Return the parameters of all nodes, (N, P) per block, in a callback; traffic is not recorded.
@@ -272,7 +289,7 @@ class TrainingLoop:
         Where clients are sampled, of those at work: `fleet.comm.present`.
         """
         self._ask("rows")
-        return [self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks]
+        return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def _known_to_all(self, values: dict[str, float]) -> dict[str, float]:
         """Return what the main process found in every process that somebody looks at."""
@@ -290,6 +307,8 @@ class TrainingLoop:
         """Write a checkpoint of this moment; return its folder."""
         self._ask("save")
         agenda = self.agenda
+        if self.worker.insides is not None:
+            self._share_insides()
         path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.wire, agenda.keepers)
         self._tell("checkpoint", path=str(path))
         return path
@@ -329,6 +348,9 @@ class TrainingLoop:
             values["examples_per_s"] = self.reports.examples / span
         if self.fleet.buffers:
             values["buffer_bytes"] = float(self.fleet.comm.ledger.buffer_bytes.mean())
+        if self.worker.insides is not None:
+            self._share_insides()
+            values["inside_bytes"] = float(self.fleet.comm.ledger.inside_bytes.mean())
         if self.timing is not None:
             values |= self.timing.values()
         values |= self.fleet.state.figures()
@@ -337,6 +359,12 @@ class TrainingLoop:
         self._tell("evaluation", **{name: x for name, x in values.items() if name.startswith("val_")})
         if self.timing is not None:
             self._tell("clock", **self.timing.parts())
+
+    def _share_insides(self) -> None:
+        """Let every process know what was said inside of each node, which counts it."""
+        if self.wire.is_shared:
+            ledger = self.fleet.comm.ledger
+            ledger.inside_bytes[:] = np.max(self.wire.gather(ledger.inside_bytes.tolist()), axis=0)
 
     def _call_back(self, every: bool = True) -> None:
         due = self.agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
@@ -378,6 +406,8 @@ class TrainingLoop:
                 self.average()
             elif wish == "rows":
                 self.rows()
+            elif wish == "measure":
+                self._measure_together(None, {})
             else:
                 self.stopped = value
                 return

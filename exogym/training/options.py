@@ -20,6 +20,7 @@ from exogym.data.partition import Partitioner
 from exogym.engine import Ray
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
+from exogym.mesh import NodeMesh
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
@@ -42,6 +43,7 @@ class FitOptions:
 
     strategy: Strategy
     num_nodes: int = 1
+    node: NodeMesh | Sequence[NodeMesh] | None = None
     num_epochs: int | None = None
     max_steps: int | None = None
     batch_size: int = 32
@@ -177,11 +179,40 @@ class FitOptions:
         for callback in self.callbacks:
             if not callable(callback):
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+        if self.node is not None:
+            object.__setattr__(self, "node", _one_each(self.node, self.num_nodes))
+            self._check_node()
+
+    def _check_node(self) -> None:
+        """Refuse what does not go with nodes of several devices, whether in one process or in one for each device."""
+        if self.compute != "loop":
+            raise ArgumentError(
+                f"compute={self.compute!r} with node=: a model that is split over devices computes step by step; leave "
+                "compute out"
+            )
+        if self.processes != 1 or self.engine is not None:
+            asked = f"processes={self.processes!r}" if self.engine is None else f"engine={self.engine!r}"
+            raise ArgumentError(
+                f"{asked} with node=: one process stands for all devices, or one for each of them under python -m "
+                f"exogym.launch; leave {asked.partition('=')[0]} out"
+            )
+        for mesh in self.meshes:
+            mesh.check_batch(self.batch_size)
+            if mesh.depth > 1 and self.chosen_precision == "fp16":
+                raise ArgumentError(
+                    "precision='fp16' with stages: the scale of the loss is not known to the stages before it; use "
+                    "'bf16' or 'fp32'"
+                )
 
     @property
     def may_be_away(self) -> bool:
         """Whether nodes may be away, or late, whatever a strategy asks; a trace is looked at by the strategy itself."""
         return self.faults is not None and self.faults.trace is None
+
+    @property
+    def meshes(self) -> tuple[NodeMesh, ...]:
+        """The split of each node; empty where nodes are one device each."""
+        return self.node if isinstance(self.node, tuple) else ()
 
     @property
     def step_examples(self) -> int:
@@ -219,9 +250,20 @@ class FitOptions:
             given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
         elif self.step_seconds is not None:
             given |= {"step_seconds": describe(self.step_seconds)}
+        given |= {"node": [mesh.describe() for mesh in dict.fromkeys(self.meshes)]} if self.meshes else {}
         given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
+
+
+def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
+    """Return the split of each node, from one for all or one for each."""
+    found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
+    if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
+        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list of one for each node")
+    if len(found) != num_nodes:
+        raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
+    return tuple(found)
 
 
 def check_weighted(strategy: Strategy, kind: str) -> None:

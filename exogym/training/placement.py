@@ -21,12 +21,14 @@ from exogym.compute.memory import check_rows
 from exogym.engine import Engine, EngineOptions, engine_for
 from exogym.engine.protocol import Moved
 from exogym.engine.wire import place
+from exogym.engine.world import world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
 from exogym.fleet.seats import rows_for
 from exogym.progress import notice
 from exogym.training.assembly import Subject, workplace
 from exogym.training.options import FitOptions
 from exogym.training.speeds import step_seconds
+from exogym.training.splits import check_split
 from exogym.training.trials import chosen_processes
 
 Result = TypeVar("Result")
@@ -47,6 +49,7 @@ def run_placed(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
         engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
         cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
+        parts=check_split(options) if options.meshes and world_size() > 1 else 1,
     )  # fmt: skip
     found = engine or engine_for(asked)
     if found is None or found.is_here:
@@ -76,7 +79,8 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     or all rows, and is of use to any number of processes; but each has a row.
     """
     nodes = options.num_nodes
-    keeps = (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
+    split = options.meshes and world_size() > 1  # its devices are processes
+    keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
     most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
     if most is None or 2 * rows_for(most, 1) > nodes or processes >= nodes:
         return nodes

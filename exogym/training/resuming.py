@@ -13,14 +13,14 @@ from exogym.base.files import remove_folders
 from exogym.communicator import Wire
 from exogym.compute.ways import WAYS
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.saving.checkpoint import differences, list_checkpoints, load_newest, remove_leftovers
-from exogym.saving.checkpoint_files import Snapshot
+from exogym.saving.checkpoint import differences, load_newest, remove_leftovers
+from exogym.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import check_counters
 from exogym.training.options import FitOptions, is_number
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
-FREE = ("limits", "placement")  # what a run that goes on may have otherwise
+FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
 
 
 class Refused(Exception):
@@ -36,7 +36,13 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     made: list[Path] = []
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
-    keepers = holding(folder, wire, find_keepers(folder, wire))
+    found = find_keepers(folder, wire)
+    if wire.inside.parts > 1 and not found.are_one:
+        raise ArgumentError(
+            f"save_dir={str(folder)!r} is a folder of each host ({', '.join(dict.fromkeys(found.places))}), and with "
+            "node= each process holds a part of its node's rows: give a folder that all hosts share"
+        )
+    keepers = holding(folder, wire, found)
     undo.callback(keepers.release)
     if not resume:
         everywhere(wire, lambda: _check_empty(folder, keepers))

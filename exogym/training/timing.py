@@ -33,6 +33,7 @@ class Timing:
         fleet: its communicator's events are taken into account from here on.
         network, step_seconds, timeline: as `Clock`; step_seconds None: measured.
         work: (N,) what each node's steps hold, where that differs, in steps as `step_seconds` means them.
+        spread: where a node is several devices: (N,) shares of a step's time that they take, and (N,) seconds on top.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -49,14 +50,17 @@ class Timing:
         step_seconds: Any = None,
         timeline: bool = False,
         work: np.ndarray | None = None,
+        spread: tuple[np.ndarray, np.ndarray] | None = None,
     ):
-        self.fleet = fleet
+        self.fleet, self.spread = fleet, spread
         self.is_measured = step_seconds is None
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
         self._is_on_hosts = self.clock.network.measurement is not None
         self._is_exact = self._is_on_hosts and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
+        if spread is not None:
+            self.clock.step_time = self.clock.step_time.for_work(*spread)
         self.taken_s = np.zeros(len(fleet))
         fleet.comm.ledger.listeners.append(self._hear)
         fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
@@ -79,6 +83,8 @@ class Timing:
         nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
         taken_s = np.zeros(self.fleet.num_nodes)
         taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()
+        if self.spread is not None:
+            taken_s = taken_s * self.spread[0] + counts * self.spread[1]
         self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
         self.taken_s[:] = 0
         self.clock.agree(agreements)

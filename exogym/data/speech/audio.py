@@ -27,6 +27,8 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
         DataError: it cannot be read, or is no sound.
     """
     soundfile = needs("soundfile", "whisper")
+    if not isinstance(source, bytes) and not os.path.isfile(source):  # to open a pipe would wait for its other end
+        raise DataError("there is no such file")
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
             rate, length_s = file.samplerate, file.frames / file.samplerate

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.base import rng
 from exogym.data.bulk import BulkDataset
 from exogym.data.speech.audio import SAMPLE_RATE, one_channel, read_audio
 from exogym.data.speech.manifest import AUDIO, SPEAKER, TEXT, Entry, column, find_manifest, read_manifest
@@ -23,7 +24,7 @@ from exogym.progress import notice
 Encode = Callable[[str, float], Sequence[int]]
 SHORTEST_S, FULL_WINDOW_S, NO_LABEL = 0.1, 30.0, -100
 MOST_LABELS = 448  # places of Whisper's decoder
-HELD_OUT_EVERY = 5  # clip is for validation where nobody says which
+HELD_OUT = 0.2  # of the clips, where nobody says which
 QUIET = 1e-4  # of full scale: a clip that is nowhere louder is silence
 INT16 = 32767
 MARGIN_S = 1.0  # of silence behind the longest clip: Whisper is used to some
@@ -115,7 +116,8 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             seconds, up to 30.
         most_labels: leave out clips with more.
 
-    Held out is what the manifest or the data set says; else every fifth clip. Left out, counted and said are clips that
+    Held out is what the manifest or the data set says; else a fifth of the clips, drawn at random, always the same.
+    Left out, counted and said are clips that
     are longer than the window, empty (under 0.1 s, or silence), without words, with too many labels, or that cannot be
     read.
 
@@ -158,7 +160,8 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
         window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
     held = [bool(entry.held_out) for entry in kept]
     if all(entry.held_out is None for entry in kept) or len(set(held)) == 1:
-        held = [i % HELD_OUT_EVERY == min(HELD_OUT_EVERY, len(kept)) - 1 for i in range(len(kept))]
+        order = torch.randperm(len(kept), generator=rng.generator(0, "held out"))  # lists often have a period
+        held = (order < max(1, round(HELD_OUT * len(kept)))).tolist()
 
     def part(which: bool) -> SpeechClips:
         chosen = [i for i, is_held in enumerate(held) if is_held == which]
@@ -227,11 +230,13 @@ def _rows_of(data: Any) -> list[Entry]:
             for name, part in splits.items()
             for e in part
         ]
-    features = getattr(data, "features", None)
+    features, words = getattr(data, "features", None), None
     if isinstance(features, Mapping):  # undecoded, so that no further decoder is needed
         audio = next((name for name in AUDIO if name in features), None)
         if audio is not None and hasattr(features[audio], "decode"):
             data = data.cast_column(audio, type(features[audio])(decode=False))
+        text = next((name for name in TEXT if name in features), None)
+        words = None if text is None else getattr(features[text], "names", None)  # of a ClassLabel
     if not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}: wanted a folder, a manifest, or a data set with audio and text"
@@ -242,7 +247,9 @@ def _rows_of(data: Any) -> list[Entry]:
             raise DataError(f"clip {number} is a {type(row).__name__}: wanted a mapping with audio and text")
         where = f"clip {number}"
         speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
-        found.append(Entry(column(row, AUDIO, where), str(column(row, TEXT, where) or ""), speaker, None, str(number)))
+        said = column(row, TEXT, where)
+        said = words[said] if words and isinstance(said, int) else said
+        found.append(Entry(column(row, AUDIO, where), "" if said is None else str(said), speaker, None, str(number)))
     return found
 
 

@@ -14,11 +14,21 @@ from exogym.errors import DataError, nearest
 
 NAMES = ("manifest", "metadata", "train", "validated", "transcripts")
 ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".ndjson")
-AUDIO = ("audio", "path", "file", "file_name", "filename", "audio_filepath", "audio_path", "audio_file", "wav", "clip")
-TEXT = ("text", "sentence", "transcription", "transcript", "normalized_text", "words", "label")
-SPLIT, SPEAKER = ("split", "set", "subset"), ("speaker", "speaker_id", "client_id")
+AUDIO = (
+    *("audio", "path", "file", "file_name", "filename", "file_path", "filepath", "audio_filepath", "audio_path"),
+    *("audio_file", "audio_filename", "wav", "wav_path", "wav_file", "clip", "recording", "sound"),
+)
+TEXT = (
+    *("text", "sentence", "transcription", "transcript", "normalized_text", "words", "word", "utterance", "label"),
+    *("digit", "number"),
+)
+SPLIT = ("split", "set", "subset")
+SPEAKER = ("speaker", "speaker_id", "speaker_name", "client_id", "spk_id", "person", "reader", "voice")
+PLACES = ("clips", "audio", "wavs", "recordings")  # beside a manifest, where files are that are not in its own folder
+HUGGING_FACE = {"dataset_dict.json", "dataset_info.json", "state.json"}  # in what save_to_disk wrote
 MOST_CLIPS, LONGEST_LINE = 1_000_000, 1_000_000  # a manifest with more was not made for this
-VALIDATION = {"val", "valid", "validation", "dev", "test", "eval"}
+TRAIN = {"train", "training"}
+VALIDATION = {"val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation", "held_out"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class Entry:
 
 
 def find_manifest(data: str | os.PathLike[str]) -> Path | None:
-    """Return the manifest `data`, or that of the folder `data`; None where the folder has none.
+    """Return the manifest `data`, or that of the folder `data`: of a usual name, or its only file of a usual ending;
+    None where the folder has none.
 
     Raises:
         DataError: there is no such file or folder.
@@ -47,7 +58,9 @@ def find_manifest(data: str | os.PathLike[str]) -> Path | None:
         for ending in ENDINGS:
             if (path / (name + ending)).is_file():
                 return path / (name + ending)
-    return None
+    others = [other for other in path.iterdir() if other.suffix in ENDINGS and other.is_file()]
+    odd = [other for other in others if other.name not in HUGGING_FACE]
+    return odd[0] if len(odd) == len(others) == 1 else None
 
 
 def read_manifest(path: Path) -> list[Entry]:
@@ -104,7 +117,7 @@ def _bounded(path: Path, file: Any) -> Iterator[str]:
 def _csv_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     header = next(lines, "")
     mark = max(",;\t|", key=header.count)
-    names = [name.strip().lower() for name in next(csv.reader([header], delimiter=mark), [])]
+    names = [_plain(name) for name in next(csv.reader([header], delimiter=mark), [])]
     reader = csv.reader(lines, delimiter=mark)
     for values in reader:
         if len(values) > len(names):
@@ -126,17 +139,24 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[
             raise DataError(f"{path}, line {number} is no JSON object ({error}): wanted one a line") from None
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number} holds a {type(row).__name__}: wanted a JSON object a line")
-        yield number, {str(name).lower(): value for name, value in row.items()}
+        yield number, {_plain(str(name)): value for name, value in row.items()}
+
+
+def _plain(column: str) -> str:
+    """Return "file_name" of "File Name", "file-name" and the like."""
+    return "_".join(column.lower().replace("-", " ").split())
 
 
 def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | None) -> Entry:
     where = f"{path}, line {number}"
     audio, text = (column(row, names, where) for names in (AUDIO, TEXT))
-    split = str(next((row[name] for name in SPLIT if row.get(name)), "")).strip().lower()
+    split = _plain(str(next((row[name] for name in SPLIT if row.get(name)), "")))
     speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
     if split:
+        if split not in TRAIN | VALIDATION:
+            raise DataError(f"{where}: the split {split!r} is none: wanted train, or validation, test and the like")
         held_out = split in VALIDATION
-    return Entry(_inside(path, str(audio), where), str(text or ""), speaker, held_out, str(audio))
+    return Entry(_inside(path, str(audio), where), "" if text is None else str(text), speaker, held_out, str(audio))
 
 
 def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
@@ -148,16 +168,25 @@ def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
     for name in names:
         if name in row:
             return row[name]
-    raise DataError(f"{where} has {', '.join(map(str, row))}, but no column {names[0]!r}: {nearest(names[0], row)}")
+    has, others = (", ".join(words) for words in (map(repr, map(str, row)), names[1:]))
+    raise DataError(f"{where} has {has}, but no column {names[0]!r}: {nearest(names[0], row)}; as good are {others}")
 
 
 def _inside(path: Path, name: str, where: str) -> Path:
-    """Return the file of a clip; what links in the folder lead to is the user's."""
-    given = PurePosixPath(name)
-    foreign = PureWindowsPath(name)
-    own = given.is_relative_to(PurePosixPath(path.parent.absolute().as_posix())) and given.is_absolute()
-    if ".." in (*given.parts, *foreign.parts) or ((given.is_absolute() or foreign.drive) and not own):
+    """Return the file of a clip; what links in the folder lead to is the user's.
+
+    A name may lead through a folder of the name of the manifest's, since folders are copied to other places: only what
+    stands behind that counts.
+    """
+    given, foreign, folder = PurePosixPath(name), PureWindowsPath(name), path.parent
+    whole = given.is_absolute() or bool(foreign.drive)
+    own = folder.absolute().name in given.parts[:-1]
+    if ".." in (*given.parts, *foreign.parts) or (whole and not own):
         raise DataError(f"{where}: {name!r} is outside the folder of the manifest; name files in it")
     if not name or "\0" in name:
         raise DataError(f"{where} names no file")
-    return path.parent / name
+    places = [] if whole else [folder / name, *(folder / place / name for place in PLACES)]
+    if own:
+        behind = given.parts[::-1].index(folder.absolute().name)
+        places.append(folder.joinpath(*given.parts[-behind:]))
+    return next((place for place in places if os.path.isfile(place)), places[0])

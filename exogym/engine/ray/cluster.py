@@ -200,11 +200,11 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
         ) from error
     except ray.exceptions.RayError as error:
         raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
-    _check_versions(dict(found))
+    check_versions(dict(found))
     alike.update(new)
 
 
-def _check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
+def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
     """Hold what processes have, by their machine, against this one: other versions give other bits, or none.
 
     Raises:

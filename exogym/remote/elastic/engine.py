@@ -8,6 +8,7 @@ from exogym.communicator import Wire
 from exogym.engine import EngineOptions
 from exogym.engine.hangs import watched
 from exogym.engine.protocol import Result
+from exogym.errors import ArgumentError
 from exogym.remote.elastic.member import Generation, Member
 from exogym.remote.elastic.wire import ElasticWire
 
@@ -30,6 +31,11 @@ class Elastic:
         return True
 
     def processes(self, options: EngineOptions) -> int:
+        if options.parts > 1:
+            raise ArgumentError(
+                "min_hosts with node=: of a node that is several processes one that is lost takes parts of a row with "
+                "it that the others lack; leave min_hosts out, and give max_restarts= and save_dir="
+            )
         return self.size
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:

@@ -25,8 +25,9 @@ from exogym.record.run_folder import RunFolder
 from exogym.remote.elastic.engine import Elastic
 from exogym.remote.elastic.member import Generation
 from exogym.remote.elastic.wire import ElasticWire, Lost
-from exogym.remote.world import same_start
-from exogym.saving.checkpoint import Snapshot, differences
+from exogym.remote.world import same_start, sum_of
+from exogym.saving.checkpoint import differences
+from exogym.saving.checkpoint_files import Snapshot
 from exogym.saving.keepers import check_folder, everywhere, find_keepers, holding
 from exogym.saving.snapshots import put_back, snapshot_of
 from exogym.trainer import LocalTrainer
@@ -234,9 +235,16 @@ class Recovery:
         self._begin()
 
     def _share(self, generation: Generation, anchor: Snapshot | None) -> Snapshot:
-        """Return the `anchor` of the source, without rows, in the newcomers; what all share lies in it, too."""
-        meta = self.wire.tell(None if anchor is None else anchor.meta, generation.members.index(generation.source))
-        shared = {} if anchor is None else anchor.shared | self._constants()
+        """Return the `anchor` of the source, without rows, in the newcomers.
+
+        In it lies, too, what all share and a newcomer has otherwise: pretrained weights that it has read do not travel.
+        """
+        at = generation.members.index(generation.source)
+        meta = self.wire.tell(None if anchor is None else anchor.meta, at)
+        constants = self._constants()
+        sums = self.wire.gather({name: sum_of(x) for name, x in constants.items()})
+        far = [name for name, own in sums[at].items() if any(there.get(name) != own for there in sums)]
+        shared = {} if anchor is None else anchor.shared | {name: constants[name] for name in far}
         source, *takers = (self.wire.nodes_of[rank][0] for rank in (generation.source, *generation.newcomers))
         return Snapshot({}, ship(self.wire, shared, source, takers), meta)
 
@@ -258,7 +266,8 @@ class Recovery:
             raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
         with torch.no_grad():
             for name, x in self._constants().items():
-                x.copy_(told.shared.pop(name))
+                if name in told.shared:
+                    x.copy_(told.shared.pop(name))
         self._stand(Snapshot(rows, told.shared, meta))
         self.loop.take_description(meta["description"])
         self._begin()

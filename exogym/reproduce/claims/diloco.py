@@ -105,6 +105,7 @@ CLAIMS = [
             "DDP, Muon": Cell("ddp:inner_optim=muon"),
         },
         [no_worse("MuLoCo, N=1", "DDP, Muon", 0.005)],
+        notes="Behind by 0.6 %, where 0.5 % was allowed: less than the sum of the two spreads. 33 outer steps here.",
     ),
     Claim(
         "momentum",
@@ -125,6 +126,8 @@ CLAIMS = [
                 "at H = 64",
             ),
         ],
+        notes="At H = 8 the outer rate of 0.7 is held for all three: without momentum each round goes only 0.7 of the "
+        "way of its nodes, with momentum 0.5 up to 1.4.",
     ),
     Claim(
         "bandwidth",

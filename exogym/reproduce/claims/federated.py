@@ -67,6 +67,9 @@ CLAIMS = [
         },
         [lower("SCAFFOLD", "FedAvg")],
         "curves",
+        "SCAFFOLD diverges at this rate, which suits FedAvg: with 5 of 20 clients a round, what a client keeps of its "
+        "own gradient is four rounds old. A SCAFFOLD written apart in 20 lines of plain torch, on the same pictures "
+        "and model, diverges there in 3 of 3 seeds; at rates of 0.02 and 0.01 it is ahead of FedAvg in 3 of 3.",
     ),
     Claim(
         "momentum-pays-text",

@@ -56,5 +56,6 @@ CLAIMS = [
         {"streaming": Cell(STREAMING, replicas=True)},
         [late_order("streaming", ["val_loss", "mean_val_loss", "node_val_loss"])],
         "curves",
+        "Outer parameters and the nodes' mean are 0.03 % apart, less than seeds are; one node is behind both.",
     ),
 ]

@@ -1,0 +1,141 @@
+"""Build the site: gather the pages, write the reference from the program, and run Sphinx over all of it.
+
+    python docs/site/build.py [FOLDER]
+
+The pages lie in docs/ as Markdown that GitHub shows too. The navigation is docs/index.md: each of its sections is one,
+each link of a section's lists is a page in it, and what is listed under another page lies below it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from commands import command_line
+from llms import llms
+from reference import DOCS, MARK, api, options
+
+ROOT = DOCS.parent
+SOURCES = "https://github.com/exo-explore/gym/blob/main/"
+OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+           "benchmarks/RESULTS.md": "benchmarks.md"}  # fmt: skip
+LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+ENTRY = re.compile(r"^( *)- \[[^\]]+\]\(([^)\s#]+)\)", re.M)
+WRITERS = {"api": api, "commands": command_line, "options": options}
+
+
+def place(file: Path) -> str | None:
+    """Return where a file of the repository lies on the site, from its top; None: it is no page of it."""
+    inside = file.relative_to(ROOT).as_posix()
+    if file.parent == ROOT / "tutorials" and file.suffix == ".py":
+        return f"tutorials/{file.stem}.md"
+    if inside in OUTSIDE:
+        return OUTSIDE[inside]
+    is_part = file.is_relative_to(DOCS) and file.suffix in (".md", ".png")
+    return file.relative_to(DOCS).as_posix() if is_part else None
+
+
+def linked(text: str, file: Path) -> str:
+    """Return a page with its links as they are on the site: pages to their places, other files to the repository."""
+    here = Path(place(file) or "").parent
+
+    def to(found: re.Match[str]) -> str:
+        target = found[2]
+        if "://" in target or target.startswith("mailto:"):
+            return found[0]
+        other = (file.parent / target).resolve()
+        there = place(other)
+        if there is None or (
+            found[3] != ")" and other == ROOT / "README.md"
+        ):  # whose sections are not those of the first page
+            return f"{found[1]}{SOURCES}{other.relative_to(ROOT).as_posix()}{found[3]}"
+        ups = [".."] * len(here.parts)
+        return f"{found[1]}{'/'.join([*ups, there])}{found[3]}"
+
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # code stays as it is
+    return "".join(part if index % 2 else LINK.sub(to, part) for index, part in enumerate(parts))
+
+
+def written(text: str) -> str:
+    """Return a page with the parts that are written from the program in the places of their marks."""
+    return MARK.sub(lambda mark: WRITERS[mark[1]](*mark[2].split()), text)
+
+
+def navigation() -> dict[Path, list[tuple[str, list[Path]]]]:
+    """Return the pages below each page, in lists with a caption: of docs/index.md one for each section."""
+    home = DOCS / "index.md"
+    tree: dict[Path, list[tuple[str, list[Path]]]] = {home: []}
+    for section in re.split(r"^## ", home.read_text("utf-8"), flags=re.M)[1:]:
+        caption, _, body = section.partition("\n")
+        if not ENTRY.search(body):
+            continue
+        tree[home].append((caption, []))
+        above = home
+        for indent, target in ENTRY.findall(body):
+            page = (DOCS / target).resolve()
+            if indent:
+                tree.setdefault(above, [("", [])])[0][1].append(page)
+            else:
+                tree[home][-1][1].append(page)
+                above = page
+    return tree
+
+
+def contents(lists: list[tuple[str, list[Path]]]) -> str:
+    """Return the lists as Sphinx's hidden tables of contents."""
+    blocks = []
+    for caption, pages in lists:
+        names = "".join(f"/{str(place(page)).removesuffix('.md')}\n" for page in pages)
+        head = f":hidden:\n:caption: {caption}" if caption else ":hidden:"
+        blocks.append(f"\n```{{toctree}}\n{head}\n\n{names}```\n")
+    return "".join(blocks)
+
+
+def gather(folder: Path) -> None:
+    """Write all pages and pictures into `folder`, as Sphinx is to read them."""
+    tree = navigation()
+    pages = {*DOCS.rglob("*.md"), *(page for lists in tree.values() for _, below in lists for page in below)}
+    for page in sorted(pages):
+        target = folder / str(place(page))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = page.read_text("utf-8")
+        if page.suffix == ".py":
+            text = tutorial(text)
+        target.write_text(linked(written(text), page) + contents(tree.get(page, [])), "utf-8")
+    shutil.copytree(DOCS / "images", folder / "images", ignore=shutil.ignore_patterns("*.py", "*.json"))
+    for name in ("conf.py", "_static"):
+        part = DOCS / "site" / name
+        (shutil.copytree if part.is_dir() else shutil.copy)(part, folder / name)
+
+
+def tutorial(source: str) -> str:
+    """Return a script in jupytext's percent format as a page: its Markdown cells, and its code."""
+    source = re.sub(r"\A# ---\n.*?^# ---\n", "", source, flags=re.M | re.S)
+    parts = []
+    for cell in re.split(r"^# %%", source, flags=re.M)[1:]:
+        head, _, body = cell.partition("\n")
+        if "[markdown]" in head:
+            parts.append(re.sub(r"^# ?", "", body, flags=re.M).strip())
+        elif body.strip():
+            parts.append(f"```python\n{body.strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def build(out: Path, *more: str) -> int:
+    """Build the site into `out`; return Sphinx's status, which is not 0 if there was a warning."""
+    from sphinx.cmd.build import build_main
+
+    with tempfile.TemporaryDirectory() as folder:
+        gather(Path(folder))
+        shutil.rmtree(out, ignore_errors=True)
+        words = ["-q", "-W", "--keep-going", "-b", "html", "-d", f"{folder}/.trees", *more, folder, str(out)]
+        status = build_main(words)
+    (out / "llms.txt").write_text(llms(lambda page: f"{str(place(page)).removesuffix('.md')}.html"), "utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site")))

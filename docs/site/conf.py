@@ -1,0 +1,52 @@
+"""Sphinx's settings. `make docs` calls docs/site/build.py, which gathers the pages and runs Sphinx over them."""
+
+from typing import Any
+
+from docutils.utils.math.latex2mathml import tex2mathml
+
+import exogym
+
+project, author, copyright = "ExoGym", "ExoGym contributors", "ExoGym contributors, MIT licence"
+version = release = exogym.__version__
+extensions = ["myst_parser"]
+myst_enable_extensions = ["deflist", "dollarmath"]
+myst_heading_anchors = 4
+suppress_warnings = ["ref.python"]  # types in signatures are short names, of which there may be two
+smartquotes = False  # "fp32" is code as often as not
+add_module_names = False
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"ExoGym {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+pygments_style, pygments_dark_style = "tango", "monokai"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f6f8b", "color-brand-content": "#1f6f8b"},
+    "dark_css_variables": {"color-brand-primary": "#6cc5dd", "color-brand-content": "#6cc5dd"},
+}
+# Mathematics as MathML, which browsers draw by themselves: nothing is loaded to view it.
+html_math_renderer = "mathml"
+
+
+def _inline(self: Any, node: Any) -> None:
+    self.body.append(f'<span class="math">{tex2mathml(node.astext(), as_block=False)}</span>')
+    raise _skip()
+
+
+def _block(self: Any, node: Any) -> None:
+    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>\n')
+    raise _skip()
+
+
+def _skip() -> Exception:
+    from docutils.nodes import SkipNode
+
+    return SkipNode()
+
+
+def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (_inline, None), (_block, None))

@@ -1,0 +1,20 @@
+"""The benchmark: methods on tasks, with more and more nodes, and the page that is written from what came out.
+
+A `Part` is a task with a number of nodes; `exogym.reproduce` trains its cells and keeps them, `exogym.compare` makes
+rows of them. `Results` are what the page shows: rows, and what is predicted for them on networks and devices.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from exogym.reproduce import Reproduction
+>>> scope = Scope(tasks=("digits",), nodes=(2, 4), methods=("ddp", "diloco:H=10"), steps={"digits": 20})
+>>> with tempfile.TemporaryDirectory() as folder:
+...     parts: list[Part] = parts_of(scope, Reproduction(folder), {}, leave_out=print)
+...     results = Results(Path(folder, "page.json"))  # none yet
+>>> [(part.task, part.nodes, list(part.cells)) for part in parts]
+[('digits', 2, ['ddp', 'diloco:H=10']), ('digits', 4, ['ddp', 'diloco:H=10'])]
+"""
+
+from exogym.benchmark.parts import FULL, SHORT, Part, Scope, parts_of
+from exogym.benchmark.results import Results
+
+__all__ = ["FULL", "SHORT", "Part", "Results", "Scope", "parts_of"]

@@ -1,0 +1,116 @@
+"""`exogym benchmark`: the table of methods, measured again on this machine, and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exogym.benchmark import FULL, SHORT, Results, Scope, parts_of
+from exogym.benchmark.page import write
+from exogym.cli.reproduce import SHORT_SHARE, Teller
+from exogym.cli.values import INTERRUPTED, numbers_of, processes_of
+from exogym.compare.plots import check_matplotlib
+from exogym.errors import ArgumentError, check_choice
+from exogym.network import readable_seconds
+from exogym.progress import notice
+from exogym.reproduce import Reproduction
+from exogym.reproduce.claim import SEEDS
+from exogym.reproduce.training import different
+from exogym.tasks import Data
+
+PAGE = "benchmark.md"
+
+
+def benchmark(
+    full: Annotated[
+        bool, typer.Option("--full", help="All strategies, 2 to 64 nodes, MNIST too, and CIFAR-10 with --data: hours.")
+    ] = False,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Of {', '.join(FULL.tasks)}. [default: {','.join(SHORT.tasks)}]")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="LIST", help="[default: 2,4,8]")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="cifar10.npz, or its folder.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")] = Path(
+        "runs/benchmark"
+    ),
+    page: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Page to write, .md; its results lie beside it. [default: DIR/{PAGE}]"),
+    ] = None,
+    only_page: Annotated[
+        bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")
+    ] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
+    ] = False,
+    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    """Measure what each method sends, what it loses and how fast it is, with more and more nodes; write a page of it.
+
+    Says first how long it will take: without options less than an hour on two quiet cores. Each run is kept when it has
+    ended: the same command goes on after Ctrl-C, and trains nothing twice.
+    """
+    scope, command = _scope(full, tasks, nodes), _command(full, short, tasks, nodes, data)
+    if page is None:
+        page = out / ("short.md" if short else PAGE)
+    elif short:
+        raise ArgumentError("--short says nothing about a method, so it writes to no --page: leave out one of the two")
+    if page.suffix != ".md":
+        raise ArgumentError(f"--page={str(page)!r} should end in .md, as docs/{PAGE}")
+    check_matplotlib()
+    results = Results(page.with_suffix(".json"))
+    if only_page:
+        if not results.parts:
+            raise ArgumentError(f"{results.path} is not there: train first, without --only-page")
+        write(results.found, page)
+        print(f"written: {page}")
+        return
+    files: dict[str, Data] = {"cifar10": data}
+    work = Reproduction(
+        out, seeds=SEEDS[:1] if short else SEEDS, share=SHORT_SHARE if short else 1.0, data=files,
+        processes=processes_of(processes), device=device, watch=Teller(),
+    )  # fmt: skip
+    parts = parts_of(scope, work, files, lambda why: notice(f"left out: {why}"))
+    if not parts:
+        raise ArgumentError(f"nothing is left of the tasks {', '.join(scope.tasks)}: see the lines above")
+    cells = different(cell for part in parts for cell in part.cells.values())
+    left = sum(len(work.missing(cell)) for cell in cells)
+    if left:
+        span = readable_seconds(work.seconds_left(cells))
+        notice(f"{left} of {len(cells) * len(work.seeds)} runs are to be trained, about {span} in one process")
+    for part in parts:
+        try:
+            work.train([part], of=parts)
+        except KeyboardInterrupt:
+            notice(f"to go on: {command} --out {out}")
+            raise typer.Exit(INTERRUPTED) from None
+        print(f"{part.name}: {results.add(part, work, command)}")
+        write(results.found, page)
+    print(f"written: {page}")
+
+
+def _scope(full: bool, tasks: str | None, nodes: str | None) -> Scope:
+    """Return what is trained, as the options say."""
+    scope = FULL if full else SHORT
+    if tasks is not None:
+        names = tuple(dict.fromkeys(name.strip() for name in tasks.split(",")))
+        for name in names:
+            check_choice("--tasks", name, FULL.tasks)
+        scope = Scope(names, scope.nodes, scope.methods, scope.steps)
+    counts = numbers_of("--nodes", nodes)
+    if counts is not None:
+        if any(n != int(n) or n < 2 for n in counts):
+            raise ArgumentError(f"--nodes={nodes!r} should be whole numbers from 2 on, as 2,4,8")
+        scope = Scope(scope.tasks, tuple(dict.fromkeys(map(int, counts))), scope.methods, scope.steps)
+    return scope
+
+
+def _command(full: bool, short: bool, tasks: str | None, nodes: str | None, data: str | None) -> str:
+    """Return the command as it was given."""
+    words = ["exogym benchmark", "--full" if full else "", "--short" if short else ""]
+    words += [f"--{name} {x}" for name, x in (("tasks", tasks), ("nodes", nodes), ("data", data)) if x is not None]
+    return " ".join(word for word in words if word)

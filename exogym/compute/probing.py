@@ -1,0 +1,75 @@
+"""A split model held against what it was whole, by its gradients of one batch, in the processes of a node."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from exogym.compute.outputs import Loss
+from exogym.compute.replicated import Replicated
+from exogym.compute.sharded import Sharded
+from exogym.errors import ModelError
+from exogym.mesh.probe import refuse_others, squares
+
+Split = Sharded | Replicated
+
+
+def check_split(
+    split: Sharded | Replicated, loss: Loss, batch: Any, parts: Sequence[tuple[Any, float]], what: object
+) -> None:
+    """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
+
+    It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
+    calls it.
+
+    Args:
+        parts: what of the batch is computed here, and the share of the whole that each part's loss has.
+        what: the split, in words.
+
+    Raises:
+        ModelError: they are others; the model is whole again.
+    """
+    named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
+    slots = [slot for layout in split.parts[split.part] for slot in layout]
+    mode = split.model.training
+    split.model.eval()
+    try:
+        loss(batch).backward()
+        grads = [(slot, named[slot.name].grad) for slot in slots]
+        wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
+        for p in named.values():
+            p.grad = None
+        held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
+        split.split()
+        split.point(held)
+        for k, (part, share) in enumerate(parts):
+            split.collect(last=k == len(parts) - 1)
+            (loss(part) * (share * split.shards)).backward()
+        found = split.gradients()
+    finally:
+        split.model.train(mode)
+    names = [slot.name for slot in slots]
+    sums = squares(dict(zip(names, wanted, strict=True)), dict(zip(names, found, strict=True)))
+    try:
+        refuse_others(names, split.inside.sum(sums), what)
+    except ModelError:
+        split.plain()
+        raise
+
+
+def check_on(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    parts: Sequence[tuple[Any, float]],
+    like: Sharded | Replicated,
+    what: object,
+) -> None:
+    """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
+    other = copy.deepcopy(model).to(like.device)
+    split = type(like)(other, like.mesh, like.inside, like.device)
+    check_split(split, Loss(other, loss.loss_fn), batch, parts, what)
+    split.plain()

@@ -1,0 +1,217 @@
+"""A model over the devices of a node: of every parameter each holds a part, and gathers or computes with the others.
+
+Over the axis "shard" it is torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054): each block of the
+model is gathered before its forward pass and before its backward pass, and let go of afterwards; gradients are summed
+so that each process gets those of its own columns. Over the axis "tensor" layers are computed together
+(`compute.tensors`). A process's parts are its columns of the row themselves, no copies, so what training or the
+strategy does to the row the model sees. What several processes hold alike (norms and embeddings, over the axis
+"tensor") is in the row of one, and the others take it from there before they compute.
+
+Sent by a process per step, with k shards, P parameters of b bytes, of which P_blocks are in blocks that are gathered
+twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from exogym.base.torch_private import (
+    Plain,
+    hold_local,
+    hold_shard,
+    sharded_parameters,
+    take_gradient,
+    take_shard_gradient,
+)
+from exogym.communicator import Inside
+from exogym.compute.tensors import cut_axes, split_layers
+from exogym.errors import ModelError
+from exogym.fleet.layout import Box, Layout, layouts_of
+from exogym.mesh import NodeMesh
+from exogym.mesh.splits import blocks_of
+
+NOTHING = ((0, 0),)
+
+
+class Sharded:
+    """A model whose trainable parameters are split over the processes of a node.
+
+    Args:
+        model: whole, as it is until `split`.
+        mesh: of the node.
+        inside: the processes of the node.
+        device: of the model.
+
+    Attributes:
+        parts: the layouts of each process, one per block of the fleet. What is in the row of another process has
+            an empty box.
+        shards: how many processes have a part of the batch each; gradients are the mean over these.
+
+    Raises:
+        ModelError: the model cannot be split so.
+    """
+
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+        self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
+        self.part, self.size, self.shards = inside.part, inside.parts, mesh.shard
+        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
+        self._axes = cut_axes(model, mesh, self.devices)
+        whole = layouts_of(model)
+        for layout in whole:
+            for slot in layout:
+                if not slot.shape:
+                    raise ModelError(
+                        f"parameter {slot.name!r} is one number without an axis, which cannot be sharded: give it the "
+                        "shape (1,)"
+                    )
+        self._owners = self._dealt([slot for layout in whole for slot in layout if slot.name not in self._axes])
+        self.parts = [[self._part(layout, k) for layout in whole] for k in range(self.size)]
+
+    def _dealt(self, slots: Sequence[Any]) -> dict[str, int]:
+        """Return which of the axis "tensor" has a parameter that all of it hold: about as many numbers each."""
+        loads, owners = [0] * self.mesh.tensor, {}
+        for slot in sorted(slots, key=lambda slot: -slot.numel):
+            owners[slot.name] = loads.index(min(loads))
+            loads[owners[slot.name]] += slot.numel
+        return owners
+
+    def _part(self, layout: Layout, part: int) -> Layout:
+        tensor = self.mesh.coordinates(part)["tensor"]
+        boxes = {slot.name: self._held(slot.name, slot.shape, part) for slot in layout}
+        own = {
+            name: box if self._owners.get(name, tensor) == tensor else (*NOTHING, *box[1:])
+            for name, box in boxes.items()
+        }
+        found = layout.part(own)
+        first = {slot.name: _count(self._held(slot.name, slot.shape, part % self.mesh.tensor)) for slot in layout}
+        room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
+        return replace(found, room=room)  # shards are gathered in the size of the first, which is the largest
+
+    def _held(self, name: str, shape: torch.Size, part: int) -> Box:
+        """Return what of a parameter a process computes with: its range over "tensor", and of that its shard."""
+        at = self.mesh.coordinates(part)
+        box = [(0, n) for n in shape]
+        if name in self._axes:
+            box[self._axes[name]] = _chunk(box[self._axes[name]], at["tensor"], self.mesh.tensor)
+        box[0] = _chunk(box[0], at["shard"], self.mesh.shard)
+        return tuple(box)
+
+    def split(self) -> None:
+        """Split the model; it holds no numbers before `point`."""
+        self._plain = Plain(self.model)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._whole = list(named.values())
+        frozen = {p for p in self.model.parameters() if not p.requires_grad}
+        places = {
+            (module, attribute): name
+            for module in self.model.modules()
+            for attribute, p in module.named_parameters(recurse=False)
+            for name, other in named.items()
+            if p is other
+        }
+        try:
+            split_layers(self.model, self.mesh, self.devices)
+            if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
+                for block in blocks_of(self.model).values():
+                    fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
+                fully_shard(self.model, mesh=self.devices["shard"], ignored_params=frozen)
+        except (NotImplementedError, AssertionError, ValueError, RuntimeError, ModelError) as error:
+            self._plain.restore()
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(f"torch cannot split this model by {self.mesh}: {error}") from error
+        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
+        handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
+        now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
+        self._handles = [handles.get(slot.name, now[slot.name]) for slot in self._slots]
+        self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        whole = {slot.name: slot.shape for layout in layouts_of_parts(self.parts) for slot in layout}
+        tensor = self.mesh.coordinates(self.part)["tensor"]
+        self._mirrors = {}  # what is in the row of another process
+        for slot in self._slots:
+            if self._owners.get(slot.name, tensor) != tensor:
+                shape = [stop - start for start, stop in self._held(slot.name, whole[slot.name], self.part)]
+                dtype = named[slot.name].dtype
+                self._mirrors[slot.name] = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def let_go(self) -> None:
+        """Let the whole parameters hold no numbers; `plain` does not bring them back."""
+        for p in self._whole:
+            p.data = p.data.new_empty(0)
+
+    def plain(self) -> None:
+        """Undo `split`: the modules have the parameters that they had, with what these hold now."""
+        self._plain.restore()
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        """Let the model compute with `views`, one for each parameter, of the columns here."""
+        for module in self._modules:
+            module.reshard()
+        self._views = dict(zip([slot.name for slot in self._slots], views, strict=True))
+        for slot, handle, view in zip(self._slots, self._handles, views, strict=True):
+            self._hold(handle, self._mirrors.get(slot.name, view))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take what is in the rows of other processes of the node from there."""
+        if self.mesh.tensor == 1:
+            return
+        group = self.devices["tensor"].get_group()
+        for owner in range(self.mesh.tensor):
+            names = [name for name, other in self._owners.items() if other == owner]
+            for dtype in dict.fromkeys(self._views[name].dtype for name in names):
+                held = [self._mirrors.get(name, self._views[name]) for name in names]
+                held = [x for x in held if x.dtype == dtype]
+                told = torch.cat([x.reshape(-1) for x in held])
+                dist.broadcast(told, group_src=owner, group=group)
+                pieces = told.split([x.numel() for x in held])
+                if owner != self.devices["tensor"].get_local_rank():
+                    for x, piece in zip(held, pieces, strict=True):
+                        x.copy_(piece.view(x.shape))
+
+    def collect(self, last: bool) -> None:
+        """Say before a backward pass whether its gradients, and those before it, are to be summed over processes."""
+        if self._modules:
+            self._modules[0].set_is_last_backward(last)
+            self._modules[0].set_requires_gradient_sync(last)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the mean over shards of what each has, of the columns here, one for each parameter."""
+        found: list[Tensor | None] = []
+        for slot, handle in zip(self._slots, self._handles, strict=True):
+            grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)
+            mine = slot.name not in self._mirrors
+            found.append(grad if grad is None or mine else grad.new_empty(slot.shape))
+        return found
+
+    def _hold(self, handle: Any, view: Tensor) -> None:
+        if isinstance(handle, nn.Parameter):
+            hold_local(handle, view)
+        else:
+            hold_shard(handle, view)
+
+
+def layouts_of_parts(parts: Sequence[Sequence[Layout]]) -> list[Layout]:
+    """Return the layouts of the whole that `parts` are of."""
+    return [layout.whole for layout in parts[0] if layout.whole is not None]
+
+
+def _chunk(ends: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
+    """Return the part of a range that torch gives to the device `at` of so many."""
+    start, stop = ends
+    each = -(-(stop - start) // parts)
+    return min(start + at * each, stop), min(start + (at + 1) * each, stop)
+
+
+def _count(box: Box) -> int:
+    size = 1
+    for start, stop in box:
+        size *= stop - start
+    return size

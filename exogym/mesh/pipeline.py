@@ -1,0 +1,87 @@
+"""The stages of a pipeline, given by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from exogym.errors import ArgumentError, check_count, checked
+
+
+class Stage:
+    """One part of a model, on one device of its node: its layers run in order.
+
+    Args:
+        layers: modules, the very objects that the model is made of.
+        device: which device of the node's pipeline, from 0; None: the next one.
+
+    Attributes:
+        module: the layers as one module; it holds the same parameters.
+
+    Raises:
+        ArgumentError: no layers, something else than modules, or a negative device.
+
+    >>> Stage(layers=[nn.Linear(4, 8), nn.ReLU()], device=0)
+    Stage(2 layers, device=0)
+    """
+
+    @checked
+    def __init__(self, layers: Sequence[nn.Module], device: int | None = None):
+        if not isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) or not len(layers):
+            raise ArgumentError(f"layers={layers!r} must be a list of modules, as [nn.Linear(4, 8), nn.ReLU()]")
+        for layer in layers:
+            if not isinstance(layer, nn.Module):
+                raise ArgumentError(f"layers holds {layer!r}, which is no torch.nn.Module")
+        if device is not None:
+            check_count("device", device, least=0)
+        self.layers, self.device = tuple(layers), device
+        self.module = self.layers[0] if len(self.layers) == 1 else nn.Sequential(*self.layers)
+
+    def __repr__(self) -> str:
+        return f"Stage({len(self.layers)} layer{'s' * (len(self.layers) > 1)}, device={self.device})"
+
+
+class PipelineParallel:
+    """The stages of a pipeline: the model is their composition, stage after stage, and nothing else.
+
+    Each stage is on one device of the node. A batch goes through in micro-batches, so that devices work at once.
+
+    Args:
+        stages: `Stage`s, or modules; their modules are those of the model that is trained, and together hold all its
+            parameters. What a stage returns is what the next one gets.
+        micro_batch_size: examples of a micro-batch; None: `NodeMesh(microbatches=)` says how many there are.
+
+    Attributes:
+        devices: (stages,) the device of each stage. A device may hold several, as interleaved schedules want it.
+
+    Raises:
+        ArgumentError: fewer than two stages or devices; devices given for some stages only, or with one left out.
+
+    >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
+    >>> PipelineParallel([Stage([body, nn.ReLU()], device=0), Stage([head], device=1)], micro_batch_size=8).devices
+    (0, 1)
+    """
+
+    @checked
+    def __init__(self, stages: Sequence[Stage | nn.Module], micro_batch_size: int | None = None):
+        if not isinstance(stages, Sequence | nn.ModuleList) or len(stages) < 2:
+            raise ArgumentError(f"stages={stages!r} must be a list of two or more stages: a Stage or a module each")
+        found = [stage if isinstance(stage, Stage) else Stage([stage]) for stage in stages]
+        given = [stage.device for stage in found]
+        if micro_batch_size is not None:
+            check_count("micro_batch_size", micro_batch_size)
+        if any(device is None for device in given) and any(device is not None for device in given):
+            raise ArgumentError(f"the stages are on devices {given}: give a device to each stage, or to none")
+        self.devices = tuple(k if device is None else device for k, device in enumerate(given))
+        if set(self.devices) != set(range(len(set(self.devices)))) or len(set(self.devices)) < 2:
+            raise ArgumentError(f"the stages are on devices {given}: wanted two or more, numbered from 0 without a gap")
+        self.stages, self.micro_batch_size = tuple(found), micro_batch_size
+
+    @property
+    def size(self) -> int:
+        """Devices of the pipeline."""
+        return len(set(self.devices))
+
+    def __repr__(self) -> str:
+        return f"PipelineParallel({len(self.stages)} stages, micro_batch_size={self.micro_batch_size})"

@@ -1,0 +1,312 @@
+"""What the devices of a node say to each other in a step, by formula: collectives, bytes and seconds.
+
+For k devices that share out P trained parameters of b bytes (`fully_shard`), of which P_B are in blocks that are
+gathered one at a time (`splits.blocks_of`), each device sends and gets in one pass over its examples, there and back,
+
+    all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
+    reduce-scatter   (k-1)/k b P               once in a step, after the last pass
+
+where a parameter's first axis counts as the next multiple of k, to which it is padded. With zero=2 that is
+(k-1)/k b P for the reduce-scatter and as much for the all-gather of what the optimizer has changed; with zero=1 an
+all-reduce, 2 (k-1)/k b P, and that all-gather.
+
+For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
+gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
+"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t.
+
+For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut; and the gradients of
+a parameter that two stages hold are summed, an all-reduce of it in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from exogym.communicator.ledger import FACTORS
+from exogym.errors import ModelError
+from exogym.mesh.splits import blocks_of, cuts, tensor_plan
+from exogym.mesh.value import NodeMesh
+from exogym.network import Network
+
+
+@dataclass(frozen=True)
+class Call:
+    """What devices of one stage say in a step: `groups` groups of `members` do the same at once, `times` in a row.
+
+    Attributes:
+        kind: a collective, or "send" to the stage after or before.
+        payload_bytes: what each member gives.
+    """
+
+    kind: str
+    members: int
+    payload_bytes: float
+    times: int
+    stage: int
+    groups: int
+
+    @property
+    def tx_bytes(self) -> float:
+        """What all these devices send in a step."""
+        factor = 1 / self.members if self.kind == "send" else FACTORS[self.kind, "ring"](self.members)
+        return factor * self.payload_bytes * self.members * self.groups * self.times
+
+    def seconds(self, network: Network) -> float:
+        return self.times * network.cost(self.kind, self.payload_bytes, self.members).seconds
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that is trained, as devices see it.
+
+    Attributes:
+        shape: of what one of the devices has that compute its layer together.
+        stages: of the pipeline that hold it; two of them where it is tied.
+        in_block: whether it is in a block that is gathered by itself, and so twice in a pass.
+    """
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    in_block: bool
+    stages: tuple[int, ...]
+
+    def padded_bytes(self, shard: int) -> int:
+        """Return its bytes with the first axis filled up to a multiple of `shard`."""
+        rows, *others = self.shape or (1,)
+        size = -(-rows // shard) * shard * self.item_bytes
+        for side in others:
+            size *= side
+        return size
+
+
+@dataclass
+class Facts:
+    """What a model is to the devices of a node.
+
+    Attributes:
+        parameters: each once.
+        layers: name to style and stage, of the layers that several devices compute together.
+        cuts: names of the modules after which the model is cut, the stage before and the one after.
+        flows: bytes for an example that go into and out of each of these, and whether what goes in has a gradient.
+    """
+
+    parameters: list[Parameter]
+    layers: dict[str, tuple[str, int]]
+    cuts: dict[str, tuple[int, int]]
+    flows: dict[str, tuple[float, float, bool]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
+    """Yield the facts of a model; its flows are those of the last batch that goes through it inside.
+
+    What a `parallelize` of the user's does to the layers is not known, and so not counted.
+    """
+    plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
+    stage_of, ends = _stages(model, mesh)
+    blocks = tuple(f"{name}." for name in blocks_of(model))
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    parameters = [
+        Parameter(
+            _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(),
+            name.startswith(blocks) if blocks else False, tuple(sorted({stage_of(other) for other in names[id(p)]})),
+        )
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]  # fmt: skip
+    facts = Facts(parameters, {name: (style, stage_of(name)) for name, style in plan.items()}, ends)
+
+    def note(name: str, given: Any, out: Any) -> None:
+        first = next(_tensors(given), None)
+        examples = len(first) if first is not None and first.dim() else 1
+        into, outof = (sum(x.numel() * x.element_size() for x in _tensors(what)) for what in (given, out))
+        has_gradient = any(x.requires_grad for x in _tensors(given))
+        facts.flows[name] = into / examples, outof / examples, has_gradient
+
+    with contextlib.ExitStack() as undo:
+        for name in (*plan, *ends):
+            hook = model.get_submodule(name).register_forward_hook(lambda _, x, y, name=name: note(name, x, y))
+            undo.callback(hook.remove)
+        yield facts
+
+
+class Talk:
+    """Calls of the devices of a node in a step, and what they cost on its `network`."""
+
+    def __init__(self, mesh: NodeMesh, calls: Sequence[Call]):
+        self.mesh, self.calls = mesh, calls
+
+    @property
+    def tx_bytes(self) -> float:
+        """What all devices of the node together send."""
+        return sum(call.tx_bytes for call in self.calls)
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest stage; 0 where the mesh has no network."""
+        if self.mesh.network is None:
+            return 0.0
+        by_stage = [0.0] * self.mesh.depth
+        for call in self.calls:
+            by_stage[call.stage] += call.seconds(self.mesh.network)
+        return max(by_stage)
+
+
+def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
+    """Return what is said for a transformer of which nobody has the modules: all parameters of 4 bytes, in its layers.
+
+    Args:
+        activation_bytes: that go from a layer to the next for the node's `examples`.
+
+    >>> talk = talk_of_layers(NodeMesh(shard=4), 1e6, 12, 0.0, 32)
+    >>> talk.tx_bytes / 4 == 0.75 * 4 * (2e6 + 1e6)
+    True
+    """
+    k, t, S = mesh.shard, mesh.tensor, mesh.depth
+    count = len(mesh.micro_batches(max(mesh.shares(examples))))
+    own, part = 4 * parameters / t / S, activation_bytes / k / count
+    calls: list[Call] = []
+    for stage in range(S):
+        if k > 1 and mesh.zero == 3:
+            calls.append(Call("all_gather", k, 2 * own / k, count, stage, t))
+        elif k > 1:
+            calls.append(Call("all_gather", k, own / k, 1, stage, t))
+        if k > 1:
+            calls.append(Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, own, 1, stage, t))
+        if t > 1:
+            calls.append(Call("all_reduce", t, part, 4 * -(-layers // S) * count, stage, k))
+        sends = (stage > 0) + (stage < S - 1)
+        if sends:
+            calls.append(Call("send", 2, part, sends * count, stage, k * t))
+    return Talk(mesh, calls)
+
+
+class InsideCost:
+    """What a step of a node costs inside it.
+
+    Args:
+        mesh: of the node; facts: of the model.
+        at_once: examples that the node computes at once, at most; None: a whole step's.
+    """
+
+    def __init__(self, mesh: NodeMesh, facts: Facts, at_once: int | None = None):
+        self.mesh, self.facts, self.at_once = mesh, facts, at_once
+        self._known: dict[int, float] = {}
+
+    def talk(self, examples: int) -> Talk:
+        """Return what the devices say in a step of `examples`."""
+        return Talk(self.mesh, [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)])
+
+    def tx_bytes(self, examples: int) -> float:
+        """Return the bytes that all devices of the node together send in a step of `examples`; kept for the next."""
+        if examples not in self._known:
+            self._known[examples] = self.talk(examples).tx_bytes
+        return self._known[examples]
+
+    def _passes(self, examples: int) -> list[tuple[float, int]]:
+        """Return the mean size of a device's micro-batches and their number, in each pass over some of the examples."""
+        whole = min(examples, self.at_once or examples)
+        parts = [min(whole, examples - start) for start in range(0, examples, whole)]
+        counts = [len(self.mesh.micro_batches(max(self.mesh.shares(part)))) for part in parts]
+        return [(part / self.mesh.shard / count, count) for part, count in zip(parts, counts, strict=True)]
+
+    def _of_shards(self, examples: int) -> Iterator[Call]:
+        mesh, k = self.mesh, self.mesh.shard
+        passes = sum(count for _, count in self._passes(examples))
+        for stage in range(mesh.depth if k > 1 else 0):
+            here = [p for p in self.facts.parameters if stage in p.stages]
+            trained = sum(p.padded_bytes(k) for p in here)
+            gathered = sum(p.padded_bytes(k) * (2 if p.in_block else 1) for p in here)
+            if mesh.zero == 3:
+                yield Call("all_gather", k, gathered / k, passes, stage, mesh.tensor)
+            else:
+                yield Call("all_gather", k, trained / k, 1, stage, mesh.tensor)
+            yield Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, trained, 1, stage, mesh.tensor)
+
+    def _of_layers(self, examples: int) -> Iterator[Call]:
+        t = self.mesh.tensor
+        for size, count in self._passes(examples):
+            for name, (style, stage) in self.facts.layers.items():
+                into, outof, has_gradient = self.facts.flows.get(name, (0.0, 0.0, False))
+                said = {
+                    "colwise": [("all_reduce", into, has_gradient)],
+                    "colwise_rep": [("all_reduce", into, has_gradient), ("all_gather", outof / t, True)],
+                    "rowwise": [("all_reduce", outof, True)],
+                    "rowwise_rep": [("all_reduce", outof, True), ("all_gather", into / t, has_gradient)],
+                }[style]
+                yield from (
+                    Call(kind, t, each * size, count, stage, self.mesh.shard) for kind, each, is_said in said if is_said
+                )
+
+    def _of_cuts(self, examples: int) -> Iterator[Call]:
+        mesh = self.mesh
+        groups = mesh.shard * mesh.tensor
+        for size, count in self._passes(examples):
+            for name, (before, after) in self.facts.cuts.items():
+                given = self.facts.flows[name][1] * size
+                if before != after:
+                    yield Call("send", 2, given, count, before, groups)
+                    yield Call("send", 2, given, count, after, groups)
+        for p in self.facts.parameters:
+            if len(p.stages) > 1:
+                size = p.padded_bytes(mesh.shard) / mesh.shard
+                yield Call("all_reduce", len(p.stages), size, 1, p.stages[0], groups)
+
+
+def _stages(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
+    """Return what says on which stage a parameter is, and the cuts."""
+    if mesh.depth == 1:
+        return lambda name: 0, {}
+    count = mesh.depth * mesh.stages_per_device
+    if mesh.pipeline is None:
+        found = cuts(model, count)
+        order = {name: k for k, (name, _) in enumerate(model.named_modules())}
+        last = [max(k for name, k in order.items() if f"{name}.".startswith(f"{cut}.")) for cut in found]
+        ends = {cut: (k % mesh.depth, (k + 1) % mesh.depth) for k, cut in enumerate(found)}
+        return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last) % mesh.depth, ends
+    devices, named = mesh.pipeline.devices, {id(module): name for name, module in model.named_modules()}
+    owner = {
+        id(p): device
+        for stage, device in zip(mesh.pipeline.stages, devices, strict=True)
+        for p in stage.module.parameters()
+    }
+    by_name = {name: owner[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    ends = {}
+    for stage, before, after in zip(mesh.pipeline.stages[:-1], devices[:-1], devices[1:], strict=True):
+        end = stage.layers[-1]
+        while id(end) not in named and isinstance(end, nn.Sequential) and len(end):
+            end = end[-1]
+        if id(end) not in named:
+            raise ModelError(
+                f"the last layer of a stage is a {type(end).__name__} that is no module of the model, so what goes on "
+                "to the next stage is not seen in one process: end the stage with a module of the model"
+            )
+        ends[named[id(end)]] = before, after
+    return by_name.__getitem__, ends
+
+
+def _local_shape(shape: tuple[int, ...], name: str, plan: Mapping[str, str], devices: int) -> tuple[int, ...]:
+    """Return the largest part of a parameter that one of the `devices` that compute its layer together holds."""
+    style = plan.get(name.rpartition(".")[0], "")
+    axis = {"colwise": 0, "rowwise": 1}.get(style.removesuffix("_rep"))
+    if axis is None or axis >= len(shape):
+        return shape
+    return (*shape[:axis], -(-shape[axis] // devices), *shape[axis + 1 :])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)

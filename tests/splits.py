@@ -1,0 +1,111 @@
+"""Runs that are trained twice: by nodes of one process, here, and by nodes of several, in a world of forked ranks."""
+
+import os
+from pathlib import Path
+
+import processes
+import torch
+from torch import nn
+
+from exogym import LocalTrainer
+from exogym.models import CharGPT
+from exogym.strategy import (
+    DeMoStrategy,
+    DiLoCoStrategy,
+    MuLoCoStrategy,
+    SimpleReduceStrategy,
+    SPARTADiLoCoStrategy,
+    TopKStrategy,
+)
+
+SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
+MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
+# of the table: where rounding may turn a choice, and with it an end
+CHOOSES = ["demo", "demo clipped", "topk", "qsgd", "signsgd", "ef-signsgd", "qreduce", "sparseloco"]
+CHOOSES += ["streaming diloco 4 bit", "sparta partitioned 4 bit", "sparta topk 8 bit", "sparta 4 bit stochastic"]
+MADE = {
+    "diloco sgd": (lambda: DiLoCoStrategy("sgd", H=3, lr=0.1), SGD),
+    "diloco clipped": (lambda: DiLoCoStrategy(H=3, lr=0.01, max_norm=0.5), ADAM),
+    "ddp clipped": (lambda: SimpleReduceStrategy(lr=0.01, max_norm=0.1), ADAM),
+    "demo": (lambda: DeMoStrategy(lr=0.01, compression_topk=4, compression_chunk=8), ADAM),
+    "topk": (lambda: TopKStrategy(lr=0.1, density=0.1), ADAM),
+    "muloco": (lambda: MuLoCoStrategy(lr=0.02, H=3, outer_lr=0.7), MUON),
+    "sparta diloco": (lambda: SPARTADiLoCoStrategy(H=3, lr=0.01, p_sparta=0.2), ADAM),
+}
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, blocks in a list, a frozen layer, sizes that devices do not share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 9)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 9)) for _ in range(2))
+        self.frozen = nn.Linear(9, 9).requires_grad_(False)
+        self.head = nn.Linear(9, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.embed(x).mean(1)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(self.frozen(h))
+
+
+def trainer(model=Tied, loss=True):
+    torch.manual_seed(1)
+    made = model()
+    torch.manual_seed(0)
+    x = torch.randint(11, (96, 5))
+    data = torch.utils.data.TensorDataset(x, x.sum(1) % 11)
+    return LocalTrainer(made, data, data, loss_fn=nn.functional.cross_entropy if loss else None)
+
+
+def text_trainer():
+    """A character model on its text."""
+    torch.manual_seed(1)
+    model = CharGPT(vocab_size=12, block_size=8, n_layer=2, n_head=2, n_embd=8)
+    torch.manual_seed(0)
+    x = torch.randint(12, (64, 9))
+    data = torch.utils.data.TensorDataset(x[:, :-1], x[:, 1:])
+    return LocalTrainer(model, data, data)
+
+
+def fit(made, strategy, **given):
+    """Fit; return parameters, columns of the history, and the bytes between nodes."""
+    options = {"num_nodes": 2, "max_steps": 7, "batch_size": 8, "val_interval": 3, "progress": False} | given
+    made.fit(strategy, **options)
+    columns = {name: list(made.history.column(name)[1]) for name in ("val_loss", "consensus_distance")}
+    columns |= {f"train {n}": list(made.history.column("train_loss", node=n)[1]) for n in range(options["num_nodes"])}
+    return {name: x.clone() for name, x in made.model.state_dict().items()}, columns, made.traffic
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def keep(found, name="found"):
+    """In a world: leave what the main process has found to the test."""
+    if rank() == 0:
+        torch.save(found, name)
+
+
+def split(folder, count, body):
+    """Run `body`, with all of this file at hand, in a world of `count` ranks; return what it has kept."""
+    script = f"import sys; sys.path.insert(0, sys.argv[2])\nfrom splits import *\nfrom exogym import NodeMesh\n{body}"
+    status, log = processes.world(count, Path(folder), script)
+    assert status == 0, log
+    return torch.load(Path(folder) / "found", weights_only=False)
+
+
+def apart(one, other):
+    """Return the largest difference of two runs' parameters."""
+    return max(float((one[0][name] - other[0][name]).abs().max()) for name in one[0])
+
+
+def assert_alike(found, dense, tolerance):
+    """The same parameters and history, up to rounding, and exactly the same bytes between nodes."""
+    assert found[0].keys() == dense[0].keys() and apart(found, dense) <= tolerance
+    for name, values in dense[1].items():
+        assert torch.allclose(torch.tensor(found[1][name]), torch.tensor(values), rtol=1e-3, atol=1e-4), name
+    assert found[2] == dense[2]

@@ -1,0 +1,101 @@
+"""The page on islands: its tables are what the formulas say, and its example is one run in both places."""
+
+from pathlib import Path
+
+import processes
+import pytest
+import splits
+import torch
+from processes import python
+from torch import nn
+from torch.utils.data import DataLoader
+
+from exogym import DistributedTrainer, NodeMesh
+from exogym.advise import advise
+from exogym.clock import seconds_of
+from exogym.mesh.traffic import talk_of_layers
+from exogym.network import readable_seconds
+from exogym.progress import readable_bytes
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "islands.md").read_text("utf-8")
+TOKENS, LAYERS, WIDTH, EXAMPLES = 1024, 24, 2048, 32
+STRATEGIES = ("ddp", "diloco:H=100", "diloco:H=500")
+SPLITS = ("shard=8", "shard=4,tensor=2", "tensor=8", "stages=8,microbatches=32", "shard=4,stages=2,microbatches=8")
+
+
+def flops(parameters):
+    """Of a step: 6 for each parameter and token."""
+    return 6 * parameters * EXAMPLES * TOKENS
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_table_of_splits_is_computed(split):
+    alone_s, cells = seconds_of(flops(1.3e9), "h100"), []
+    for link in ("nvlink", "pcie", "lan-10g"):
+        mesh = NodeMesh.parse(f"{split},network={link}")
+        talk = talk_of_layers(mesh, 1.3e9, LAYERS, EXAMPLES * TOKENS * WIDTH * 4.0, EXAMPLES)
+        cells.append(readable_seconds(alone_s * mesh.compute_share(EXAMPLES) + talk.seconds))
+    row = [f"`{split.replace(',', ', ')}`", readable_bytes(talk.tx_bytes / mesh.size), f"{mesh.bubble(EXAMPLES):.0%}"]
+    assert "| " + " | ".join([*row, *cells]) + " |" in PAGE
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("124M", 124e6), ("1.3B", 1.3e9)])
+@pytest.mark.parametrize("link", ["nvlink", "pcie"])
+def test_the_table_of_strategies_is_computed(name, parameters, link):
+    cells = []
+    for network in ("100Mbps,20ms", "1Gbps,20ms"):
+        advice = advise(
+            parameters=parameters, num_nodes=2, network=network, flops=flops(parameters),
+            node=NodeMesh(shard=8, network=link), strategies=STRATEGIES,
+        )  # fmt: skip
+        by_name = {row.strategy: row.seconds_per_step for row in advice.rows}
+        cells += [readable_seconds(by_name[strategy]) for strategy in STRATEGIES]
+    assert "| " + " | ".join([name, f"`{link}`", *cells]) + " |" in PAGE
+
+
+SCRIPT = f"""
+import runpy, sys
+sys.argv = ["islands.py", "--steps", "4", "--H", "2"]
+runpy.run_path({str(ROOT / "run" / "islands.py")!r}, run_name="__main__")
+"""
+
+
+def test_islands_in_one_process_and_in_four(tmp_path):
+    alone = python("-W", "error", ROOT / "run" / "islands.py", "--steps", "4", "--H", "2", cwd=tmp_path)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout.startswith("2 islands of 2 devices, 4 steps: validation loss ")
+    code, log = processes.world(4, tmp_path / "world", SCRIPT)
+    assert code == 0 and alone.stdout in log, log
+
+
+DEVICES = """
+import pytest
+from torch.utils.data import DataLoader
+from exogym import DistributedTrainer
+from exogym.errors import ArgumentError
+
+made = trainer()
+sgd = torch.optim.SGD(made.model.parameters(), lr=0.1)
+with pytest.raises(ArgumentError, match="2 processes run this script, and a node of shard=3 is 3 of them"):
+    DistributedTrainer(made.model, sgd, num_gpus=3)
+with pytest.raises(ArgumentError, match="here processes talk through gloo"):
+    DistributedTrainer(made.model, sgd, backend="nccl")
+devices = DistributedTrainer(made.model, sgd, backend="gloo", loss_fn=nn.functional.cross_entropy)
+devices.train(DataLoader(made.subject.train_dataset, batch_size=8), epochs=1)
+keep([made.model.state_dict(), devices.history.last["inside_bytes"]])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is so without a GPU")
+def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
+    """As many as run the script, if nothing is said; the result is that of one process, which says that it is one."""
+    found, inside = splits.split(tmp_path, 2, DEVICES)
+    made = splits.trainer()
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    devices = DistributedTrainer(made.model, optimizer, 2, loss_fn=nn.functional.cross_entropy)
+    devices.train(DataLoader(made.subject.train_dataset, batch_size=8))
+    assert "one process computes what 2 devices would" in capsys.readouterr().err
+    whole = made.model.state_dict()
+    assert max(float((found[name] - whole[name]).abs().max()) for name in whole) <= splits.SGD
+    assert inside == devices.history.last["inside_bytes"] > 0

@@ -1,0 +1,261 @@
+"""What devices of a node say to each other: the formulas, against torch's own splits in real process groups."""
+
+import collections
+import copy
+
+import pytest
+import torch
+from processes import in_groups
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exogym import LocalTrainer, NodeMesh, PipelineParallel, Stage
+from exogym.errors import ModelError
+from exogym.mesh.splits import blocks_of, cuts, tensor_plan
+from exogym.mesh.traffic import InsideCost, talk_of_layers, watched
+from exogym.models import MLP, CharGPT, SmallCNN
+from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
+
+EXAMPLES = 12
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "send": "send",
+}
+STYLES = {
+    "colwise": ColwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+class Heard(TorchDispatchMode):
+    """Adds up the bytes that this process gives to collectives of torch, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        kind = KINDS.get(func._overloadpacket.__name__) if func.namespace in ("c10d", "_c10d_functional") else None
+        if kind is not None:
+            given = args[1] if func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter") else args[0]
+            given = given[0] if isinstance(given, list) else given
+            self.bytes[kind] += given.numel() * given.element_size()
+        return out
+
+
+def gpt(**changes):
+    torch.manual_seed(0)
+    return CharGPT(**{"vocab_size": 17, "block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, **changes})
+
+
+def tokens(examples=EXAMPLES):
+    x = torch.randint(17, (examples, 8), generator=torch.Generator().manual_seed(0))
+    return x, x
+
+
+def predicted(model, batch, mesh, stage=0):
+    """What one device of a stage gives to collectives in a step of the whole batch, by kind."""
+    with watched(model, mesh) as facts:
+        model(batch)["loss"].backward()
+    found = collections.Counter()
+    for call in InsideCost(mesh, facts).talk(len(batch[0])).calls:
+        if call.stage == stage:
+            found[call.kind] += call.payload_bytes * call.times
+    return found
+
+
+@pytest.mark.parametrize(("shard", "frozen"), [(2, False), (3, False), (2, True)])
+def test_shards_say_what_fully_sharded_ones_do(tmp_path, shard, frozen):
+    """Of three devices some parameters are padded: 17 rows to 18, 16 to 18. What is frozen, each device has."""
+    model, (x, _) = gpt(), tokens()
+    model.positions.requires_grad_(not frozen)
+    expected = predicted(copy.deepcopy(model), tokens(), NodeMesh(shard=shard))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (shard,))
+        ignored = {p for p in model.parameters() if not p.requires_grad}
+        for block in blocks_of(model).values():
+            fully_shard(block, mesh=mesh, ignored_params=ignored)
+        fully_shard(model, mesh=mesh, ignored_params=ignored)
+        with Heard() as heard:
+            model((x[rank::shard], x[rank::shard]))["loss"].backward()
+        assert heard.bytes == expected
+
+    in_groups(shard, tmp_path, body)
+
+
+@pytest.mark.parametrize("make", [gpt, lambda: MLP([8, 12, 12, 3])], ids=["gpt", "mlp"])
+def test_layers_say_what_parallel_ones_do(tmp_path, make):
+    model = make()
+    batch = tokens() if isinstance(model, CharGPT) else (torch.randn(EXAMPLES, 8), torch.zeros(EXAMPLES).long())
+    expected = predicted(make(), batch, NodeMesh(tensor=2))
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {name: STYLES[style] for name, style in tensor_plan(model).items()})
+        with Heard() as heard:
+            model(batch)["loss"].backward()
+        assert heard.bytes == expected
+
+    in_groups(2, tmp_path, body)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_stages_say_what_torchs_pipelines_do(tmp_path, schedule):
+    layers = [nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 1)]
+    whole, x, y = nn.Sequential(*layers), torch.randn(EXAMPLES, 8), torch.randn(EXAMPLES, 1)
+    mesh = NodeMesh(stages=2, microbatches=4)
+    assert cuts(whole, 2) == ["1"]  # 108 of 193 parameters are in the first layer
+
+    class Loss(nn.Module):
+        def forward(self, batch):
+            return {"loss": nn.functional.mse_loss(whole(batch[0]), batch[1])}
+
+    with watched(whole, mesh) as facts:
+        Loss()((x, y))["loss"].backward()
+    calls = InsideCost(mesh, facts).talk(EXAMPLES).calls
+
+    def body(rank):
+        stage = PipelineStage(whole[:2] if rank == 0 else whole[2:], rank, 2, torch.device("cpu"))
+        run = schedule(stage, 4, loss_fn=nn.functional.mse_loss)
+        for _ in range(2):  # in the first step the stages tell each other shapes
+            with Heard() as heard:
+                run.step(x) if rank == 0 else run.step(target=y)
+        assert heard.bytes["send"] == sum(c.payload_bytes * c.times for c in calls if c.stage == rank) == 12 * 12 * 4
+
+    in_groups(2, tmp_path, body)
+
+
+def test_axes_multiply():
+    """Of shard x tensor each group of shards has a part of the layers; a tied parameter is summed over its stages."""
+    model, batch = gpt(), tokens()
+    both = predicted(model, batch, NodeMesh(shard=2, tensor=2))
+    in_layers, norms, embeddings = 2 * 12 * 16 * 16, 5 * 16, (17 + 1 + 8) * 16  # elements; one row of padding
+    assert both["reduce_scatter"] == 4 * (in_layers / 2 + norms + embeddings)
+    alone = predicted(model, batch, NodeMesh(tensor=2))
+    assert both["all_reduce"] == alone["all_reduce"] / 2
+    piped = predicted(model, batch, NodeMesh(stages=2, microbatches=2))
+    assert piped == {"send": 12 * 8 * 16 * 4, "all_reduce": 17 * 16 * 4}
+
+
+def test_a_transformer_by_its_size_alone():
+    """As of its modules but for what is not in layers: here nothing but layers counts."""
+    model, batch = gpt(n_layer=2), tokens()
+    inner = sum(p.numel() for p in model.blocks.parameters())
+    activations = EXAMPLES * 8 * 16 * 4
+    for mesh in (NodeMesh(shard=2), NodeMesh(tensor=2), NodeMesh(stages=2, microbatches=2), NodeMesh(shard=2, zero=1)):
+        by_size = talk_of_layers(mesh, inner, 2, activations, EXAMPLES)
+        with watched(model, mesh) as facts:
+            model(batch)["loss"].backward()
+        facts.layers = {n: ("colwise" if s == "colwise_rep" else "rowwise", k) for n, (s, k) in facts.layers.items()}
+        if mesh.tensor > 1:  # of qkv what goes in is counted, as of a model with three layers in its place
+            facts.flows = {n: (activations / EXAMPLES,) * 2 + (True,) for n in facts.flows}
+        facts.parameters = [p for p in facts.parameters if p.in_block]
+        assert by_size.tx_bytes == InsideCost(mesh, facts).talk(EXAMPLES).tx_bytes
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"), [(1, {"all_reduce": 1, "all_gather": 0.5}), (2, {"reduce_scatter": 1, "all_gather": 0.5})]
+)
+def test_zero_says_what_is_gathered(zero, said):
+    model = MLP([8, 12, 2])
+    batch = torch.randn(EXAMPLES, 8), torch.zeros(EXAMPLES).long()
+    assert predicted(model, batch, NodeMesh(shard=2, zero=zero)) == {k: v * 4 * (108 + 26) for k, v in said.items()}
+
+
+# What a model says of itself
+
+
+def test_a_model_is_cut_evenly():
+    assert cuts(gpt(n_layer=4), 2) == ["blocks.1"] and cuts(gpt(n_layer=4), 4) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert cuts(SmallCNN(), 2) == []
+    with pytest.raises(ModelError, match="fewer than 3 stages"):
+        cuts(gpt(), 3)
+
+
+def test_a_plan_of_hugging_face_is_taken():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    plan = tensor_plan(model)
+    assert plan["model.layers.1.self_attn.q_proj"] == "colwise" and plan["model.layers.0.mlp.down_proj"] == "rowwise"
+    assert list(blocks_of(model)) == ["model.layers.0", "model.layers.1"]
+
+
+def dataset(x):
+    return torch.utils.data.TensorDataset(*x)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "message"),
+    [
+        (SmallCNN(), NodeMesh(tensor=2), "no plan to split the layers of SmallCNN"),
+        (SmallCNN(), NodeMesh(stages=2), "where SmallCNN can be cut is not known"),
+        (gpt(), NodeMesh(stages=3), "fewer than 3 stages"),
+        (gpt(), NodeMesh(stages=PipelineParallel([nn.ReLU(), nn.ReLU()])), "no stage .* 'tokens.weight'"),
+    ],
+)
+def test_a_split_that_is_not_known_is_refused(model, mesh, message):
+    with pytest.raises(ModelError, match=message):
+        LocalTrainer(model, dataset(tokens())).fit(SimpleReduceStrategy(), node=mesh, batch_size=6)
+
+
+def test_a_foreign_parameter_in_a_stage_is_refused():
+    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    pipeline = PipelineParallel([Stage(layers[:1]), Stage([layers[1], nn.Linear(1, 1)])])
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    trainer = LocalTrainer(nn.Sequential(*layers), data, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ModelError, match="a parameter that is not the model's"):
+        trainer.fit(SimpleReduceStrategy(), node=NodeMesh(stages=pipeline), batch_size=8)
+
+
+# Time
+
+
+def test_the_clock_charges_the_fast_link_inside_and_the_slow_one_between():
+    """A step of 80 ms on one device: 20 ms on four, 25 with the bubble of 2 stages, 4 micro-batches; and the talk."""
+    mesh = NodeMesh(shard=2, stages=2, microbatches=4, network="1Gbps,1ms")
+    for node, each_s in ((None, 0.08), (mesh, None)):
+        trainer = LocalTrainer(gpt(), dataset(tokens(48)))
+        trainer.fit(
+            DiLoCoStrategy("sgd", H=2), num_nodes=2, node=node, max_steps=2, batch_size=8, network="100Mbps,20ms",
+            step_seconds=0.08,
+        )  # fmt: skip
+        if node is not None:
+            with watched(trainer.model, mesh) as facts:
+                trainer.model(tokens())["loss"].backward()
+            talk_s = InsideCost(mesh, facts).talk(8).seconds
+            each_s = 0.08 / 4 * 5 / 4 + talk_s
+            # on each stage: 4 passes of an all-gather and one reduce-scatter between 2, 4 sends; the tied weights once
+            assert talk_s == pytest.approx((4 + 1 + 4 + 2) * 1e-3, rel=0.2) and talk_s > 11e-3
+        between = trainer.traffic["ring all_reduce"]["payload_bytes"] / 2
+        sync_s = 2 * (0.02 + between / 2 * 8 / 100e6)
+        assert trainer.history.last["time_s"] == pytest.approx(2 * each_s + sync_s, rel=1e-6)
+
+
+def test_nodes_of_different_sizes_wait_for_the_slower():
+    def end(node):
+        trainer = LocalTrainer(gpt(), dataset(tokens(48)))
+        trainer.fit(
+            SimpleReduceStrategy("sgd"), num_nodes=2, node=node, max_steps=3, batch_size=8, network="1Gbps",
+            step_seconds=0.08,
+        )  # fmt: skip
+        return trainer.history.last["time_s"], trainer.history.last["inside_bytes"]
+
+    two, four = NodeMesh(shard=2), NodeMesh(shard=4)
+    mixed, small, large = end([two, four]), end(two), end(four)
+    assert mixed[0] == small[0] > large[0] and small[1] < mixed[1] == (small[1] + large[1]) / 2

@@ -1,0 +1,162 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Islands of GPUs
+#
+# Two labs have four GPUs each. Inside a lab the GPUs are joined by NVLink, 450 GB a second. Between the labs is a
+# line of 100 Mbit a second, forty thousand times slower. How should eight GPUs train one model?
+#
+# You will learn
+#
+# - to describe a network of islands;
+# - to make a *node* of several GPUs, which share out its model and its batch (`NodeMesh`);
+# - to keep apart what is said inside an island and what between them;
+# - what a pipeline of layers costs.
+#
+# About five seconds on one core, without any GPU: the devices of a node are simulated, too. `pip install
+# 'exogym[demo]'`. Read [Four nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py)
+# first.
+
+# %%
+import copy
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from exogym import LocalTrainer, NodeMesh
+from exogym.data import digits
+from exogym.network import Network
+from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
+
+source = digits()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+BETWEEN = "100Mbps,20ms"
+labs = Network.groups([4, 4], inside="nvlink", between=BETWEEN)
+S = 124e6 * 4  # bytes of GPT-2 small
+for who, members in (("of one lab", range(4)), ("of both", range(8))):
+    print(f"the GPUs {who} average it in {labs.cost('all_reduce', S, list(members)).seconds:.2g} s")
+# > the GPUs of one lab average it in 0.0017 s
+# > the GPUs of both average it in 70 s
+
+# %% [markdown]
+# ## Three ways
+#
+# We train our small model in three ways on the same eight GPUs, with 32 digits in each step of all. A GPU takes 20 ms
+# for four of them.
+#
+# **One: DDP over all.** Eight nodes, which average across the slow line at every step.
+
+
+# %%
+def train(strategy, **options):
+    trainer = LocalTrainer(copy.deepcopy(model), source.train, source.val, loss_fn=nn.functional.cross_entropy)
+    trainer.fit(strategy, max_steps=150, val_interval=15, **options)
+    last = trainer.history.last
+    print(f"loss {last['val_loss']:.2f}, {last['time_s']:.1f} s, {last['tx_bytes'] / 1e3:.0f} kB sent per node")
+    return trainer
+
+
+INNER = {"inner_optim": "adamw", "lr": 3e-3}
+eight = {"num_nodes": 8, "batch_size": 4, "network": labs, "step_seconds": "20ms"}
+ddp = train(SimpleReduceStrategy(**INNER), **eight)
+# > loss 0.23, 45.2 s, 2530 kB sent per node
+
+# %% [markdown]
+# **Two: DiLoCo over all.** Eight nodes, each with weights of its own, which meet every 15 steps.
+
+# %%
+OUTER = {"H": 15, "outer_lr": 0.4}
+diloco = train(DiLoCoStrategy(**INNER, **OUTER), **eight)
+# > loss 0.22, 5.8 s, 169 kB sent per node
+
+# %% [markdown]
+# **Three: each lab is one node.** A node need not be one GPU. `NodeMesh(shard=4)` makes a node of four, which share
+# out its weights, its optimizer state and its batch, as PyTorch's FSDP does. So there are two nodes, with a batch of
+# 16 each, and DiLoCo between them. One GPU would take 80 ms for 16 digits; the four take 20.
+
+# %%
+lab = NodeMesh(shard=4, network="nvlink")
+islands = train(
+    DiLoCoStrategy(**INNER, **OUTER), num_nodes=2, batch_size=16, node=lab, network=BETWEEN, step_seconds="80ms"
+)
+# > loss 0.21, 3.4 s, 96 kB sent per node
+inside = islands.history.last["inside_bytes"]
+print(f"inside a lab {inside / 1e6:.1f} MB were sent per node, and nobody had to wait long for them")
+# > inside a lab 13.4 MB were sent per node, and nobody had to wait long for them
+
+# %% [markdown]
+# The third way talks much where that is free, at every step, and little where it costs. Two replicas drift less than
+# eight, and each GPU holds a quarter of the model: with real models that is often the reason. A node of several
+# devices is still one row of the fleet. Its strategy, its checkpoints and the bytes between nodes are those of a node
+# of one.
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
+for name, trainer in (("DDP over all", ddp), ("DiLoCo over all", diloco), ("labs as nodes", islands)):
+    rows = [row for row in trainer.history.rows(node=None) if row["val_loss"] is not None]
+    left.plot([row["time_s"] for row in rows], [row["val_loss"] for row in rows], "o-", markersize=3, label=name)
+left.set(xlabel="predicted seconds", ylabel="validation loss", xscale="symlog", yscale="log")
+left.legend(frameon=False, fontsize=8)
+
+# %% [markdown]
+# ## A pipeline
+#
+# A model that is too large for one GPU can also be cut into *stages* of layers. An example goes through them one
+# after the other, so at the beginning of a step the last GPU waits, and at its end the first: the *bubble*. Cutting
+# the batch into M micro-batches keeps all of them busy meanwhile. With S stages, (S - 1) / (M + S - 1) of the time is
+# lost.
+
+# %%
+micro_batches = [4, 8, 16, 32, 64]
+for schedule in ("1f1b", "interleaved"):
+    lost = [NodeMesh(stages=4, microbatches=m, schedule=schedule).bubble(64) for m in micro_batches]
+    right.plot(micro_batches, [100 * share for share in lost], "o-", label=schedule)
+    print(f"{schedule}: {lost[0]:.0%} lost with 4 micro-batches, {lost[-1]:.0%} with 64")
+# > 1f1b: 43% lost with 4 micro-batches, 4% with 64
+# > interleaved: 27% lost with 4 micro-batches, 2% with 64
+right.set(xlabel="micro-batches of a step, 4 stages", ylabel="share of the step in the bubble, %")
+right.set_xscale("log", base=2)
+right.set_xticks(micro_batches, [str(m) for m in micro_batches])
+right.legend(frameon=False)
+figure.savefig("tutorial_islands.png", dpi=80)
+
+# %% [markdown]
+# ![Loss against predicted seconds, and the bubble of a pipeline](../docs/images/tutorial_islands.png)
+#
+# `shard`, `tensor` (each layer cut in parts) and `stages` multiply: `NodeMesh(shard=2, stages=2)` is a node of four.
+#
+# ## On real devices
+#
+# The same line runs where each process is one device: two nodes of two, on one machine or on several, by
+#
+# ```
+# python -m exogym.launch --nproc_per_node 4 train.py
+# ```
+#
+# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script. [Islands](../docs/islands.md) says all of it.
+#
+# ## Change something
+#
+# Keep eight nodes and let the GPUs of a lab average among themselves in between: `DiLoCoStrategy(**INNER, **OUTER,
+# island_size=4, island_H=3)`. How do loss and time compare? And what if the line between the labs had 10 Gbit/s?
+#
+# ## A question
+#
+# With labs as nodes each node sent 96 kB between the labs, and under DiLoCo over all 169 kB. But four times as many
+# GPUs are in a node. What crosses the line between the labs in all, in both cases?
+#
+# **Answer.** With labs as nodes 96 kB each way: there are two nodes, and all they send crosses. Under DiLoCo over
+# all, eight nodes send 169 kB each in a ring, but only two of the ring's eight links cross the line, so 169 kB each
+# way. The difference is the factor 2 (N - 1) / N: 1 for two nodes, and 1.75 for eight.
