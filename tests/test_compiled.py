@@ -268,6 +268,7 @@ def test_a_compiler_that_gives_other_numbers_is_found(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("model", ["network", "dropout"])
 def test_compiled_by_inductor(monkeypatch, capsys, optimizer, model):

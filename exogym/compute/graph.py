@@ -133,7 +133,8 @@ def refusal(how: str, why: str) -> ModelError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of what it says; of a compiler's, those of what it failed for."""
+    error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
