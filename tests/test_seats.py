@@ -36,7 +36,12 @@ def test_seats_are_all_rows(name: str) -> None:
     assert 4 < len(acted) < CLIENTS
 
 
-@pytest.mark.parametrize("name", ["fedavg, momentum kept", "scaffold", "dp-fedavg"])
+STOPPED = {"fedavg, momentum kept", "scaffold", "dp-fedavg"}  # the others by make slow
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in STOPPED else pytest.param(name, marks=pytest.mark.slow) for name in WITH_A_SERVER]
+)
 @pytest.mark.parametrize("step", [8, 10], ids=["between rounds", "within a round"])
 def test_stopped_and_resumed_on_other_layouts(name: str, step: int, tmp_path: Path) -> None:
     make = WITH_A_SERVER[name]

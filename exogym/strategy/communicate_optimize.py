@@ -183,13 +183,14 @@ class CommunicateOptimizeStrategy(Strategy):
         sees_drift = self.tuning is not None and self.tuning.tuner.sees == "drift"
         wanted = self.averaging.cap is not None or self.faults is not None or sees_drift
         self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
+        self._dealings: dict[str, Dealing] = {}
 
     # What the training loop asks
 
     def start(self, fleet: Fleet, run: Run) -> None:
         self.last_events = [0] * len(self.communication_modules)
         fleet.state.register("strategy", Shared(self._events, self._load_events))
-        self._dealings: dict[str, Dealing] = {}
+        self._dealings.clear()
         for name, module in named(self.modules).items():
             with self._given(module, fleet) as given:
                 module.run = run
