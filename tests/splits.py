@@ -7,7 +7,7 @@ import processes
 import torch
 from torch import nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, PipelineParallel, Stage
 from exogym.models import CharGPT
 from exogym.strategy import (
     DeMoStrategy,
@@ -61,10 +61,10 @@ def trainer(model=Tied, loss=True):
     return LocalTrainer(made, data, data, loss_fn=nn.functional.cross_entropy if loss else None)
 
 
-def text_trainer():
+def text_trainer(layers=2):
     """A character model on its text."""
     torch.manual_seed(1)
-    model = CharGPT(vocab_size=12, block_size=8, n_layer=2, n_head=2, n_embd=8)
+    model = CharGPT(vocab_size=12, block_size=8, n_layer=layers, n_head=2, n_embd=8)
     torch.manual_seed(0)
     x = torch.randint(12, (64, 9))
     data = torch.utils.data.TensorDataset(x[:, :-1], x[:, 1:])
@@ -78,6 +78,35 @@ def fit(made, strategy, **given):
     columns = {name: list(made.history.column(name)[1]) for name in ("val_loss", "consensus_distance")}
     columns |= {f"train {n}": list(made.history.column("train_loss", node=n)[1]) for n in range(options["num_nodes"])}
     return {name: x.clone() for name, x in made.model.state_dict().items()}, columns, made.traffic
+
+
+def line():
+    """Layers one after the other."""
+    return nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(30, 9), nn.Tanh(), nn.Linear(9, 11))
+
+
+def by_hand(mesh):
+    made, strategy = trainer(line), MADE["diloco sgd"][0]()
+    *body, last, head = made.model
+    stages = PipelineParallel([Stage(body), Stage([last, head])], micro_batch_size=3)
+    return fit(made, strategy, **mesh(stages=stages))
+
+
+def pipelined(strategy="diloco sgd", layers=4, given=None, **mesh):
+    made = MADE[strategy][0]
+    return lambda node: fit(text_trainer(layers), made(), **(given or {}), **node(stages=2, **mesh))
+
+
+# each called with what makes `node=` of a mesh, or nothing of it
+PIPELINES = {
+    "gpipe": pipelined(schedule="gpipe", microbatches=2),
+    "interleaved": pipelined(schedule="interleaved", microbatches=4),
+    "zero bubble": pipelined(schedule="zero_bubble", microbatches=4),
+    "uneven": pipelined(given={"batch_size": 7}, microbatches=3),
+    "passes": pipelined(given={"minibatch_size": 5}, microbatches=2),
+    "line": lambda node: fit(trainer(line), MADE["diloco sgd"][0](), **node(stages=2)),
+    "by hand": by_hand,
+} | {name: pipelined(name, layers=2) for name in ("demo", "topk", "ddp clipped", "sparta diloco", "muloco")}
 
 
 def rank():

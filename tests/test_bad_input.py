@@ -130,7 +130,11 @@ FIT = {
     "device": ({"device": "gpu"}, ArgumentError, "device='gpu' is unknown: wanted 'auto', 'cpu'"),
     "device None": ({"device": None}, ArgumentError, "device=None is unknown"),
     "device meta": ({"device": "meta"}, ArgumentError, "device='meta' is not supported"),
-    "compute": ({"compute": "fast"}, ArgumentError, "compute='fast' is not one of 'loop', 'vmap', 'compiled', 'graphs', 'auto'"),
+    "compute": (
+        {"compute": "fast"},
+        ArgumentError,
+        "compute='fast' is not one of 'loop', 'vmap', 'compiled', 'graphs', 'auto'",
+    ),
     "vmap BatchNorm": ({"compute": "vmap"}, ModelError, "compute='vmap' cannot train this model"),
     "reduction": ({"reduction": "sum"}, ArgumentError, "reduction='sum' is not one of"),
     "strategy class": ({"strategy": SimpleReduceStrategy}, ArgumentError, r"is not a Strategy: give an instance"),

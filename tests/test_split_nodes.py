@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from splits import ADAM, CHOOSES, MADE, MUON, SGD, apart, assert_alike, fit, split, text_trainer, trainer
+from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 from strategies import STRATEGIES
 
 from exogym.callbacks import WeightAverage
@@ -23,7 +23,7 @@ def halves(tmp_path_factory):
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
-for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2"):
+for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 made = trainer()
 fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
@@ -65,8 +65,9 @@ def test_halves_give_the_bits_of_micro_batches_of_half_the_size(split, halves):
     assert halves[split][1]["train 0"] == dense[1]["train 0"]
 
 
-def test_layers_computed_together_give_what_one_device_would(halves):
-    assert_alike(halves["tensor=2"], fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1)), SGD)
+@pytest.mark.parametrize("split", ["tensor=2", "stages=2"])
+def test_layers_shared_out_give_what_one_device_would(split, halves):
+    assert_alike(halves[split], fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1)), SGD)
 
 
 def test_a_run_goes_on_under_another_split(tmp_path):
@@ -87,8 +88,8 @@ def test_a_wrong_split_is_found_before_training(tmp_path):
     body = """
 from exogym.compute.split_worker import SplitWorker
 from exogym.errors import ModelError
-right = SplitWorker._parts
-SplitWorker._parts = lambda self, batch: [(part, 1 / 3) for part, _ in right(self, batch)]
+right = SplitWorker._passes
+SplitWorker._passes = lambda self, batch: [[(part, 1 / 3) for part, _ in some] for some in right(self, batch)]
 made, said = trainer(), ""
 try:
     fit(made, MADE["diloco sgd"][0](), node=NodeMesh(shard=3))
@@ -126,6 +127,7 @@ tries = {
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
     "stages": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=3)),
+    "both": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=2, shard=2)),
     "zero": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=2, tensor=2, zero=2)),
     "layers": lambda: fit(trainer(), good(), node=NodeMesh(tensor=3)),
     "nodes": lambda: fit(trainer(), good(), node=[NodeMesh(shard=3), NodeMesh(shard=2)]),
@@ -148,7 +150,8 @@ keep(said)
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
-        "stages": "stages=3 in several processes",
+        "stages": "fewer than 3 stages",
+        "both": "stages=2 x shard=2 in several processes: stages are not split further",
         "zero": "zero=2 with tensor=2",
         "layers": "no plan to split the layers of Tied is known",
         "nodes": "in several all have one split",
@@ -232,6 +235,36 @@ keep({{name: fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2, node=Node
         assert found[name][2] == dense[2], name
         if name not in CHOOSES:
             assert apart(found[name], dense) <= ADAM, name
+
+
+@pytest.mark.slow
+def test_pipelines_of_every_kind(tmp_path):
+    """Schedules, uneven micro-batches, passes, stages by hand, what is dealt; a head that is not summed is found."""
+    body = """
+from exogym.compute.staged import Staged
+from exogym.errors import ModelError
+found = {name: run(lambda **given: {"node": NodeMesh(**given)}) for name, run in PIPELINES.items()}
+given = {"save_dir": "kept", "final_sync": False}
+fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(stages=2), max_steps=4, **given)
+made = fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(tensor=2), save_dir="kept", resume=True)
+found["resumed"] = made
+split = Staged.split
+def apart(self):
+    split(self)
+    self._tied = []
+Staged.split = apart
+try:
+    fit(text_trainer(), MADE["diloco sgd"][0](), node=NodeMesh(stages=2))
+except ModelError as error:
+    found["said"] = str(error)
+keep(found)
+"""
+    found = split(tmp_path, 4, body)
+    assert "has other gradients: that of 'tokens.weight'" in found.pop("said")
+    dense = {name: run(lambda **given: {}) for name, run in PIPELINES.items()}
+    dense["resumed"] = fit(text_trainer(), MADE["diloco clipped"][0]())
+    for name, run in found.items():
+        assert_alike(run, dense[name], MUON if name == "muloco" else ADAM if name in MADE else 1e-5)
 
 
 @pytest.mark.slow

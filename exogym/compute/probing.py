@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,15 @@ from torch import nn
 from exogym.compute.outputs import Loss
 from exogym.compute.replicated import Replicated
 from exogym.compute.sharded import Sharded
+from exogym.compute.staged import Staged
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
 
-Split = Sharded | Replicated
+Split = Sharded | Replicated | Staged
 
 
 def check_split(
-    split: Sharded | Replicated, loss: Loss, batch: Any, parts: Sequence[tuple[Any, float]], what: object
+    split: Split, loss: Loss, batch: Any, passes: Sequence[Sequence[tuple[Any, float]]], what: object
 ) -> None:
     """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
 
@@ -26,7 +28,7 @@ def check_split(
     calls it.
 
     Args:
-        parts: what of the batch is computed here, and the share of the whole that each part's loss has.
+        passes: what of the batch is computed here, part after part, each with the share of the whole that it has.
         what: the split, in words.
 
     Raises:
@@ -45,9 +47,8 @@ def check_split(
         held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
         split.split()
         split.point(held)
-        for k, (part, share) in enumerate(parts):
-            split.collect(last=k == len(parts) - 1)
-            (loss(part) * (share * split.shards)).backward()
+        for parts in passes:
+            split.compute(loss, parts, 1.0, contextlib.nullcontext)
         found = split.gradients()
     finally:
         split.model.train(mode)
@@ -64,12 +65,12 @@ def check_on(
     model: nn.Module,
     loss: Loss,
     batch: Any,
-    parts: Sequence[tuple[Any, float]],
-    like: Sharded | Replicated,
+    passes: Sequence[Sequence[tuple[Any, float]]],
+    like: Split,
     what: object,
 ) -> None:
     """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
     other = copy.deepcopy(model).to(like.device)
     split = type(like)(other, like.mesh, like.inside, like.device)
-    check_split(split, Loss(other, loss.loss_fn), batch, parts, what)
+    check_split(split, Loss(other, loss.loss_fn), batch, passes, what)
     split.plain()

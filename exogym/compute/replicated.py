@@ -8,15 +8,22 @@ and of gradients as much with zero=2, twice as much with zero=1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from exogym.base import pulse
 from exogym.communicator import Inside
+from exogym.compute.outputs import Loss
 from exogym.errors import ModelError
-from exogym.fleet.layout import layouts_of
+from exogym.fleet.layout import Layout, layouts_of
 from exogym.mesh import NodeMesh
+
+Part = tuple[Any, float]  # of a batch, and its share of it
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Replicated:
@@ -29,16 +36,18 @@ class Replicated:
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
         self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
         self.part, self.size, self.shards = inside.part, inside.parts, mesh.shard
-        whole = layouts_of(model)
-        for layout in whole:
-            for slot in layout:
-                if not slot.shape:
-                    raise ModelError(
-                        f"parameter {slot.name!r} is one number without an axis, which cannot be sharded: give it the "
-                        "shape (1,)"
-                    )
+        whole = whole_layouts(model, "sharded")
         boxes = [{s.name: _box(s.shape, k, self.size) for layout in whole for s in layout} for k in range(self.size)]
         self.parts = [[layout.part(boxes[k]) for layout in whole] for k in range(self.size)]
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Which part of an evaluation's batch is this process's, and of how many."""
+        return self.mesh.coordinates(self.part)["shard"], self.shards
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the model can be evaluated as it is."""
+        return contextlib.nullcontext()
 
     def split(self) -> None:
         """From here on parameters are memory of their own, which `point` fills."""
@@ -75,8 +84,9 @@ class Replicated:
                 for k, piece in zip(these, pieces, strict=True):
                     slots[k].cut(self._held[k].data).copy_(piece.view(slots[k].shape))
 
-    def collect(self, last: bool) -> None:
-        """Nothing: gradients of several passes add up here, and are summed over processes when they are taken."""
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        """As `passes`: gradients add up here, and are summed over processes when they are taken."""
+        return passes(loss, parts, scale * self.shards, context) / self.shards
 
     def gradients(self) -> list[Tensor | None]:
         """Return the mean over shards of what each has, of the columns here, one for each parameter."""
@@ -111,3 +121,41 @@ class Replicated:
 def _box(shape: torch.Size, part: int, parts: int) -> tuple[tuple[int, int], ...]:
     each = -(-shape[0] // parts)
     return ((min(part * each, shape[0]), min((part + 1) * each, shape[0])), *((0, n) for n in shape[1:]))
+
+
+def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
+    """Return the layouts of a model that is to be split; `what` is done to its parameters, for the message.
+
+    Raises:
+        ModelError: a parameter without an axis.
+    """
+    whole = layouts_of(model)
+    for layout in whole:
+        for slot in layout:
+            if not slot.shape:
+                raise ModelError(
+                    f"parameter {slot.name!r} is one number without an axis, which cannot be {what}: give it the shape "
+                    "(1,)"
+                )
+    return whole
+
+
+def passes(
+    loss: Loss, parts: Sequence[Part], scale: float, context: Context, before: Callable[[bool], None] | None = None
+) -> Tensor:
+    """Add to `.grad` the gradients of `parts` of a batch, each with its share; return their loss, both `scale` times.
+
+    Args:
+        context: entered for each forward pass, as autocast.
+        before: called before a backward pass; says whether it is the last one.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for k, (part, share) in enumerate(parts):
+        with context():
+            value = loss(part)
+        if before is not None:
+            before(k == len(parts) - 1)
+        (value * (share * scale)).backward()
+        pulse.step_taken()
+        total += value.detach().double().cpu() * (share * scale)
+    return total

@@ -13,6 +13,7 @@ twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,9 +32,11 @@ from exogym.base.torch_private import (
     take_shard_gradient,
 )
 from exogym.communicator import Inside
+from exogym.compute.outputs import Loss
+from exogym.compute.replicated import Context, Part, passes, whole_layouts
 from exogym.compute.tensors import cut_axes, split_layers
 from exogym.errors import ModelError
-from exogym.fleet.layout import Box, Layout, layouts_of
+from exogym.fleet.layout import Box, Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import blocks_of
 
@@ -63,14 +66,7 @@ class Sharded:
         self.part, self.size, self.shards = inside.part, inside.parts, mesh.shard
         self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
         self._axes = cut_axes(model, mesh, self.devices)
-        whole = layouts_of(model)
-        for layout in whole:
-            for slot in layout:
-                if not slot.shape:
-                    raise ModelError(
-                        f"parameter {slot.name!r} is one number without an axis, which cannot be sharded: give it the "
-                        "shape (1,)"
-                    )
+        whole = whole_layouts(model, "sharded")
         self._owners = self._dealt([slot for layout in whole for slot in layout if slot.name not in self._axes])
         self.parts = [[self._part(layout, k) for layout in whole] for k in range(self.size)]
 
@@ -102,6 +98,15 @@ class Sharded:
             box[self._axes[name]] = _chunk(box[self._axes[name]], at["tensor"], self.mesh.tensor)
         box[0] = _chunk(box[0], at["shard"], self.mesh.shard)
         return tuple(box)
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Which part of an evaluation's batch is this process's, and of how many."""
+        return self.mesh.coordinates(self.part)["shard"], self.shards
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the model can be evaluated as it is."""
+        return contextlib.nullcontext()
 
     def split(self) -> None:
         """Split the model; it holds no numbers before `point`."""
@@ -176,8 +181,12 @@ class Sharded:
                     for x, piece in zip(held, pieces, strict=True):
                         x.copy_(piece.view(x.shape))
 
-    def collect(self, last: bool) -> None:
-        """Say before a backward pass whether its gradients, and those before it, are to be summed over processes."""
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        """As `passes`: gradients are summed over processes in the last backward pass."""
+        found = passes(loss, parts, scale * self.shards, context, self._collect)
+        return found / (self.shards * self.mesh.tensor)
+
+    def _collect(self, last: bool) -> None:
         if self._modules:
             self._modules[0].set_is_last_backward(last)
             self._modules[0].set_requires_gradient_sync(last)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exogym.base import pulse
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
 from exogym.compute.outputs import batch_examples, slice_batch
@@ -41,8 +41,9 @@ class SplitWorker(Worker):
             ModelError: the model cannot be split so.
         """
         from exogym.compute.sharded import Sharded  # torch's FSDP takes a while to import
+        from exogym.compute.staged import Staged
 
-        kind = Sharded if mesh.zero == 3 else Replicated
+        kind: Any = Staged if mesh.depth > 1 else Sharded if mesh.zero == 3 else Replicated
         self.mesh, self.inside = mesh, inside
         self.split = kind(self.model, mesh, inside, self.device)
         self.shard = mesh.coordinates(inside.part)["shard"]
@@ -76,10 +77,10 @@ class SplitWorker(Worker):
 
         batch, probe = self.to_device(batch), self.mesh.probe
         if probe is True:
-            check_split(self.split, self.loss, batch, self._parts(batch), self.mesh)
+            check_split(self.split, self.loss, batch, self._passes(batch), self.mesh)
         else:
             if isinstance(probe, nn.Module):
-                check_on(probe, self.loss, batch, self._parts(batch), self.split, self.mesh)
+                check_on(probe, self.loss, batch, self._passes(batch), self.split, self.mesh)
             self.split.split()
         self.is_split, self._places, self._homes = True, [], []
         self.split.let_go()
@@ -141,40 +142,50 @@ class SplitWorker(Worker):
             self.insides.took(self.fleet.ranks[row], batch_examples(batch))
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)
-        parts = self._parts(batch)
-        for k, (part, share) in enumerate(parts):
-            with self.autocast():
-                loss = self.loss(part)
-            self.split.collect(last=k == len(parts) - 1)
-            (loss * (share * self.split.shards * scale)).backward()
-            pulse.step_taken()
-            total += loss.detach().double().cpu() * (share / self.mesh.tensor)
+        for parts in self._passes(batch):
+            total += self.split.compute(self.loss, parts, scale, self.autocast) / scale
         for p, grad in zip(self.parameters, self.split.gradients(), strict=True):
             p.grad = grad
         if self.scaled:
             self._unscale(row)
         told = self.inside.sum(torch.stack([total, *map(_flag, (self.overflowed, self._asked()))]))
         self.overflowed, self._stops = bool(told[1]), bool(told[2])
-        return told[0].to(self.device, loss.dtype if loss.is_floating_point() else torch.float32)
+        return told[0].to(self.device, torch.get_default_dtype())
 
-    def _parts(self, batch: Any) -> list[Part]:
+    def _passes(self, batch: Any) -> list[list[Part]]:
         """Return the micro-batches of this process's share of a batch, as many as any process of the node has.
 
-        One without an example computes with another one's, which does not count.
+        One without an example computes with another one's, which does not count. A pipeline takes a pass for each
+        `micro_batch_size` examples of the node, any other split one for all.
         """
         total = batch_examples(batch)
-        shares = self.mesh.shares(total)
-        start, mine = sum(shares[: self.shard]), shares[self.shard]
-        count = -(-max(shares) // self.mesh.at_once(min(total, self.micro_batch_size or total)))
+        whole = min(total, self.micro_batch_size or total)
+        if self.mesh.depth == 1:
+            shares = self.mesh.shares(total)
+            count = -(-max(shares) // self.mesh.at_once(whole))
+            return [self._cut(batch, sum(shares[: self.shard]), even(shares[self.shard], count))]
         found = []
-        for size in even(mine, count):
+        for start in range(0, total, whole):
+            sizes = self.mesh.micro_batches(min(whole, total - start))
+            found.append(self._cut(batch, start, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
+        return found
+
+    def _cut(self, batch: Any, start: int, sizes: Sequence[int]) -> list[Part]:
+        found, total = [], batch_examples(batch)
+        for size in sizes:
             found.append((slice_batch(batch, start, start + size) if size else slice_batch(batch, 0, 1), size / total))
             start += size
         return found
 
+    @contextlib.contextmanager
+    def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+        with super().evaluating(vectors, buffers), self.split.gathered() if self.is_split else contextlib.nullcontext():
+            yield
+
     def own_share(self, batch: Any) -> tuple[Any, int]:
-        shares = self.mesh.shares(batch_examples(batch))
-        start, size = sum(shares[: self.shard]), shares[self.shard]
+        part, parts = self.split.evaluated
+        shares = even(batch_examples(batch), parts)
+        start, size = sum(shares[:part]), shares[part]
         return (slice_batch(batch, start, start + size), size) if size else (slice_batch(batch, 0, 1), 0)
 
 

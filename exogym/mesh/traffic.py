@@ -108,7 +108,7 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     What a `parallelize` of the user's does to the layers is not known, and so not counted.
     """
     plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
-    stage_of, ends = _stages(model, mesh)
+    stage_of, ends = stages_of(model, mesh)
     blocks = tuple(f"{name}." for name in blocks_of(model))
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -260,8 +260,8 @@ class InsideCost:
                 yield Call("all_reduce", len(p.stages), size, 1, p.stages[0], groups)
 
 
-def _stages(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return what says on which stage a parameter is, and the cuts."""
+def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
+    """Return what says on which device of a pipeline a parameter is, and the cuts in order, with the devices around."""
     if mesh.depth == 1:
         return lambda name: 0, {}
     count = mesh.depth * mesh.stages_per_device

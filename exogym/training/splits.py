@@ -24,9 +24,9 @@ def check_split(options: FitOptions) -> int:
     ):
         if asked:
             raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
-    if mesh.depth > 1:
+    if mesh.depth > 1 and mesh.shard * mesh.tensor > 1:
         raise ArgumentError(
-            f"stages={mesh.depth} in several processes: a pipeline is simulated in one process; take shard= or "
+            f"{mesh} in several processes: stages are not split further there; take stages= alone, or shard= and "
             "tensor=, or start the script as one process"
         )
     if mesh.zero < 3 and mesh.tensor > 1:

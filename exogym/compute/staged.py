@@ -1,0 +1,296 @@
+"""A model cut into stages, one or more on each device of a node: activations go on from process to process (stages=).
+
+No part of the model is rewritten. A stage runs the model's own forward pass: what lies before the stage runs on tensors
+without numbers (torch's meta device), which takes no time; at the cut the activations that have come take the place of
+the module's output; at the end of the stage they are taken out, and the rest of the pass is left. So the loss is found
+on the last device as ever. The order of the work is torch's (`torch.distributed.pipelining`): GPipe (Huang et al.,
+arXiv:1811.06965), 1F1B and interleaved (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
+
+A parameter is in the row of the first device that holds it; another one that holds it too (a head that is the
+embedding) takes it from there, and their gradients are summed. For an evaluation each process gathers the whole model.
+
+Sent by a process per micro-batch: the activations of each cut after its stages, and gradients as large for each before
+them; per step, what is held twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from exogym.communicator import Inside
+from exogym.compute.outputs import Loss, batch_examples
+from exogym.compute.replicated import Context, Part, whole_layouts
+from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.traffic import stages_of
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+class Staged:
+    """As `compute.sharded.Sharded`, of a model of which each process of the node has some layers.
+
+    Raises:
+        ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
+            output is not one tensor with an example in each of its rows; a forward pass that looks at numbers before
+            the cut.
+    """
+
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+        self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
+        self.part, self.size, self.shards = inside.part, inside.parts, 1
+        device_of, cuts = stages_of(model, mesh)
+        self.cuts = list(cuts)
+        turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
+        if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
+            raise ModelError(
+                f"the stages are on devices {list(mesh.pipeline.devices)}, and in several processes they go to devices "
+                f"in turn: {turns}"
+            )
+        whole = whole_layouts(model, "dealt to a stage")
+        names: dict[int, set[int]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(p), set()).add(device_of(name))
+        named = dict(model.named_parameters())
+        self._holders = {slot.name: sorted(names[id(named[slot.name])]) for layout in whole for slot in layout}
+        self.parts = []
+        for k in range(self.size):
+            boxes = {
+                slot.name: tuple(
+                    (0, n if self._holders[slot.name][0] == k or axis else 0) for axis, n in enumerate(slot.shape)
+                )
+                for layout in whole
+                for slot in layout
+            }
+            self.parts.append([layout.part(boxes) for layout in whole])
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """Which part of an evaluation's batch is this process's, and of how many."""
+        return self.part, self.size
+
+    def split(self) -> None:
+        """From here on parameters of other stages hold no numbers, those of this one are filled by `point`."""
+        named = dict(self.model.named_parameters())
+        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
+        self._held = [named[slot.name] for slot in self._slots]
+        self._homes = [p.data for p in self._held]
+        self._shapes = [p.shape for p in self._held]
+        self._tied = [k for k, slot in enumerate(self._slots) if len(self._holders[slot.name]) > 1]
+        for slot, p in zip(self._slots, self._held, strict=True):
+            is_here = self.part in self._holders[slot.name]
+            p.data = p.data.clone() if is_here else p.data.new_zeros(()).expand(p.shape)
+
+    def let_go(self) -> None:
+        """Let go of the memory that parameters had before; `plain` does not bring it back."""
+        self._homes = [home.new_empty(0) for home in self._homes]
+
+    def plain(self) -> None:
+        """Undo `split`."""
+        for p, home in zip(self._held, self._homes, strict=True):
+            p.data, p.grad = home, None
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        """Let the model compute with `views`, one for each parameter, of the columns here."""
+        self._views = list(views)
+        for slot, p, view in zip(self._slots, self._held, views, strict=True):
+            if self._holders[slot.name][0] == self.part:
+                p.data = view
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take what is in the row of another process, and held here too, from there."""
+        for k in self._tied:
+            slot, p = self._slots[k], self._held[k]
+            is_owner = self._holders[slot.name][0] == self.part
+            told = self.inside.sum(self._views[k] if is_owner else p.data.new_zeros(self._shapes[k]))
+            if not is_owner and self.part in self._holders[slot.name]:
+                p.data.copy_(told)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have the whole model in each process; the memory of all its parameters."""
+        kept = [p.data for p in self._held]
+        try:
+            for slot, p, shape in zip(self._slots, self._held, self._shapes, strict=True):
+                is_owner = self._holders[slot.name][0] == self.part
+                p.data = self.inside.sum(p.data if is_owner else p.data.new_zeros(shape))
+            yield
+        finally:
+            for p, data in zip(self._held, kept, strict=True):
+                p.data = data
+
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        """Add to `.grad` the gradients of `parts`, micro-batches with their share; return the loss, both `scale` times,
+        on the last device; 0 on the others."""
+        sizes = [batch_examples(part) for part, _ in parts]
+        key = (len(parts), max(sizes), self.model.training, torch.is_autocast_enabled(self.device.type))
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(loss, parts, max(sizes), context)
+        schedule, stages = self._schedules[key]
+        for stage in stages:
+            stage.submod.begin(parts, loss, scale, context)
+        order, losses = torch.arange(len(parts)), list[Tensor]()
+        is_last = any(stage.is_last for stage in stages)
+        given = {"target": order, "losses": losses} if is_last else {}
+        first = (order.view(-1, 1).to(torch.float32),) if any(stage.is_first for stage in stages) else ()
+        schedule.step(*first, micro=order, **given)
+        total = torch.zeros((), dtype=torch.float64)
+        for x in losses:
+            total += x.detach().double().cpu()
+        return total
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the columns here, one for each parameter."""
+        there = self.inside.sum(torch.tensor([int(p.grad is not None) for p in self._held])).tolist()
+        found: list[Tensor | None] = []
+        for k, (slot, p) in enumerate(zip(self._slots, self._held, strict=True)):
+            grad = p.grad
+            if there[k] and k in self._tied:
+                grad = self.inside.sum(p.data.new_zeros(self._shapes[k]) if grad is None else grad)
+            if not there[k]:
+                found.append(None)
+            elif self._holders[slot.name][0] != self.part:
+                found.append(p.data.new_empty(slot.shape))
+            else:
+                found.append(torch.zeros_like(p) if grad is None else grad)
+            p.grad = None
+        return found
+
+    def _schedule(self, loss: Loss, parts: Sequence[Part], size: int, context: Context) -> tuple[Any, list[Any]]:
+        group: Any = self.inside.group  # type: ignore[attr-defined]
+        largest = next(part for part, _ in parts if batch_examples(part) == size)
+        between = self._between(loss, largest, size, context)
+        count, mesh = len(self.cuts) + 1, self.mesh
+        mine = [k for k in range(count) if k % mesh.depth == self.part]
+        whole = torch.zeros(1, dtype=torch.get_default_dtype(), device=self.device)
+        stages = []
+        for k in mine:
+            held = [p for slot, p in zip(self._slots, self._held, strict=True) if self.part in self._holders[slot.name]]
+            stages.append(
+                pipelining.PipelineStage(
+                    _Stage(self, k, held), k, count, self.device, group=group,
+                    input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
+                    output_args=between[k] if k < len(self.cuts) else whole,
+                )
+            )  # fmt: skip
+        kind = SCHEDULES[mesh.schedule]
+        several = mesh.schedule in ("interleaved", "zero_bubble")
+        made = kind(
+            stages if several else stages[0], len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
+        )
+        return made, stages
+
+    def _between(self, loss: Loss, part: Any, size: int, context: Context) -> list[Tensor]:
+        """Return tensors like those that go over each cut for a micro-batch, without computing."""
+        found: dict[str, Any] = {}
+        with contextlib.ExitStack() as undo:
+            for name in self.cuts:
+                hook = self.model.get_submodule(name).register_forward_hook(
+                    lambda _, x, out, name=name: found.__setitem__(name, out)
+                )
+                undo.callback(hook.remove)
+            undo.enter_context(torch.no_grad())
+            undo.enter_context(context())
+            undo.enter_context(_Hollow(self.model))
+            loss(part)
+        for name in self.cuts:
+            out = found.get(name)
+            if not isinstance(out, Tensor) or not out.dim() or len(out) != size:
+                said = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+                raise ModelError(
+                    f"the model is cut after {name!r}, which gives {said} for {size} examples: wanted one tensor with "
+                    "an example in each row; cut it elsewhere, with NodeMesh(stages=PipelineParallel(stages=[...]))"
+                )
+        shapes = [(found[name].shape, found[name].dtype) for name in self.cuts]
+        return [torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=True) for shape, dtype in shapes]
+
+
+class _Stage(nn.Module):
+    """Stage `index`: what goes from its cut to the next one, for one micro-batch; of the last stage the loss, (1,)."""
+
+    def __init__(self, staged: Staged, index: int, held: Sequence[nn.Parameter]):
+        super().__init__()
+        self.index, self._held = index, nn.ParameterList(held)
+        self._staged = [staged]  # in a list: no module of this one
+
+    def begin(self, parts: Sequence[Part], loss: Loss, scale: float, context: Context) -> None:
+        self._parts, self._loss, self._scale, self._context = parts, loss, scale, context
+
+    def forward(self, given: Tensor, micro: Tensor) -> Tensor:
+        staged, index = self._staged[0], self.index
+        part, share = self._parts[int(micro)]
+        size, cuts = batch_examples(part), staged.cuts
+        most = max(batch_examples(other) for other, _ in self._parts)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._context())
+            if index < len(cuts):
+                end = staged.model.get_submodule(cuts[index]).register_forward_hook(_reached)
+                undo.callback(end.remove)
+            if index:
+                hollow = undo.enter_context(contextlib.ExitStack())
+                hollow.enter_context(torch.no_grad())
+                hollow.enter_context(_Hollow(staged.model))
+
+                def come(module: nn.Module, inputs: Any, out: Any) -> Tensor:
+                    hollow.close()
+                    return given[:size]
+
+                start = staged.model.get_submodule(cuts[index - 1]).register_forward_hook(come)
+                undo.callback(start.remove)
+            try:
+                value = self._loss(part)
+            except _Reached as reached:
+                out = reached.out
+                return out if size == most else torch.cat([out, out.new_zeros(most - size, *out.shape[1:])])
+        return (value * (share * self._scale)).reshape(1)
+
+
+class _Reached(BaseException):
+    """The end of a stage: what the model has come to."""
+
+    def __init__(self, out: Tensor):
+        self.out = out
+
+
+def _reached(module: nn.Module, inputs: Any, out: Tensor) -> None:
+    raise _Reached(out)
+
+
+class _Hollow(TorchDispatchMode):
+    """Inside, what is made of a model's parameters has a shape and no numbers, and is made in no time."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._own = {id(p) for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = []
+        tree_map_only(Tensor, lambda x: seen.append(x.is_meta or id(x) in self._own), (args, kwargs or {}))
+        if not any(seen):
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ModelError(
+                "the forward pass looks at numbers that follow from parameters of an earlier stage: it cannot be cut "
+                "into stages in several processes"
+            )
+        args, kwargs = tree_map_only(Tensor, _hollow, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _hollow(x: Tensor) -> Tensor:
+    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
