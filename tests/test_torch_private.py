@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from exogym.base import torch_private
 from exogym.base.torch_private import TRIED_WITH
+from exogym.errors import ModelError
 
 HERE = Path(__file__).parent.parent
 TRIED: dict[str, str] = {}  # name in torch_private -> the part of torch behind it
@@ -519,3 +520,18 @@ def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
         assert all(p.grad is None for p in model.parameters())
 
     with_layers(tmp_path, body)
+
+
+# Passes without numbers
+
+
+@tries("Hollow", "torch.utils._python_dispatch.TorchDispatchMode")
+def test_a_pass_without_numbers_has_shapes() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Dropout(0.5))
+    x, state = torch.tensor([[0, 4], [1, 2]]), torch.get_rng_state()
+    with torch.no_grad(), torch_private.Hollow(model):
+        out, real = model(x), x + 1
+        assert out.is_meta and out.shape == (2, 2, 3) and real.tolist() == [[1, 5], [2, 3]]
+        with pytest.raises(ModelError, match="looks at numbers that follow from parameters"):
+            bool(out.sum() > 0)
+    assert torch.equal(torch.get_rng_state(), state) and not model(x).is_meta

@@ -24,6 +24,10 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     _use_grad_for_differentiable,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from exogym.errors import ModelError
 
 # The versions of torch that all parts were tried with. The oldest is the floor in pyproject.toml.
 TRIED_WITH = ("2.13.0",)
@@ -313,3 +317,34 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
     found, parameter.grad = parameter.grad, None
     return found._local_tensor if isinstance(found, DTensor) else found
+
+
+# Passes without numbers
+
+
+class Hollow(TorchDispatchMode):
+    """Inside, what is made of a model's parameters has a shape and no numbers (torch's meta device), in no time.
+
+    Raises:
+        ModelError: the pass looks at such a number.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._own = {id(p) for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, seen = (args, kwargs or {}), list[bool]()
+        tree_map_only(Tensor, lambda x: seen.append(x.is_meta or id(x) in self._own), given)
+        if any(seen):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                raise ModelError(
+                    "the forward pass looks at numbers that follow from parameters of an earlier stage: it cannot be "
+                    "cut into stages in several processes"
+                )
+            given = tree_map_only(Tensor, _without_numbers, given)
+        return func(*given[0], **given[1])
+
+
+def _without_numbers(x: Tensor) -> Tensor:
+    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

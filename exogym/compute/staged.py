@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from exogym.base.torch_private import Hollow
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss, batch_examples
 from exogym.compute.replicated import Context, Part, whole_layouts
@@ -206,7 +205,7 @@ class Staged:
                 undo.callback(hook.remove)
             undo.enter_context(torch.no_grad())
             undo.enter_context(context())
-            undo.enter_context(_Hollow(self.model))
+            undo.enter_context(Hollow(self.model))
             loss(part)
         for name in self.cuts:
             out = found.get(name)
@@ -244,7 +243,7 @@ class _Stage(nn.Module):
             if index:
                 hollow = undo.enter_context(contextlib.ExitStack())
                 hollow.enter_context(torch.no_grad())
-                hollow.enter_context(_Hollow(staged.model))
+                hollow.enter_context(Hollow(staged.model))
 
                 def come(module: nn.Module, inputs: Any, out: Any) -> Tensor:
                     hollow.close()
@@ -269,28 +268,3 @@ class _Reached(BaseException):
 
 def _reached(module: nn.Module, inputs: Any, out: Tensor) -> None:
     raise _Reached(out)
-
-
-class _Hollow(TorchDispatchMode):
-    """Inside, what is made of a model's parameters has a shape and no numbers, and is made in no time."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self._own = {id(p) for p in model.parameters()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen = []
-        tree_map_only(Tensor, lambda x: seen.append(x.is_meta or id(x) in self._own), (args, kwargs or {}))
-        if not any(seen):
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise ModelError(
-                "the forward pass looks at numbers that follow from parameters of an earlier stage: it cannot be cut "
-                "into stages in several processes"
-            )
-        args, kwargs = tree_map_only(Tensor, _hollow, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _hollow(x: Tensor) -> Tensor:
-    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
