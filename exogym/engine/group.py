@@ -30,7 +30,7 @@ class Group:
             raise ArgumentError(
                 f"processes={options.processes}, but this script runs as {world} processes: leave it out"
             )
-        if world % options.parts or world // options.parts > options.num_nodes:
+        if options.parts > 1 and (world % options.parts or world // options.parts > options.num_nodes):
             fitting = ", ".join(str(options.parts * groups) for groups in range(1, options.num_nodes + 1)[:8])
             raise ArgumentError(
                 f"{world} processes run this script, and a node is {options.parts} of them: {options.num_nodes} nodes "
