@@ -80,8 +80,8 @@ CLAIMS = [
         "speaker. Each line says whether DiLoCo is ahead there in every seed; all of them together are the claim.",
         CHARACTERS,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in CHARACTERS if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own momentum "
-        "seems to leave little for the outer one to add in runs this short.",
+        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own "
+        "momentum seems to leave little for the outer one to add in runs this short.",
     ),
     Claim(
         "momentum-pays-pictures",
@@ -92,7 +92,7 @@ CLAIMS = [
         "whether DiLoCo is ahead there in every seed; all of them together are the claim.",
         PICTURES,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in PICTURES if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own momentum "
-        "seems to leave little for the outer one to add in runs this short.",
+        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own "
+        "momentum seems to leave little for the outer one to add in runs this short.",
     ),
 ]
