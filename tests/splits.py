@@ -97,6 +97,13 @@ def pipelined(strategy="diloco sgd", layers=4, given=None, **mesh):
     return lambda node: fit(text_trainer(layers), made(), **(given or {}), **node(stages=2, **mesh))
 
 
+def short(pairs):
+    """A batch of texts as long as the first one's first character says."""
+    x, y = (torch.stack(side) for side in zip(*pairs, strict=True))
+    end = 6 + int(x[0, 0]) % 3
+    return x[:, :end], y[:, :end]
+
+
 # each called with what makes `node=` of a mesh, or nothing of it
 PIPELINES = {
     "gpipe": pipelined(schedule="gpipe", microbatches=2),
@@ -104,6 +111,7 @@ PIPELINES = {
     "zero bubble": pipelined(schedule="zero_bubble", microbatches=4),
     "uneven": pipelined(given={"batch_size": 7}, microbatches=3),
     "passes": pipelined(given={"minibatch_size": 5}, microbatches=2),
+    "lengths": pipelined(given={"dataloader_kwargs": {"collate_fn": short}}, microbatches=2),
     "line": lambda node: fit(trainer(line), MADE["diloco sgd"][0](), **node(stages=2)),
     "by hand": by_hand,
 } | {name: pipelined(name, layers=2) for name in ("demo", "topk", "ddp clipped", "sparta diloco", "muloco")}

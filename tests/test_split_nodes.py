@@ -25,6 +25,7 @@ from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
+found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
 made = trainer()
 fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
 if rank() == 0:
@@ -68,6 +69,10 @@ def test_halves_give_the_bits_of_micro_batches_of_half_the_size(split, halves):
 @pytest.mark.parametrize("split", ["tensor=2", "stages=2"])
 def test_layers_shared_out_give_what_one_device_would(split, halves):
     assert_alike(halves[split], fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1)), SGD)
+
+
+def test_batches_of_other_shapes_go_through_the_same_stages(halves):
+    assert_alike(halves["lengths"], PIPELINES["lengths"](lambda **given: {}), SGD)
 
 
 def test_a_run_goes_on_under_another_split(tmp_path):

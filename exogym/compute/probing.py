@@ -10,13 +10,9 @@ from typing import Any
 from torch import nn
 
 from exogym.compute.outputs import Loss
-from exogym.compute.replicated import Replicated
-from exogym.compute.sharded import Sharded
-from exogym.compute.staged import Staged
+from exogym.compute.split import Split
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
-
-Split = Sharded | Replicated | Staged
 
 
 def check_split(

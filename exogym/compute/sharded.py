@@ -13,7 +13,6 @@ twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,37 +32,24 @@ from exogym.base.torch_private import (
 )
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
-from exogym.compute.replicated import Context, Part, passes, whole_layouts
+from exogym.compute.split import Context, Part, Split, passes, whole_layouts
 from exogym.compute.tensors import cut_axes, split_layers
 from exogym.errors import ModelError
 from exogym.fleet.layout import Box, Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import blocks_of
 
-NOTHING = ((0, 0),)
 
-
-class Sharded:
-    """A model whose trainable parameters are split over the processes of a node.
-
-    Args:
-        model: whole, as it is until `split`.
-        mesh: of the node.
-        inside: the processes of the node.
-        device: of the model.
-
-    Attributes:
-        parts: the layouts of each process, one per block of the fleet. What is in the row of another process has
-            an empty box.
-        shards: how many processes have a part of the batch each; gradients are the mean over these.
+class Sharded(Split):
+    """A `Split` of each parameter over the processes of the node.
 
     Raises:
         ModelError: the model cannot be split so.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
-        self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
-        self.part, self.size, self.shards = inside.part, inside.parts, mesh.shard
+        super().__init__(model, mesh, inside, device)
+        self.shards = mesh.shard
         self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
         self._axes = cut_axes(model, mesh, self.devices)
         whole = whole_layouts(model, "sharded")
@@ -82,8 +68,7 @@ class Sharded:
         tensor = self.mesh.coordinates(part)["tensor"]
         boxes = {slot.name: self._held(slot.name, slot.shape, part) for slot in layout}
         own = {
-            name: box if self._owners.get(name, tensor) == tensor else (*NOTHING, *box[1:])
-            for name, box in boxes.items()
+            name: box if self._owners.get(name, tensor) == tensor else ((0, 0), *box[1:]) for name, box in boxes.items()
         }
         found = layout.part(own)
         first = {slot.name: _count(self._held(slot.name, slot.shape, part % self.mesh.tensor)) for slot in layout}
@@ -99,17 +84,7 @@ class Sharded:
         box[0] = _chunk(box[0], at["shard"], self.mesh.shard)
         return tuple(box)
 
-    @property
-    def evaluated(self) -> tuple[int, int]:
-        """Which part of an evaluation's batch is this process's, and of how many."""
-        return self.mesh.coordinates(self.part)["shard"], self.shards
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: the model can be evaluated as it is."""
-        return contextlib.nullcontext()
-
     def split(self) -> None:
-        """Split the model; it holds no numbers before `point`."""
         self._plain = Plain(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._whole = list(named.values())
@@ -147,16 +122,13 @@ class Sharded:
                 self._mirrors[slot.name] = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def let_go(self) -> None:
-        """Let the whole parameters hold no numbers; `plain` does not bring them back."""
         for p in self._whole:
             p.data = p.data.new_empty(0)
 
     def plain(self) -> None:
-        """Undo `split`: the modules have the parameters that they had, with what these hold now."""
         self._plain.restore()
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Let the model compute with `views`, one for each parameter, of the columns here."""
         for module in self._modules:
             module.reshard()
         self._views = dict(zip([slot.name for slot in self._slots], views, strict=True))
@@ -165,7 +137,6 @@ class Sharded:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take what is in the rows of other processes of the node from there."""
         if self.mesh.tensor == 1:
             return
         group = self.devices["tensor"].get_group()
@@ -182,7 +153,6 @@ class Sharded:
                         x.copy_(piece.view(x.shape))
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        """As `passes`: gradients are summed over processes in the last backward pass."""
         found = passes(loss, parts, scale * self.shards, context, self._collect)
         return found / (self.shards * self.mesh.tensor)
 
@@ -192,7 +162,6 @@ class Sharded:
             self._modules[0].set_requires_gradient_sync(last)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the mean over shards of what each has, of the columns here, one for each parameter."""
         found: list[Tensor | None] = []
         for slot, handle in zip(self._slots, self._handles, strict=True):
             grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)

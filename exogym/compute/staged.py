@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from exogym.base import pulse
 from exogym.base.torch_private import Hollow
 from exogym.communicator import Inside
-from exogym.compute.outputs import Loss, batch_examples
-from exogym.compute.replicated import Context, Part, whole_layouts
+from exogym.compute.outputs import Loss, batch_examples, map_tensors
+from exogym.compute.split import Context, InPlace, Part, whole_layouts
 from exogym.errors import ModelError
+from exogym.fleet.layout import Box, Slot
 from exogym.mesh import NodeMesh
 from exogym.mesh.traffic import stages_of
 
@@ -37,10 +39,11 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
+MOST_SCHEDULES = 8  # kept, each for batches of other shapes
 
 
-class Staged:
-    """As `compute.sharded.Sharded`, of a model of which each process of the node has some layers.
+class Staged(InPlace):
+    """A `Split` of a model of which each process of the node has some layers.
 
     Raises:
         ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
@@ -49,8 +52,7 @@ class Staged:
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
-        self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
-        self.part, self.size, self.shards = inside.part, inside.parts, 1
+        super().__init__(model, mesh, inside, device)
         device_of, cuts = stages_of(model, mesh)
         self.cuts = list(cuts)
         turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
@@ -65,46 +67,29 @@ class Staged:
             names.setdefault(id(p), set()).add(device_of(name))
         named = dict(model.named_parameters())
         self._holders = {slot.name: sorted(names[id(named[slot.name])]) for layout in whole for slot in layout}
-        self.parts = []
-        for k in range(self.size):
-            boxes = {
-                slot.name: tuple(
-                    (0, n if self._holders[slot.name][0] == k or axis else 0) for axis, n in enumerate(slot.shape)
-                )
-                for layout in whole
-                for slot in layout
-            }
-            self.parts.append([layout.part(boxes) for layout in whole])
+        self.parts = [
+            [layout.part({slot.name: self._box(slot, k) for slot in layout}) for layout in whole]
+            for k in range(self.size)
+        ]
         self._schedules: dict[tuple[Any, ...], Any] = {}
+
+    def _box(self, slot: Slot, part: int) -> Box:
+        whole = tuple((0, n) for n in slot.shape)
+        return whole if self._holders[slot.name][0] == part else ((0, 0), *whole[1:])
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """Which part of an evaluation's batch is this process's, and of how many."""
         return self.part, self.size
 
     def split(self) -> None:
-        """From here on parameters of other stages hold no numbers, those of this one are filled by `point`."""
-        named = dict(self.model.named_parameters())
-        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
-        self._held = [named[slot.name] for slot in self._slots]
-        self._homes = [p.data for p in self._held]
+        super().split()
         self._shapes = [p.shape for p in self._held]
         self._tied = [k for k, slot in enumerate(self._slots) if len(self._holders[slot.name]) > 1]
-        for slot, p in zip(self._slots, self._held, strict=True):
-            is_here = self.part in self._holders[slot.name]
-            p.data = p.data.clone() if is_here else p.data.new_zeros(()).expand(p.shape)
 
-    def let_go(self) -> None:
-        """Let go of the memory that parameters had before; `plain` does not bring it back."""
-        self._homes = [home.new_empty(0) for home in self._homes]
-
-    def plain(self) -> None:
-        """Undo `split`."""
-        for p, home in zip(self._held, self._homes, strict=True):
-            p.data, p.grad = home, None
+    def _memory(self, slot: Slot, home: Tensor) -> Tensor:
+        return home.clone() if self.part in self._holders[slot.name] else home.new_zeros(()).expand(home.shape)
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Let the model compute with `views`, one for each parameter, of the columns here."""
         self._views = list(views)
         for slot, p, view in zip(self._slots, self._held, views, strict=True):
             if self._holders[slot.name][0] == self.part:
@@ -112,7 +97,6 @@ class Staged:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take what is in the row of another process, and held here too, from there."""
         for k in self._tied:
             slot, p = self._slots[k], self._held[k]
             is_owner = self._holders[slot.name][0] == self.part
@@ -134,28 +118,22 @@ class Staged:
                 p.data = data
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        """Add to `.grad` the gradients of `parts`, micro-batches with their share; return the loss, both `scale` times,
-        on the last device; 0 on the others."""
-        sizes = [batch_examples(part) for part, _ in parts]
-        key = (len(parts), max(sizes), self.model.training, torch.is_autocast_enabled(self.device.type))
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(loss, parts, max(sizes), context)
-        schedule, stages = self._schedules[key]
+        schedule, stages = self._schedule(loss, parts, context)
         for stage in stages:
             stage.submod.begin(parts, loss, scale, context)
         order, losses = torch.arange(len(parts)), list[Tensor]()
         is_last = any(stage.is_last for stage in stages)
         given = {"target": order, "losses": losses} if is_last else {}
-        first = (order.view(-1, 1).to(torch.float32),) if any(stage.is_first for stage in stages) else ()
+        first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
         schedule.step(*first, micro=order, **given)
+        pulse.step_taken()
         total = torch.zeros((), dtype=torch.float64)
         for x in losses:
             total += x.detach().double().cpu()
         return total
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of the columns here, one for each parameter."""
-        there = self.inside.sum(torch.tensor([int(p.grad is not None) for p in self._held])).tolist()
+        there = self._there()
         found: list[Tensor | None] = []
         for k, (slot, p) in enumerate(zip(self._slots, self._held, strict=True)):
             grad = p.grad
@@ -170,29 +148,39 @@ class Staged:
             p.grad = None
         return found
 
-    def _schedule(self, loss: Loss, parts: Sequence[Part], size: int, context: Context) -> tuple[Any, list[Any]]:
-        group: Any = self.inside.group  # type: ignore[attr-defined]
-        largest = next(part for part, _ in parts if batch_examples(part) == size)
-        between = self._between(loss, largest, size, context)
-        count, mesh = len(self.cuts) + 1, self.mesh
-        mine = [k for k in range(count) if k % mesh.depth == self.part]
-        whole = torch.zeros(1, dtype=torch.get_default_dtype(), device=self.device)
-        stages = []
-        for k in mine:
-            held = [p for slot, p in zip(self._slots, self._held, strict=True) if self.part in self._holders[slot.name]]
-            stages.append(
-                pipelining.PipelineStage(
-                    _Stage(self, k, held), k, count, self.device, group=group,
-                    input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
-                    output_args=between[k] if k < len(self.cuts) else whole,
-                )
-            )  # fmt: skip
-        kind = SCHEDULES[mesh.schedule]
+    def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
+        """Return the schedule for micro-batches of these shapes, and the stages of this process; made once."""
+        sizes = [batch_examples(part) for part, _ in parts]
+        largest = parts[sizes.index(max(sizes))][0]
+        shapes: list[Any] = []
+        map_tensors(largest, lambda x: shapes.append((tuple(x.shape), x.dtype)))
+        with context():
+            kind = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        key = (len(parts), kind, *shapes)
+        if key in self._schedules:
+            return self._schedules[key]
+        if len(self._schedules) == MOST_SCHEDULES:  # each has memory for what travels
+            del self._schedules[next(iter(self._schedules))]
+        between = self._between(loss, largest, max(sizes), context)
+        count, mesh, held = len(self.cuts) + 1, self.mesh, []
+        group = self.inside.mesh({"stages": mesh.depth}).get_group()
+        for slot, p in zip(self._slots, self._held, strict=True):
+            if self.part in self._holders[slot.name]:
+                held.append(p)
+        stages = [
+            pipelining.PipelineStage(
+                _Stage(self, k, held), k, count, self.device, group=group,
+                input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
+                output_args=between[k] if k < len(self.cuts) else torch.zeros(1, device=self.device),
+            )
+            for k in range(self.part, count, mesh.depth)
+        ]  # fmt: skip
         several = mesh.schedule in ("interleaved", "zero_bubble")
-        made = kind(
+        schedule = SCHEDULES[mesh.schedule](
             stages if several else stages[0], len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
         )
-        return made, stages
+        self._schedules[key] = schedule, stages
+        return schedule, stages
 
     def _between(self, loss: Loss, part: Any, size: int, context: Context) -> list[Tensor]:
         """Return tensors like those that go over each cut for a micro-batch, without computing."""
@@ -235,6 +223,7 @@ class _Stage(nn.Module):
         part, share = self._parts[int(micro)]
         size, cuts = batch_examples(part), staged.cuts
         most = max(batch_examples(other) for other, _ in self._parts)
+        pulse.beat()
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._context())
             if index < len(cuts):
