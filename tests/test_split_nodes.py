@@ -122,6 +122,8 @@ class Scalar(Tied):
 class Own(PeriodicModule):
     def communicate(self, fleet, step):
         pass
+def fully(model, mesh):
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])
 good = MADE["diloco sgd"][0]
 tries = {
     "sizes": lambda: fit(trainer(), good(), node=NodeMesh(shard=2)),
@@ -132,8 +134,7 @@ tries = {
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
     "stages": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=3)),
-    "both": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=2, shard=2)),
-    "zero": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=2, tensor=2, zero=2)),
+    "shards": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=3, zero=2, parallelize=fully)),
     "layers": lambda: fit(trainer(), good(), node=NodeMesh(tensor=3)),
     "nodes": lambda: fit(trainer(), good(), node=[NodeMesh(shard=3), NodeMesh(shard=2)]),
 }
@@ -156,8 +157,7 @@ keep(said)
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
         "stages": "fewer than 3 stages",
-        "both": "stages=2 x shard=2 in several processes: stages are not split further",
-        "zero": "zero=2 with tensor=2",
+        "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
         "nodes": "in several all have one split",
     }
@@ -165,17 +165,19 @@ keep(said)
 
 
 @pytest.mark.slow
-def test_quarters_take_a_quarter_of_the_memory(tmp_path):
+@pytest.mark.parametrize("mesh", ["shard=4", "stages=2, shard=2"])
+def test_quarters_take_a_quarter_of_the_memory(mesh, tmp_path):
     """Of 10 million parameters with AdamW's state, between two steps."""
     body = """
 import gc
 from exogym.strategy import FedAvgStrategy
 from exogym.training.driver import Driver
 class Wide(nn.Module):
+    cut_points = "blocks.*"
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 512)
-        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(5))
+        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
         self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(512, 11)
     def forward(self, x):
@@ -198,12 +200,12 @@ def looking(self, first, last):
 Driver.advance = looking
 made = trainer(Wide)
 count = sum(p.numel() for p in made.model.parameters())
-fit(made, FedAvgStrategy("adamw", lr=1e-3, H=2), num_nodes=1, max_steps=4, node=NodeMesh(shard=4))
+fit(made, FedAvgStrategy("adamw", lr=1e-3, H=2), num_nodes=1, max_steps=4, node=MESH)
 shares = [None] * 4
 torch.distributed.all_gather_object(shares, held[-1] / (12 * count))
 keep((count, shares))
 """
-    count, shares = split(tmp_path, 4, body)
+    count, shares = split(tmp_path, 4, body.replace("MESH", f"NodeMesh({mesh})"))
     assert count > 10e6 and max(shares) <= 0.3, shares
 
 
@@ -240,36 +242,6 @@ keep({{name: fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2, node=Node
         assert found[name][2] == dense[2], name
         if name not in CHOOSES:
             assert apart(found[name], dense) <= ADAM, name
-
-
-@pytest.mark.slow
-def test_pipelines_of_every_kind(tmp_path):
-    """Schedules, uneven micro-batches, passes, stages by hand, what is dealt; a head that is not summed is found."""
-    body = """
-from exogym.compute.staged import Staged
-from exogym.errors import ModelError
-found = {name: run(lambda **given: {"node": NodeMesh(**given)}) for name, run in PIPELINES.items()}
-given = {"save_dir": "kept", "final_sync": False}
-fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(stages=2), max_steps=4, **given)
-made = fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(tensor=2), save_dir="kept", resume=True)
-found["resumed"] = made
-split = Staged.split
-def apart(self):
-    split(self)
-    self._tied = []
-Staged.split = apart
-try:
-    fit(text_trainer(), MADE["diloco sgd"][0](), node=NodeMesh(stages=2))
-except ModelError as error:
-    found["said"] = str(error)
-keep(found)
-"""
-    found = split(tmp_path, 4, body)
-    assert "has other gradients: that of 'tokens.weight'" in found.pop("said")
-    dense = {name: run(lambda **given: {}) for name, run in PIPELINES.items()}
-    dense["resumed"] = fit(text_trainer(), MADE["diloco clipped"][0]())
-    for name, run in found.items():
-        assert_alike(run, dense[name], MUON if name == "muloco" else ADAM if name in MADE else 1e-5)
 
 
 @pytest.mark.slow

@@ -24,16 +24,5 @@ def check_split(options: FitOptions) -> int:
     ):
         if asked:
             raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
-    if mesh.depth > 1 and mesh.shard * mesh.tensor > 1:
-        raise ArgumentError(
-            f"{mesh} in several processes: stages are not split further there; take stages= alone, or shard= and "
-            "tensor=, or start the script as one process"
-        )
-    if mesh.zero < 3 and mesh.tensor > 1:
-        raise ArgumentError(
-            f"zero={mesh.zero} with tensor={mesh.tensor} in several processes: take zero=3, or tensor=1"
-        )
-    if mesh.zero < 3 and mesh.parallelize is not None:
-        raise ArgumentError(f"zero={mesh.zero} with parallelize= in several processes: take zero=3, or leave it out")
     options.strategy.check_parts()
     return mesh.size
