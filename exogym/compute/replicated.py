@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
-from exogym.compute.split import Context, InPlace, Part, passes, whole_layouts
-from exogym.fleet.layout import Box, Slot
+from exogym.compute.split import Context, InPlace, Part, even_part, passes, whole_layouts
+from exogym.fleet.layout import Slot
 from exogym.mesh import NodeMesh
 
 
@@ -31,8 +31,7 @@ class Replicated(InPlace):
         super().__init__(model, mesh, inside, device)
         self.shards = mesh.shard
         whole = whole_layouts(model, "sharded")
-        boxes = [{s.name: _box(s.shape, k, self.size) for layout in whole for s in layout} for k in range(self.size)]
-        self.parts = [[layout.part(boxes[k]) for layout in whole] for k in range(self.size)]
+        self.parts = [[even_part(layout, k, self.size) for layout in whole] for k in range(self.size)]
 
     def point(self, views: Sequence[Tensor]) -> None:
         self._views = list(views)
@@ -84,8 +83,3 @@ class Replicated(InPlace):
         for other in others:
             total += other
         return total
-
-
-def _box(shape: torch.Size, part: int, parts: int) -> Box:
-    each = -(-shape[0] // parts)
-    return ((min(part * each, shape[0]), min((part + 1) * each, shape[0])), *((0, n) for n in shape[1:]))

@@ -13,7 +13,7 @@ from exogym.base import pulse
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
 from exogym.errors import ModelError
-from exogym.fleet.layout import Layout, Slot, layouts_of
+from exogym.fleet.layout import Box, Layout, Slot, layouts_of
 from exogym.mesh import NodeMesh
 
 Part = tuple[Any, float]  # of a batch, and its share of it
@@ -136,6 +136,24 @@ def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
                     "(1,)"
                 )
     return whole
+
+
+def even_part(layout: Layout, part: int, parts: int) -> Layout:
+    """Return of every parameter of a whole layout a range of its first axis, about as much for each of the parts.
+
+    >>> from exogym.fleet.layout import layouts_of
+    >>> (layout,) = layouts_of(nn.Linear(3, 5))
+    >>> [even_part(layout, k, 2).numel for k in range(2)], even_part(layout, 0, 1) is layout
+    ([12, 8], True)
+    """
+    if parts == 1:
+        return layout
+
+    def box(shape: torch.Size) -> Box:
+        each = -(-shape[0] // parts)
+        return ((min(part * each, shape[0]), min((part + 1) * each, shape[0])), *((0, n) for n in shape[1:]))
+
+    return layout.part({slot.name: box(slot.shape) for slot in layout})
 
 
 def passes(
