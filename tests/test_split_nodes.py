@@ -9,6 +9,8 @@ import torch
 from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 from strategies import STRATEGIES
 
+from exogym import NodeMesh
+from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
@@ -20,12 +22,20 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 def halves(tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
     body = f"""
+from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
+found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native")
+speeds = Balance("batch", speeds=[1, 3])
+found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds)
+for name, step_seconds in (("clock", "10ms"), ("measured", None)):
+    made, linked = trainer(), NodeMesh(shard=2, network="1Gbps,1ms")
+    fit(made, {DILOCO}, node=linked, network="100Mbps,5ms", step_seconds=step_seconds, save_dir=name)
+    found[name] = list(made.history.column("time_s")[1])
 made = trainer()
 fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
 if rank() == 0:
@@ -57,6 +67,24 @@ def test_callbacks_and_absent_nodes_are_as_ever(halves):
     fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), callbacks=[WeightAverage(0.5)], faults=away)
     values = list(made.history.column("average_val_loss")[1])
     assert len(values) > 1 and halves["watched"] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_clock_says_what_it_says_in_one_process(halves):
+    made, linked = trainer(), NodeMesh(shard=2, network="1Gbps,1ms")
+    given = {"node": linked, "network": "100Mbps,5ms"}
+    fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), step_seconds="10ms", **given)
+    assert halves["clock"] == list(made.history.column("time_s")[1])
+    away = trainer()
+    fit(away, DiLoCoStrategy("sgd", H=3, lr=0.1), step_seconds="20ms", **given)
+    assert halves["clock"] != list(away.history.column("time_s")[1])  # the control
+    assert len(halves["measured"]) > 1 and halves["measured"] == sorted(halves["measured"])
+
+
+def test_torchs_own_sums_and_loads_by_speed_are_as_ever(halves):
+    assert_alike(halves["native"], fit(trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1)), SGD)
+    dense = fit(trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), balance=Balance("batch", speeds=[1, 3]))
+    assert_alike(halves["speeds"], dense, SGD)
+    assert apart(halves["speeds"], halves["native"]) > 100 * SGD  # the control
 
 
 @pytest.mark.parametrize("split", ["shard=2", "shard=2, zero=2", "shard=2, zero=1"])
@@ -111,8 +139,11 @@ keep((said, fit(trainer(), MADE["diloco sgd"][0](), node=NodeMesh(shard=3, probe
 
 def test_what_cannot_be_split_is_refused_before_training(tmp_path):
     body = """
+from exogym.balance import Balance
 from exogym.errors import ExoGymError
+from exogym.faults import Faults
 from exogym.strategy import AsyncDiLoCoStrategy, CommunicateOptimizeStrategy, PeriodicModule
+from exogym.strategy.averaging import NormCap
 class Scalar(Tied):
     def __init__(self):
         super().__init__()
@@ -129,7 +160,14 @@ tries = {
     "sizes": lambda: fit(trainer(), good(), node=NodeMesh(shard=2)),
     "batch": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), batch_size=2),
     "clock": lambda: fit(trainer(), AsyncDiLoCoStrategy(H=2, lr=0.1), node=NodeMesh(shard=3)),
-    "network": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), network="1Gbps,1ms"),
+    "balance": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance="batch"),
+    "dealt": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance=Balance("nodes", [1, 1])),
+    "memory": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), max_memory_usage=0.5),
+    "secure": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
+    "krum": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, robust="krum"), node=NodeMesh(shard=3)),
+    "cap": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, robust=NormCap(1.0)), node=NodeMesh(shard=3)),
+    "tuner": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, tuner="drift"), node=NodeMesh(shard=3)),
+    "bad": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), faults=Faults(bad_nodes=[1], attack="noise")),
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
@@ -149,17 +187,24 @@ keep(said)
 """
     said = split(tmp_path, 3, body)
     wanted = {
-        "sizes": "3 processes run this script, and a node is 2 of them: 2 nodes can be trained by 2, 4",
+        "sizes": "3 processes run this script, and a node of shard=2 is 2 of them: 2 nodes can be trained by 2, 4",
         "batch": "batch_size=2 is smaller than shard=3",
         "clock": "AsyncDiLoCoStrategy is written for one node and does not say what it acts on",
-        "network": "network with node= in several processes",
+        "balance": "give speeds",
+        "dealt": "balance='nodes' with node= in several processes",
+        "memory": "give minibatch_size instead",
+        "secure": "secure_aggregation looks at all of a node's row",
+        "krum": "robust='krum' looks at all of a node's row",
+        "cap": "looks at all of a node's row",
+        "tuner": "tuner looks at all of a node's row",
+        "bad": "faults with bad_nodes looks at all of a node's row",
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
-        "nodes": "in several all have one split",
+        "nodes": "3 processes run this script, and nodes of 3, 2 devices, each its own processes, are 5: start 5",
     }
     assert {name: text in said[name] for name, text in wanted.items()} == dict.fromkeys(wanted, True), said
 

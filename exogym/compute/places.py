@@ -84,6 +84,20 @@ def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple
     }
 
 
+def even_part(layout: Layout, part: int, parts: int) -> Layout:
+    """Return of every parameter of a whole layout a range of its first axis, about as much for each of the parts.
+
+    >>> from exogym.fleet.layout import layouts_of
+    >>> (layout,) = layouts_of(nn.Linear(3, 5))
+    >>> [even_part(layout, k, 2).numel for k in range(2)], even_part(layout, 0, 1) is layout
+    ([12, 8], True)
+    """
+    if parts == 1:
+        return layout
+    wholes = {slot.name: [(0, n) for n in slot.shape] for slot in layout}
+    return layout.part({name: (chunk(first, part, parts), *others) for name, (first, *others) in wholes.items()})
+
+
 def box_shape(box: Box) -> torch.Size:
     """Return the shape of what is in a box."""
     return torch.Size(stop - start for start, stop in box)
