@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
@@ -520,6 +520,24 @@ def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
         assert all(p.grad is None for p in model.parameters())
 
     with_layers(tmp_path, body)
+
+
+@tries("forget_meshes", "torch.distributed.tensor.debug._clear_sharding_prop_cache")
+def test_a_mesh_is_not_taken_for_an_earlier_one_whose_processes_have_parted(tmp_path: Path) -> None:
+    def member(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        for _ in range(2):
+            torch_private.forget_meshes(torch.device("cpu"))
+            model = nn.Linear(2, 4, bias=False)
+            nn.init.ones_(model.weight)
+            mesh = DeviceMesh.from_group(group := dist.new_group([0, 1]), "cpu", mesh_dim_names=("tensor",))
+            parallelize_module(model, mesh, ColwiseParallel(output_layouts=Replicate()))
+            model(x := torch.ones(1, 2, requires_grad=True)).sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [[4.0, 4.0]]
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
 
 
 # Passes without numbers

@@ -319,6 +319,20 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     return found._local_tensor if isinstance(found, DTensor) else found
 
 
+def forget_meshes(device: torch.device) -> None:
+    """Forget what torch keeps of operations of DTensors, also in the thread that computes gradients on `device`.
+
+    Meshes are kept with it. Another one of the same processes is equal to one of these, and would be taken for it, and
+    its process groups are those of an earlier run, which are gone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    x = torch.zeros((), device=device, requires_grad=True)
+    x.register_hook(lambda _: _clear_sharding_prop_cache())
+    (x * 1).backward()
+
+
 # Passes without numbers
 
 

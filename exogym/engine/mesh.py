@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.base import pulse
+from exogym.base.torch_private import forget_meshes
 from exogym.communicator import Inside
 from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire
@@ -60,6 +61,7 @@ class ProcessInside(Inside):
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
         key = tuple(axes.items())
         if key not in self._meshes:
+            forget_meshes(self.device)
             if len(axes) == 1:
                 self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
             else:
