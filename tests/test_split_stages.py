@@ -31,7 +31,8 @@ from exogym.errors import ModelError
 made = MADE["diloco clipped"][0]
 found, right = {{}}, dict(vars(replicated))
 for split, given in {QUARTERS!r}.items():
-    found[split] = counted(text_trainer(), {DILOCO}, num_nodes=1, node=eval(f"NodeMesh({{split}})"), **given)
+    given = given | {{"num_nodes": 1, "max_steps": 4, "node": eval(f"NodeMesh({{split}})")}}
+    found[split] = counted(text_trainer(), {DILOCO}, **given)
 given = {{"num_nodes": 1, "save_dir": "kept", "final_sync": False}}
 fit(text_trainer(), made(), node=NodeMesh(stages=2, shard=2), max_steps=4, **given)
 fit(text_trainer(), made(), node=NodeMesh(shard=2, tensor=2), max_steps=5, resume=True, **given)
@@ -51,7 +52,8 @@ keep(found)
 @pytest.mark.parametrize("mesh", QUARTERS)
 def test_four_processes_for_a_node_train_what_one_would_and_send_what_formulas_say(mesh, quarters):
     found, sent, said = quarters[mesh]
-    assert_alike(found, fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), num_nodes=1, **QUARTERS[mesh]), SGD)
+    given = QUARTERS[mesh] | {"num_nodes": 1, "max_steps": 4}
+    assert_alike(found, fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), **given), SGD)
     if "tensor" not in mesh:
         assert sent == pytest.approx(said, rel=1e-9)
 
