@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
-from strategies import STRATEGIES
+from splits import ADAM, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
@@ -205,41 +204,6 @@ keep((count, shares))
 """
     count, shares = split(tmp_path, 4, body)
     assert count > 10e6 and max(shares) <= 0.3, shares
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4", "shard=2, zero=2", "shard=3, zero=1"])
-def test_every_strategy_of_the_table(mesh, tmp_path):
-    names = [name for name, entry in STRATEGIES.items() if entry.on_rows]
-    size = int(mesh[6])
-    body = f"""
-from strategies import STRATEGIES
-keep({{name: fit(trainer(), STRATEGIES[name].make(), num_nodes=4, node=NodeMesh({mesh})) for name in {names!r}}})
-"""
-    found, unlike = split(tmp_path, 2 * size, body), {}
-    for name in names:
-        dense = fit(trainer(), STRATEGIES[name].make(), num_nodes=4)
-        tolerance = MUON if "muloco" in name else ADAM
-        if apart(found[name], dense) > tolerance or found[name][2] != dense[2]:
-            unlike[name] = (apart(found[name], dense), found[name][2], dense[2])
-    assert unlike.keys() <= set(CHOOSES), unlike
-    assert all(here == there for _, here, there in unlike.values())  # bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2, tensor=2"])
-def test_the_table_with_layers_computed_together(mesh, tmp_path):
-    names = ["ddp momentum", "diloco", "sparta", "sparta diloco", "fedavg", "demo", "topk", "signsgd", "powersgd"]
-    body = f"""
-from strategies import STRATEGIES
-keep({{name: fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2, node=NodeMesh({mesh})) for name in {names!r}}})
-"""
-    found = split(tmp_path, 2 * (2 if mesh == "tensor=2" else 4), body)
-    for name in names:
-        dense = fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2)
-        assert found[name][2] == dense[2], name
-        if name not in CHOOSES:
-            assert apart(found[name], dense) <= ADAM, name
 
 
 @pytest.mark.slow
