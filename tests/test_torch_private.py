@@ -507,6 +507,17 @@ def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> Non
     with_layers(tmp_path, body)
 
 
+@tries("held_local", "DTensor._local_tensor of a parameter")
+def test_what_is_here_of_a_parameter_is_found(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        for p in model.parameters():
+            local = torch.ones(1, 1)
+            torch_private.hold_local(p, local)
+            assert torch_private.held_local(p).data_ptr() == local.data_ptr()
+
+    with_layers(tmp_path, body)
+
+
 @tries("take_gradient", "DTensor._local_tensor of its gradient")
 def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
     def body(model: nn.Module, rank: int) -> None:
@@ -541,6 +552,19 @@ def test_a_mesh_is_not_taken_for_an_earlier_one_whose_processes_have_parted(tmp_
 
 
 # Passes without numbers
+
+
+def test_a_pass_without_numbers_goes_through_layers_that_others_compute_too(tmp_path: Path) -> None:
+    """Of which the others know nothing; and through a parameter that is one number in the place of all."""
+
+    def body(model: nn.Module, rank: int) -> None:
+        model[2].weight.data = torch.zeros(()).expand(1, 1)
+        if rank == 0:
+            with torch.no_grad(), torch_private.Hollow(model):
+                out = model(torch.ones(5, 2))
+                assert out.is_meta and out.shape == (5, 1) and not isinstance(out, DTensor)
+
+    with_layers(tmp_path, body)
 
 
 @tries("Hollow", "torch.utils._python_dispatch.TorchDispatchMode")

@@ -311,6 +311,13 @@ def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter.data = local
 
 
+def held_local(parameter: nn.Parameter) -> Tensor:
+    """Return what is here of a parameter, a plain one or a DTensor: `hold_local`'s."""
+    from torch.distributed.tensor import DTensor
+
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return what is here of the gradient of a parameter, a plain one or a DTensor, which it holds no longer."""
     from torch.distributed.tensor import DTensor
@@ -361,4 +368,13 @@ class Hollow(TorchDispatchMode):
 
 
 def _without_numbers(x: Tensor) -> Tensor:
-    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    from torch.distributed.tensor import DTensor
+
+    if x.is_meta:
+        return x
+    if isinstance(x, DTensor):
+        local = _without_numbers(x._local_tensor)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    if 0 in x.stride():  # of a parameter that is elsewhere: one number in place of all
+        return torch.empty(x.size(), dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
