@@ -11,13 +11,15 @@ from exogym.compare.plots import COLOURS, LONER, STYLES, check_matplotlib
 from exogym.reproduce.plots import DOTS_PER_INCH, save_small
 
 MARKS, COLOURS_KEPT = "osD^vP*Xhp<>", 128
+ROWS = 17  # of the legend
 FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # of a logarithmic axis
 
 
 def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the losses of the middle part, quality against reduction, and quality against the number of nodes."""
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
-    figure, (losses, left, right) = _figure(11.6, max(3.6, 0.6 + 0.14 * len(methods)), 3)
+    columns = 1 + (len(methods) - 1) // ROWS  # of the legend
+    figure, (losses, left, right) = _figure(9.9 + 1.7 * columns, 3.6, 3)
     shown = middle_of(parts)
     for k, method in enumerate(methods):
         rows = [(part["nodes"], row) for part in parts for row in part["rows"] if row["strategy"] == method]
@@ -49,7 +51,7 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
     counts = [part["nodes"] for part in parts]
     right.set_xticks(counts, [str(n) for n in counts])
     right.set_xlabel("nodes, which share each step's examples", fontsize=8)
-    right.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.legend(fontsize=7, frameon=False, loc="outside right center", ncols=columns)
     figure.suptitle(f"{task}: what less communication costs", x=0.01, ha="left", fontsize=9)
     save_small(figure, path, COLOURS_KEPT)
 
