@@ -19,6 +19,7 @@ PLANNED = {
     "sparta": ("100-1000×", "90-95%", "severe limits"), "fedavg": ("variable", "85-95%", "private data"),
     "demo": ("50-500×", "90-98%", "research"),
 }  # fmt: skip
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 IN_HARDWARE = (0, 2)  # of SHARED
 ABOUT = """\
 The same model from the same weights on the same data, under several methods, with more and more nodes. All nodes
@@ -133,7 +134,7 @@ def _task(task: str, parts: Sequence[Any], picture: str) -> Iterator[str]:
     """Yield the section of a task: all measures of one part, then quality, bytes and examples per second of all."""
     middle = middle_of(parts)
     shown = Comparison(middle["heading"], middle["finding"], middle["rows"], {}, {})
-    yield f"## {task.capitalize()}\n"
+    yield f"## {TITLES.get(task, task.capitalize())}\n"
     yield f"{shown.to_markdown()}\n"
     yield f"![Validation loss against steps; quality against reduction, and against the number of nodes]({picture})\n"
     heads = [f"{part['nodes']} nodes" for part in parts]
