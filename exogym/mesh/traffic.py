@@ -263,11 +263,11 @@ class InsideCost:
                     yield Call("send", 2, given, count, after, groups)
         for p in self.facts.parameters:
             first, *others = p.stages
-            each = p.padded_bytes(mesh.shard) / mesh.shard
-            teams = p.padded_bytes() / each * (mesh.tensor if p.is_cut else 1)
+            piece = p.padded_bytes(mesh.shard) / mesh.shard
+            teams = p.padded_bytes() / piece * (mesh.tensor if p.is_cut else 1)
             for other in others:
-                yield Call("send", 2, each, 1, first, teams)
-                yield Call("send", 2, each, 1, other, teams)
+                yield Call("send", 2, piece, 1, first, teams)
+                yield Call("send", 2, piece, 1, other, teams)
 
     def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
         """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""
