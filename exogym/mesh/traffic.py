@@ -282,10 +282,10 @@ class InsideCost:
         for p in self.facts.parameters:
             first, *others = p.stages
             size = p.padded_bytes(mesh.shard) / mesh.shard
-            groups = p.padded_bytes() / size * (mesh.tensor if p.is_cut else 1)
+            teams = p.padded_bytes() / size * (mesh.tensor if p.is_cut else 1)
             for other in others:
-                yield Call("send", 2, size, 1, first, groups)
-                yield Call("send", 2, size, 1, other, groups)
+                yield Call("send", 2, size, 1, first, teams)
+                yield Call("send", 2, size, 1, other, teams)
 
     def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
         """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""
