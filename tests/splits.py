@@ -133,11 +133,12 @@ PIPELINES = {
 class Sent(TorchDispatchMode):
     """Adds up the bytes of floats that this process sends, where all groups are of two: of sums that is what it gives.
 
-    So of an all-gather, which it gives to one other, and of an all-reduce, 2 (k-1)/k of it; of a reduce-scatter half.
+    So of an all-gather, which it gives to one other, and of an all-reduce, 2 (k-1)/k of it; of a reduce-scatter half,
+    and of a broadcast, which one of the two sends.
     """
 
     WHOLE = ("send", "allgather_", "_allgather_base_", "all_gather_into_tensor", "all_reduce", "allreduce_")
-    HALF = ("_reduce_scatter_base_", "reduce_scatter_tensor")
+    HALF = ("_reduce_scatter_base_", "reduce_scatter_tensor", "broadcast_")
 
     def __init__(self):
         super().__init__()
