@@ -60,6 +60,7 @@ def test_callbacks_of_unequal_nodes_are_as_ever(one_and_two):
 
 BESIDE = "[NodeMesh(shard=2), NodeMesh(shard=4)]"
 MIXED = "[NodeMesh(stages=2), NodeMesh(shard=2, tensor=2)]"
+STAGED = "[NodeMesh(shard=2), NodeMesh(stages=2, shard=2)]"
 
 
 def test_two_devices_beside_four(tmp_path):
@@ -79,7 +80,7 @@ keep(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [BESIDE, MIXED])
+@pytest.mark.parametrize("nodes", [BESIDE, MIXED, STAGED])
 def test_every_kind_of_strategy(nodes, tmp_path):
     names = ["ddp momentum", "sparta", "sparta diloco", "fedavg", "desloc", "slowmo", "scaffold", "powersgd", "noloco"]
     body = f"""

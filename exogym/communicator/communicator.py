@@ -169,7 +169,7 @@ class Communicator(Recorder):
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
-        groups: Groups | None = None, size: int | None = None,
+        groups: Groups | None = None, size: float | None = None,
     ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 

@@ -11,14 +11,15 @@ Sent by a process per step, with P parameters of b bytes: less than b P / k to t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
-from exogym.compute.split import Context, Part, Split, even_part
+from exogym.compute.places import even_part
+from exogym.compute.split import Context, Part, Split
 from exogym.fleet.dealing import Route
 from exogym.fleet.fleet import row_matrix
 from exogym.fleet.layout import Layout, layouts_of
@@ -34,7 +35,7 @@ class Recut(Split):
 
     def __init__(self, split: Split, inside: Inside):
         super().__init__(split.model, split.mesh, split.inside, split.device)
-        self.within, self.shards, self._held = split, split.shards, split.parts[self.part]
+        self.within, self._held = split, split.parts[self.part]
         whole = layouts_of(split.model)
         self.parts = [[even_part(layout, k, inside.parts) for layout in whole] for k in range(inside.parts)]
         self._own = self.parts[inside.part]
@@ -50,8 +51,14 @@ class Recut(Split):
     def evaluated(self) -> tuple[int, int]:
         return self.within.evaluated
 
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        return self.within.gathered()
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        self._take()
+        with self.within.gathered():
+            yield
+
+    def share(self, buffer: str) -> float:
+        return self.within.share(buffer)
 
     def split(self) -> None:
         self.within.split()
@@ -64,7 +71,6 @@ class Recut(Split):
 
     def point(self, views: Sequence[Tensor]) -> None:
         self._views = list(views)
-        self._take()
         rooms = zip(self._held, self._rooms, strict=True)
         self.within.point([slot.of(room[0]) for layout, room in rooms for slot in layout])
 

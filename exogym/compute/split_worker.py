@@ -95,9 +95,9 @@ class SplitWorker(Worker):
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)
-        for rows in self.fleet.buffers.values():  # each process has seen other examples
+        for name, rows in self.fleet.buffers.items():  # each process has seen other examples
             if rows.is_floating_point():
-                rows[row] = self.inside.sum(rows[row] / self.inside.parts)
+                rows[row] = self.inside.sum(rows[row] * self.split.share(name))
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
@@ -173,8 +173,10 @@ class SplitWorker(Worker):
             return [self._cut(batch, sum(shares[: self.shard]), even(shares[self.shard], count))]
         found = []
         for start in range(0, total, whole):
-            sizes = self.mesh.micro_batches(min(whole, total - start))
-            found.append(self._cut(batch, start, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
+            shares = self.mesh.shares(min(whole, total - start))
+            sizes = self.mesh.micro_batches(shares[self.shard])
+            first = start + sum(shares[: self.shard])
+            found.append(self._cut(batch, first, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
         return found
 
     def _cut(self, batch: Any, start: int, sizes: Sequence[int]) -> list[Part]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.base import pulse
+from exogym.base.torch_private import forget_meshes
 from exogym.communicator import Inside, Parcel
 from exogym.engine.sockets import ports_closed_afterwards
 from exogym.engine.wire import ProcessWire, as_bytes
@@ -68,6 +69,7 @@ class ProcessInside(Inside):
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
         key = tuple(axes.items())
         if key not in self._meshes:
+            forget_meshes(self.device)
             if len(axes) == 1:
                 self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
             elif self.by_axis is not None:  # made with those of all nodes, whose axes are others
@@ -82,6 +84,9 @@ class ProcessInside(Inside):
                 self.groups += whole.get_all_groups()
                 dist.barrier()  # see `MeshWire`
         return self._meshes[key]
+
+    def along(self, axis: DeviceMesh) -> Inside:
+        return ProcessInside(axis.get_group(), self.device)
 
     def tell(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

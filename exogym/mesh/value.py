@@ -39,7 +39,7 @@ class NodeMesh:
         network: the link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"); None: it
             takes no time. Time passes only in a fit with `network=`, the link between nodes.
         zero: 3: parameters, gradients and optimizer state are sharded (`fully_shard`); 2: all but the parameters; 1:
-            the optimizer state alone.
+            the optimizer state alone. Of stages, 3 gathers the parameters once a step and lets go of them after it.
         schedule: the order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device),
             "zero_bubble".
         probe: compare the gradients of the first batch with those of the dense model, and refuse a split that gives

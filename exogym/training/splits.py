@@ -24,21 +24,5 @@ def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:
             "max_memory_usage with node= in several processes: what a step takes is not known before the model is "
             "split; give minibatch_size instead"
         )
-    for mesh in dict.fromkeys(options.meshes):
-        _check_mesh(mesh)
     options.strategy.check_parts()
     return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()
-
-
-def _check_mesh(mesh: NodeMesh) -> None:
-    if mesh.depth > 1 and mesh.shard * mesh.tensor > 1:
-        raise ArgumentError(
-            f"{mesh} in several processes: stages are not split further there; take stages= alone, or shard= and "
-            "tensor=, or start the script as one process"
-        )
-    if mesh.zero < 3 and mesh.tensor > 1:
-        raise ArgumentError(
-            f"zero={mesh.zero} with tensor={mesh.tensor} in several processes: take zero=3, or tensor=1"
-        )
-    if mesh.zero < 3 and mesh.parallelize is not None:
-        raise ArgumentError(f"zero={mesh.zero} with parallelize= in several processes: take zero=3, or leave it out")
