@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exogym import LocalTrainer, PipelineParallel, Stage
+from exogym.faults import Faults
 from exogym.models import CharGPT
 from exogym.strategy import (
     DeMoStrategy,
@@ -18,6 +19,7 @@ from exogym.strategy import (
     SPARTADiLoCoStrategy,
     TopKStrategy,
 )
+from exogym.strategy.averaging import NormCap
 
 SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
 MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
@@ -175,6 +177,20 @@ def counted(made, *given, **options):
     torch.distributed.all_gather_object(everyones, sum(sent))
     said = made.history.last["inside_bytes"] if rank() == 0 else None
     return found, sum(everyones), said
+
+
+# what looks at all of a node's row, of four nodes of which one is bad
+WARY = {
+    "krum": {"robust": "krum"},
+    "capped": {"robust": NormCap()},
+    "capped at": {"robust": NormCap(0.05)},
+}
+
+
+def wary(name, **given):
+    strategy = DiLoCoStrategy("sgd", H=3, lr=0.1, **WARY.get(name, {}))
+    bad = {} if name == "plain" else {"faults": Faults(bad_nodes=[1], attack="noise", attack_factor=2.0)}
+    return fit(trainer(), strategy, num_nodes=4, **bad, **given)
 
 
 def rank():
