@@ -156,6 +156,11 @@ class Scalar(Tied):
         self.scale = nn.Parameter(torch.ones(()))
     def forward(self, x):
         return super().forward(x) * self.scale
+class Beside(Tied):
+    cut_points = "blocks.*"
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(nn.Linear(9, 9))
 class Own(PeriodicModule):
     def communicate(self, fleet, step):
         pass
@@ -174,6 +179,7 @@ tries = {
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
+    "cut": lambda: fit(trainer(Beside), good(), node=NodeMesh(stages=3)),
     "stages": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=3)),
     "shards": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=3, zero=2, parallelize=fully)),
     "layers": lambda: fit(trainer(), good(), node=NodeMesh(tensor=3)),
@@ -201,6 +207,7 @@ keep(said)
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
+        "cut": "cut after 'blocks.0', and behind it uses more of what was made before than its output",
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
@@ -217,18 +224,21 @@ def test_quarters_take_a_quarter_of_the_memory(mesh, tmp_path):
 import gc
 from exogym.strategy import FedAvgStrategy
 from exogym.training.driver import Driver
+class Block(nn.Sequential):
+    def forward(self, h):
+        return h + super().forward(h)
 class Wide(nn.Module):
     cut_points = "blocks.*"
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 512)
-        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
+        made = (Block(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
         self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(512, 11)
     def forward(self, x):
         h = self.embed(x).mean(1)
         for block in self.blocks:
-            h = h + block(h)
+            h = block(h)
         return self.head(h)
 held, advance = [], Driver.advance
 def looking(self, first, last):
