@@ -14,8 +14,8 @@ as with zero=2, however many micro-batches go through it.
 For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
 gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
 "rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t. What no
-layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others, t - 1
-times.
+layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others,
+t - 1 times.
 
 For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
 largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
