@@ -33,9 +33,10 @@ def make_model(name: str, characters: int) -> nn.Module:
     if name == "gpt2":
         sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": WINDOW}
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        others = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
-        config = transformers.GPT2Config(vocab_size=characters, **sizes, **dropout, **others)
-        return transformers.GPT2LMHeadModel(config)
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=characters, **sizes, **dropout, **ends))
+        model.loss_type = "ForCausalLM"  # which its name does not say
+        return model
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 256}
     config = transformers.LlamaConfig(
         vocab_size=characters, max_position_embeddings=WINDOW, bos_token_id=None, eos_token_id=None, **sizes

@@ -108,6 +108,7 @@ def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
     assert inside == devices.history.last["inside_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_times_between_islands_are_measured_and_predicted(tmp_path):
     """The short version of `benchmarks/islands.py`; how far predictions are off is not judged."""
     rows = tmp_path / "rows.json"
