@@ -194,6 +194,20 @@ Reproduction(sys.argv[1], seeds=(0,), watch=watch, device="cpu").train([Claim("t
 """
 
 
+def test_what_is_foreseen_for_a_task_is_corrected_by_that_task_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exogym.reproduce.training.LEAST_SPENT_S", 0.0)
+    work = Reproduction(tmp_path, seeds=(0,), device="cpu")
+    trained, same, other = (
+        Cell("ddp", task=t, nodes=2, steps=n) for t, n in (("digits", 20), ("digits", 40), ("pictures", 20))
+    )
+    before = [work.seconds_left([cell]) for cell in (same, other)]
+    work.results(trained)
+    after = [work.seconds_left([cell]) for cell in (same, other)]
+    assert after[0] != before[0] and after[1] == before[1]
+
+
 def test_after_a_kill_only_what_is_missing_is_trained(tmp_path: Path) -> None:
     claim = claim_of("ddp", "fedavg:H=5")
     done = python("-c", KILLED.format(small=SMALL), tmp_path)
