@@ -57,8 +57,8 @@ class Recut(Split):
         with self.within.gathered():
             yield
 
-    def share(self, buffer: str) -> float:
-        return self.within.share(buffer)
+    def keepers(self, buffer: str) -> range:
+        return self.within.keepers(buffer)
 
     def split(self) -> None:
         self.within.split()

@@ -69,8 +69,9 @@ class Staged(Replicated):
         self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
         return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
 
-    def share(self, buffer: str) -> float:
-        return self.mesh.depth / self.size if self._buffers[buffer] == self._at["stages"] else 0.0
+    def keepers(self, buffer: str) -> range:
+        each = self.size // self.mesh.depth
+        return range(self._buffers[buffer] * each, (self._buffers[buffer] + 1) * each)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -13,11 +13,17 @@ as with zero=2, however many micro-batches go through it.
 
 For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
 gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
-"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t.
+"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t. What no
+layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others, t - 1
+times.
 
 For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
 largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
-gradient back. An evaluation is not counted, as it is not between nodes.
+gradient back.
+
+Not counted: an evaluation, as it is not between nodes; the few numbers that devices agree on in a step, as the loss and
+the norm of a gradient; and what strategies and optimizers that act on whole tensors are dealt, (k-1)/k of the columns
+each way (`fleet.dealing`), which no model says and no formula of a split knows.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ class Call:
 
     Attributes:
         kind: a collective, or "send" to the stage after or before.
-        payload_bytes: what each member gives.
+        payload_bytes: what each member gives; of a broadcast, one of them.
         groups: one that gives less than that counts for less than one.
     """
 
@@ -56,7 +62,9 @@ class Call:
     @property
     def tx_bytes(self) -> float:
         """What all these devices send in a step."""
-        factor = 1 / self.members if self.kind == "send" else FACTORS[self.kind, "ring"](self.members)
+        n = self.members
+        alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one of them sends, to another one or to all
+        factor = alone[self.kind] if self.kind in alone else FACTORS[self.kind, "ring"](n)
         return factor * self.payload_bytes * self.members * self.groups * self.times
 
     def seconds(self, network: Network) -> float:
@@ -240,6 +248,7 @@ class InsideCost:
 
     def _of_layers(self, examples: int) -> Iterator[Call]:
         t = self.mesh.tensor
+        yield from self._of_mirrors()
         for size, count in self._passes(examples):
             for name, (style, stage) in self.facts.layers.items():
                 into, outof, has_gradient = self.facts.flows.get(name, (0.0, 0.0, False))
@@ -253,6 +262,15 @@ class InsideCost:
                     Call(kind, t, each * size, count, stage, self.mesh.shard) for kind, each, is_said in said if is_said
                 )
 
+    def _of_mirrors(self) -> Iterator[Call]:
+        t, k = self.mesh.tensor, self.mesh.shard
+        for stage in range(self.mesh.depth if t > 1 and self.mesh.parallelize is None else 0):
+            here = [p for p in self.facts.parameters if stage in p.stages and not p.is_cut]
+            size = sum(p.padded_bytes(k) for p in here) / k
+            if size:  # the t devices own about as much each
+                groups = sum(p.padded_bytes() for p in here) / size
+                yield Call("broadcast", t, size / t, t, stage, groups)
+
     def _of_cuts(self, examples: int) -> Iterator[Call]:
         mesh = self.mesh
         for size, count, groups in self._filled_up(examples) if self.facts.cuts else ():
@@ -263,11 +281,11 @@ class InsideCost:
                     yield Call("send", 2, given, count, after, groups)
         for p in self.facts.parameters:
             first, *others = p.stages
-            size = p.padded_bytes(mesh.shard) / mesh.shard
-            teams = p.padded_bytes() / size * (mesh.tensor if p.is_cut else 1)
+            piece = p.padded_bytes(mesh.shard) / mesh.shard
+            teams = p.padded_bytes() / piece * (mesh.tensor if p.is_cut else 1)
             for other in others:
-                yield Call("send", 2, size, 1, first, teams)
-                yield Call("send", 2, size, 1, other, teams)
+                yield Call("send", 2, piece, 1, first, teams)
+                yield Call("send", 2, piece, 1, other, teams)
 
     def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
         """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""
