@@ -125,6 +125,7 @@ class Krum(Rule):
         return tree_sum(members[chosen], range(len(chosen)), None, len(chosen))
 
 
+# means that bear bad peers, by name
 RULES: dict[str, type[Rule]] = {"median": Median, "trimmed_mean": TrimmedMean, "krum": Krum}
 
 

@@ -58,7 +58,7 @@ __all__ = [
     "PeriodicModule",
     "example_weights",
 ]
-NEVER = 2**62
+NEVER = 2**62  # a step after all others
 
 
 class CommunicateOptimizeStrategy(Strategy):
