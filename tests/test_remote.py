@@ -111,11 +111,15 @@ torch.save([model.state_dict(), trainer.traffic, trainer.description["num_nodes"
 """
 
 
-def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [(2, 2), (1, 2)])
+def test_a_host_of_several_slots_is_one_node_of_as_many_devices(
+    slots: tuple[int, int], hosts: Hosts, project: Path
+) -> None:
     (project / "train.py").write_text(ISLANDS)
     config = hosts.config(count=2)
-    for entry in (config["master"], *config["workers"]):
-        entry["slots"] = 2
+    for entry, count in zip((config["master"], *config["workers"]), slots, strict=True):
+        entry["slots"] = count
     (project / "hosts.json").write_text(json.dumps(config))
     done = hosts.controller.run([PYTHON, "train.py", "hosts.json"], cwd=project)
     assert done.returncode == 0, said(done)
@@ -129,6 +133,7 @@ def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: P
     assert max(float((state[name] - x).abs().max()) for name, x in dense.model.state_dict().items()) < 1e-6
 
 
+@pytest.mark.slow
 def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project: Path, tmp_path: Path) -> None:
     """The copy goes through rsync into a folder whose name would hurt an unquoted shell; rank 0's weights count."""
     (project / "train.py").write_text(TRAIN)
@@ -149,6 +154,7 @@ def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project:
     assert not list(tmp_path.rglob("pwned")) and not (Path.home() / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_bit(
     hosts: Hosts, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +227,7 @@ def test_a_dead_controller_leaves_nothing_behind(hosts: Hosts, project: Path) ->
     assert hosts.left_over() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_controller_waits_for_the_hosts(hosts: Hosts, project: Path, number: signal.Signals) -> None:
     run = start_sleep(hosts, project, 1)
     run.send_signal(number)

@@ -35,7 +35,7 @@ class Scope:
 
 
 # of `exogym benchmark`: what docs/benchmark.md shows
-SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 300})
+SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
 
 
 def _all_methods() -> tuple[str, ...]:

@@ -43,6 +43,7 @@ def check_split(
         held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
         split.split()
         split.point(held)
+        split.refresh()
         for parts in passes:
             split.compute(loss, parts, 1.0, contextlib.nullcontext)
         found = split.gradients()

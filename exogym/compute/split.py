@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from exogym.base import pulse
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
 from exogym.errors import ModelError
-from exogym.fleet.layout import Layout, Slot, layouts_of
+from exogym.fleet.layout import Layout, layouts_of
 from exogym.mesh import NodeMesh
 
 Part = tuple[Any, float]  # of a batch, and its share of it
@@ -35,10 +35,8 @@ class Split:
     Attributes:
         parts: the layouts of each process, one per block of the fleet. What is in the row of another process has an
             empty box.
-        shards: how many processes have a part of the batch each; gradients are the mean over these.
     """
 
-    shards = 1
     parts: list[list[Layout]]
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -50,9 +48,15 @@ class Split:
         """Which part of an evaluation's batch is this process's, and of how many."""
         return self.mesh.coordinates(self.part)["shard"], self.mesh.shard
 
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model can be evaluated; mostly it can be as it is."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Be in here where the model is evaluated, after `point`."""
+        self.refresh()
+        yield
+
+    def keepers(self, buffer: str) -> range:
+        """Return which processes of the node change a buffer, by its name; of numbers its value is their mean."""
+        return range(self.size)
 
     def split(self) -> None:
         """Split the model; it computes with nothing sensible before `point`.
@@ -71,11 +75,11 @@ class Split:
         raise NotImplementedError
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Let the model compute with `views`, one for each parameter, of the columns here."""
+        """Let the model compute with `views`, one for each parameter, of the columns here, once it is refreshed."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Take what is in the rows of other processes of the node from there; called before each gradient."""
+        """Take what is in the rows of other processes of the node from there: once before each gradient."""
         raise NotImplementedError
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
@@ -87,38 +91,11 @@ class Split:
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the mean gradient over shards of the columns here, one for each parameter, and hold it no longer.
+        """Return the gradient of the columns here, one for each parameter, summed over all parts; hold it no longer.
 
         None: no process has one.
         """
         raise NotImplementedError
-
-
-class InPlace(Split):
-    """A split in which parameters stay the plain ones of the model, some of them with other memory."""
-
-    def split(self) -> None:
-        named = dict(self.model.named_parameters())
-        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
-        self._held = [named[slot.name] for slot in self._slots]
-        self._homes = [p.data for p in self._held]
-        for slot, p in zip(self._slots, self._held, strict=True):
-            p.data = self._memory(slot, p.data)
-
-    def _memory(self, slot: Slot, home: Tensor) -> Tensor:
-        """Return what a parameter, `home` until now, computes with."""
-        return home.clone()
-
-    def let_go(self) -> None:
-        self._homes = [home.new_empty(0) for home in self._homes]
-
-    def plain(self) -> None:
-        for p, home in zip(self._held, self._homes, strict=True):
-            p.data, p.grad = home, None
-
-    def _there(self) -> list[bool]:
-        """Return of each parameter whether any process of the node has a gradient."""
-        return [count > 0 for count in self.inside.sum(torch.tensor([p.grad is not None for p in self._held]).long())]
 
 
 def whole_layouts(model: nn.Module, what: str) -> list[Layout]:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from exogym.base.torch_private import own_parameters
-from exogym.communicator import Inside
+from exogym.communicator import Inside, Wire
 from exogym.compute.outputs import batch_examples, slice_batch
+from exogym.compute.recut import Recut
 from exogym.compute.replicated import Replicated
+from exogym.compute.split import Split
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -31,11 +33,14 @@ class SplitWorker(Worker):
     """
 
     mesh: NodeMesh
-    inside: Inside
+    inside: Inside  # all processes that compute for the node
+    split: Split
+    within: Split  # the model's own, where `split` cuts the row otherwise
     _asked: Callable[[], bool]
 
-    def divide(self, mesh: NodeMesh, inside: Inside) -> list[list[Layout]]:
-        """Compute as one of the devices of `mesh`; return the layouts of each of them, one per block of the fleet.
+    def divide(self, meshes: Sequence[NodeMesh], wire: Wire) -> list[list[Layout]]:
+        """Compute as one of the devices of a node; return the layouts of each that holds a part of its row, one per
+        block of the fleet. `meshes` are those of all nodes.
 
         Raises:
             ModelError: the model cannot be split so.
@@ -43,10 +48,13 @@ class SplitWorker(Worker):
         from exogym.compute.sharded import Sharded  # torch's FSDP takes a while to import
         from exogym.compute.staged import Staged
 
+        mesh = meshes[wire.ranks[0]]
         kind: Any = Staged if mesh.depth > 1 else Sharded if mesh.zero == 3 else Replicated
-        self.mesh, self.inside = mesh, inside
-        self.split = kind(self.model, mesh, inside, self.device)
-        self.shard = mesh.coordinates(inside.part)["shard"]
+        self.mesh, self.inside = mesh, wire.devices
+        self.within = self.split = kind(self.model, mesh, wire.devices, self.device)
+        if len(set(meshes)) > 1:
+            self.split = Recut(self.within, wire.inside)
+        self.shard = mesh.coordinates(wire.devices.part)["shard"]
         self.stream = (self.shard,) if self.shard else ()
         self.is_split = self._stops = False
         return self.split.parts
@@ -77,19 +85,22 @@ class SplitWorker(Worker):
 
         batch, probe = self.to_device(batch), self.mesh.probe
         if probe is True:
-            check_split(self.split, self.loss, batch, self._passes(batch), self.mesh)
+            check_split(self.within, self.loss, batch, self._passes(batch), self.mesh)
         else:
             if isinstance(probe, nn.Module):
-                check_on(probe, self.loss, batch, self._passes(batch), self.split, self.mesh)
-            self.split.split()
+                check_on(probe, self.loss, batch, self._passes(batch), self.within, self.mesh)
+            self.within.split()
         self.is_split, self._places, self._homes = True, [], []
         self.split.let_go()
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)
-        for rows in self.fleet.buffers.values():  # each process has seen other examples
+        for name, rows in self.fleet.buffers.items():  # each process has seen other examples
+            keepers, none = self.split.keepers(name), torch.zeros_like(rows[row])
             if rows.is_floating_point():
-                rows[row] = self.inside.sum(rows[row] / self.inside.parts)
+                rows[row] = self.inside.sum(rows[row] / len(keepers) if self.inside.part in keepers else none)
+            elif len(keepers) < self.inside.parts:
+                rows[row] = self.inside.sum(rows[row] if self.inside.part == keepers[0] else none)
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
@@ -98,7 +109,7 @@ class SplitWorker(Worker):
         self.is_split = False
         for p, whole in zip(self._originals, found, strict=False):
             if is_main:
-                p.data = whole
+                p.data = whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole  # not of a row
         self._set_buffers(self._buffer_homes)
         with torch.no_grad():
             for name, home in self._buffer_homes.items():
@@ -117,8 +128,7 @@ class SplitWorker(Worker):
 
     def _lose_numbers(self) -> None:
         """Put the trainable parameters on the meta device: they have their shapes and no numbers."""
-        layouts = (block.layout.whole for block in self.fleet.blocks)
-        shapes = [slot.shape for layout in layouts if layout is not None for slot in layout]
+        shapes = [slot.shape for block in self.fleet.blocks for slot in block.layout.whole or block.layout]
         lost = {
             id(p): nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
             for p, shape in zip(self._originals, shapes, strict=True)
@@ -166,8 +176,10 @@ class SplitWorker(Worker):
             return [self._cut(batch, sum(shares[: self.shard]), even(shares[self.shard], count))]
         found = []
         for start in range(0, total, whole):
-            sizes = self.mesh.micro_batches(min(whole, total - start))
-            found.append(self._cut(batch, start, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
+            shares = self.mesh.shares(min(whole, total - start))
+            sizes = self.mesh.micro_batches(shares[self.shard])
+            first = start + sum(shares[: self.shard])
+            found.append(self._cut(batch, first, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
         return found
 
     def _cut(self, batch: Any, start: int, sizes: Sequence[int]) -> list[Part]:

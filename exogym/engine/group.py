@@ -13,6 +13,7 @@ from exogym.engine.protocol import EngineOptions, Result
 from exogym.engine.wire import ProcessWire
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError
+from exogym.mesh.value import groups_of
 
 
 class Group:
@@ -30,19 +31,13 @@ class Group:
             raise ArgumentError(
                 f"processes={options.processes}, but this script runs as {world} processes: leave it out"
             )
-        if options.parts > 1 and (world % options.parts or world // options.parts > options.num_nodes):
-            fitting = ", ".join(str(options.parts * groups) for groups in range(1, options.num_nodes + 1)[:8])
-            raise ArgumentError(
-                f"{world} processes run this script, and a node is {options.parts} of them: {options.num_nodes} nodes "
-                f"can be trained by {fitting}{', ...' if options.num_nodes > 8 else ''}"
-            )
-        return world // options.parts
+        return groups_of(options.meshes, world) if options.meshes else world
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
-            if options.parts > 1:
-                wire = MeshWire(options.placement, options.parts, options.native)
+            if options.meshes:
+                wire = MeshWire(options.placement, options.meshes, options.native)
                 found = body(wire)
                 wire.leave()  # after a failure others may be at work in them, and the process mostly ends
                 return found

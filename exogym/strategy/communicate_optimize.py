@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Krum, Rule, SecureAggregation
+from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
 from exogym.fleet import Fleet
@@ -258,10 +258,7 @@ class CommunicateOptimizeStrategy(Strategy):
     def check_parts(self) -> None:
         for name, asked in (
             ("secure_aggregation", self.averaging.secure is not None),
-            (f"robust={self.averaging.robust!r}", self.averaging.cap is not None),
-            (f"robust={self.averaging.robust!r}", isinstance(self.averaging.rule, Krum)),
             ("tuner", self.tuning is not None),
-            ("faults with bad_nodes", self.faults is not None),
         ):
             if asked:
                 raise ArgumentError(
