@@ -6,7 +6,8 @@ gathered one at a time (`splits.blocks_of`), each device sends and gets in one p
     all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
 
-where a parameter's first axis counts as the next multiple of k, to which it is padded. With zero=2 that is
+where a parameter's first axis counts as the next multiple of k, to which it is padded. With n blocks these are 2 n + 1
+and n + 1 messages, the one being what is in no block; each has its latency. With zero=2 that is
 (k-1)/k b P for the reduce-scatter and as much for the all-gather of what the optimizer has changed; with zero=1 an
 all-reduce, 2 (k-1)/k b P, and that all-gather. Gradients are not padded there. Shards of a stage gather it once a step,
 as with zero=2, however many micro-batches go through it.
@@ -14,8 +15,8 @@ as with zero=2, however many micro-batches go through it.
 For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
 gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
 "rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t. What no
-layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others, t - 1
-times.
+layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others,
+t - 1 times.
 
 For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
 largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
@@ -78,13 +79,13 @@ class Parameter:
     Attributes:
         shape: of what one of the devices has that compute its layer together.
         stages: of the pipeline that hold it; two of them where it is tied.
-        in_block: whether it is in a block that is gathered by itself, and so twice in a pass.
+        block: the one it is in, which is gathered by itself, and so twice in a pass; "": none.
         is_cut: whether each device that computes its layer has a part of it; otherwise all of them have all of it.
     """
 
     shape: tuple[int, ...]
     item_bytes: int
-    in_block: bool
+    block: str
     stages: tuple[int, ...]
     is_cut: bool = False
 
@@ -122,14 +123,14 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     """
     plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
     stage_of, ends = stages_of(model, mesh)
-    blocks = tuple(f"{name}." for name in blocks_of(model))
+    blocks = [f"{name}." for name in blocks_of(model)]
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     parameters = [
         Parameter(
             _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(),
-            name.startswith(blocks) if blocks else False, tuple(sorted({stage_of(other) for other in names[id(p)]})),
+            next(filter(name.startswith, blocks), ""), tuple(sorted({stage_of(other) for other in names[id(p)]})),
             _cut_axis(tuple(p.shape), name, plan) is not None,
         )
         for name, p in model.named_parameters()
@@ -189,10 +190,10 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
     calls: list[Call] = []
     for stage in range(S):
         if k > 1 and mesh.zero == 3 and S == 1:
-            calls.append(Call("all_gather", k, 2 * own / k, count, stage, t))
+            calls.append(Call("all_gather", k, own / k / layers, 2 * layers * count, stage, t))
+            calls.append(Call("reduce_scatter", k, own / layers, layers, stage, t))
         elif k > 1:
             calls.append(Call("all_gather", k, own / k, 1, stage, t))
-        if k > 1:
             calls.append(Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, own, 1, stage, t))
         if t > 1:
             calls.append(Call("all_reduce", t, part, 4 * -(-layers // S) * count, stage, k))
@@ -236,11 +237,15 @@ class InsideCost:
         passes = sum(count for _, count in self._passes(examples))
         for stage in range(mesh.depth if k > 1 else 0):
             here = [p for p in self.facts.parameters if stage in p.stages]
+            if not here:
+                continue
             trained = sum(p.padded_bytes(k) for p in here)
-            gathered = sum(p.padded_bytes(k) * (2 if p.in_block else 1) for p in here)
             if mesh.zero == 3 and mesh.depth == 1:
-                yield Call("all_gather", k, gathered / k, passes, stage, mesh.tensor)
-                yield Call("reduce_scatter", k, trained, 1, stage, mesh.tensor)
+                gathered = sum(p.padded_bytes(k) * (2 if p.block else 1) for p in here)
+                messages = len({p.block for p in here})
+                twice = messages + len({p.block for p in here if p.block})
+                yield Call("all_gather", k, gathered / k / twice, twice * passes, stage, mesh.tensor)
+                yield Call("reduce_scatter", k, trained / messages, messages, stage, mesh.tensor)
             else:
                 summed = sum(p.padded_bytes() for p in here)
                 yield Call("all_gather", k, trained / k, 1, stage, mesh.tensor)
