@@ -6,7 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from splits import ADAM, MADE, PIPELINES, SGD, WARY, apart, assert_alike, fit, split, text_trainer, trainer, wary
+from splits import (
+    ADAM,
+    MADE,
+    PIPELINES,
+    SGD,
+    TUNERS,
+    WARY,
+    apart,
+    assert_alike,
+    fit,
+    split,
+    text_trainer,
+    trainer,
+    tuned,
+    wary,
+)
 
 from exogym import NodeMesh
 from exogym.balance import Balance
@@ -30,6 +45,8 @@ for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stag
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
 for name in WARY:
     found[name] = wary(name, node=NodeMesh(shard=2))
+for name in TUNERS:
+    found[name] = tuned(name, node=NodeMesh(shard=2), save_dir=name)
 found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native")
 speeds = Balance("batch", speeds=[1, 3])
 found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds)
@@ -86,6 +103,13 @@ def test_what_looks_at_a_whole_row_sees_it_in_parts(name, halves):
     """The vector closest to its neighbours, norms, and noise as long as the update of a bad node."""
     assert_alike(halves[name], wary(name), ADAM)
     assert apart(halves[name], wary("plain")) > 100 * SGD  # the control: it makes a difference
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_tuner_sees_the_whole_row(name, halves):
+    (run, seen), (dense, wanted) = halves[name], tuned(name)
+    assert_alike(run, dense, ADAM)
+    assert len(wanted) > 1 and seen == pytest.approx(wanted, rel=1e-4)
 
 
 def test_torchs_own_sums_and_loads_by_speed_are_as_ever(halves):
@@ -175,7 +199,6 @@ tries = {
     "dealt": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance=Balance("nodes", [1, 1])),
     "memory": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), max_memory_usage=0.5),
     "secure": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
-    "tuner": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, tuner="drift"), node=NodeMesh(shard=3)),
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
@@ -203,7 +226,6 @@ keep(said)
         "dealt": "balance='nodes' with node= in several processes",
         "memory": "give minibatch_size instead",
         "secure": "secure_aggregation looks at all of a node's row",
-        "tuner": "tuner looks at all of a node's row",
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
