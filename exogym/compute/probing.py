@@ -7,17 +7,17 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from exogym.compute.outputs import Loss
-from exogym.compute.split import Split
+from exogym.compute.split import Split, check_ways
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
 
+Passes = Sequence[Sequence[tuple[Any, float]]]
 
-def check_split(
-    split: Split, loss: Loss, batch: Any, passes: Sequence[Sequence[tuple[Any, float]]], what: object
-) -> None:
+
+def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: object) -> None:
     """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
 
     It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
@@ -40,28 +40,37 @@ def check_split(
         wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
         for p in named.values():
             p.grad = None
+        split.walk(loss, passes)
         held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
         split.split()
-        split.point(held)
-        for parts in passes:
-            split.compute(loss, parts, 1.0, contextlib.nullcontext)
-        found = split.gradients()
+        try:
+            split.point(held)
+            _check(split, loss, passes, dict(zip([slot.name for slot in slots], wanted, strict=True)), what)
+        except BaseException:
+            split.plain()
+            raise
     finally:
         split.model.train(mode)
-    names = [slot.name for slot in slots]
-    sums = squares(dict(zip(names, wanted, strict=True)), dict(zip(names, found, strict=True)))
+
+
+def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | None], what: object) -> None:
     try:
-        refuse_others(names, split.inside.sum(sums), what)
-    except ModelError:
-        split.plain()
-        raise
+        for parts in passes:
+            split.compute(loss, parts, 1.0, contextlib.nullcontext)
+    except Exception as error:
+        raise ModelError(
+            f"split by {what} the model does not compute what it does whole: {type(error).__name__}: {error}"
+        ) from error
+    found = dict(zip(wanted, split.gradients(), strict=True))
+    check_ways(split)
+    refuse_others(list(wanted), split.inside.sum(squares(wanted, found)), what)
 
 
 def check_on(
     model: nn.Module,
     loss: Loss,
     batch: Any,
-    passes: Sequence[Sequence[tuple[Any, float]]],
+    passes: Passes,
     like: Split,
     what: object,
 ) -> None:

@@ -13,7 +13,8 @@ twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +33,15 @@ from exogym.base.torch_private import (
 )
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
-from exogym.compute.split import Context, Part, Split, passes, whole_layouts
-from exogym.compute.tensors import cut_axes, split_layers
+from exogym.compute.split import Context, Part, Split, check_ways, whole_layouts
+from exogym.compute.split import passes as add_gradients
+from exogym.compute.tensors import cut_axes, split_layers, torchs_refusals
 from exogym.errors import ModelError
 from exogym.fleet.layout import Box, Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import blocks_of
+
+WAYS = 999_983  # a prime; its square has a place in a double
 
 
 class Sharded(Split):
@@ -84,6 +88,20 @@ class Sharded(Split):
         box[0] = _chunk(box[0], at["shard"], self.mesh.shard)
         return tuple(box)
 
+    def walk(self, loss: Loss, passes: Sequence[Sequence[Part]]) -> None:
+        if self.mesh.shard == 1:
+            return
+        self.way, named = 0, dict(self.model.named_parameters())
+        with contextlib.ExitStack() as undo:
+            for k, block in enumerate(blocks_of(self.model).values(), start=2):
+                undo.callback(block.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k)).remove)
+            for parts in passes:
+                add_gradients(loss, parts, 1.0, contextlib.nullcontext)
+        for p in named.values():
+            self._go(p.grad is not None)
+            p.grad = None
+        check_ways(self)
+
     def split(self) -> None:
         self._plain = Plain(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -99,19 +117,21 @@ class Sharded(Split):
         try:
             split_layers(self.model, self.mesh, self.devices)
             if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
-                for block in blocks_of(self.model).values():
-                    fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
-                fully_shard(self.model, mesh=self.devices["shard"], ignored_params=frozen)
-        except (NotImplementedError, AssertionError, ValueError, RuntimeError, ModelError) as error:
+                blocks = blocks_of(self.model)
+                _check_types(named, blocks)
+                with torchs_refusals(self.mesh):
+                    for block in [*blocks.values(), self.model]:
+                        fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
+        except BaseException:
             self._plain.restore()
-            if isinstance(error, ModelError):
-                raise
-            raise ModelError(f"torch cannot split this model by {self.mesh}: {error}") from error
+            raise
         self._slots = [slot for layout in self.parts[self.part] for slot in layout]
         handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
         now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
         self._handles = [handles.get(slot.name, now[slot.name]) for slot in self._slots]
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for k, module in enumerate(self._modules, start=2):
+            module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
         whole = {slot.name: slot.shape for layout in layouts_of_parts(self.parts) for slot in layout}
         tensor = self.mesh.coordinates(self.part)["tensor"]
         self._mirrors = {}  # what is in the row of another process
@@ -137,6 +157,7 @@ class Sharded(Split):
         self.refresh()
 
     def refresh(self) -> None:
+        self.way = 0
         if self.mesh.tensor == 1:
             return
         group = self.devices["tensor"].get_group()
@@ -153,8 +174,11 @@ class Sharded(Split):
                         x.copy_(piece.view(x.shape))
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        found = passes(loss, parts, scale * self.shards, context, self._collect)
+        found = add_gradients(loss, parts, scale * self.shards, context, self._collect)
         return found / (self.shards * self.mesh.tensor)
+
+    def _go(self, where: int) -> None:
+        self.way = (31 * self.way + where) % WAYS
 
     def _collect(self, last: bool) -> None:
         if self._modules:
@@ -165,6 +189,7 @@ class Sharded(Split):
         found: list[Tensor | None] = []
         for slot, handle in zip(self._slots, self._handles, strict=True):
             grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)
+            self._go(grad is not None)
             mine = slot.name not in self._mirrors
             found.append(grad if grad is None or mine else grad.new_empty(slot.shape))
         return found
@@ -174,6 +199,19 @@ class Sharded(Split):
             hold_local(handle, view)
         else:
             hold_shard(handle, view)
+
+
+def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:
+    """Refuse parameters of several dtypes in one block, which is gathered as one."""
+    kinds: dict[str, tuple[str, torch.dtype]] = {}
+    for name, p in named.items():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        other, kind = kinds.setdefault(block, (name, p.dtype))
+        if kind != p.dtype:
+            raise ModelError(
+                f"{other!r} is {kind} and {name!r} is {p.dtype}, and with shard= what is gathered together has one "
+                "dtype: convert one of them, or give zero=2 or zero=1, where each device has the whole model"
+            )
 
 
 def layouts_of_parts(parts: Sequence[Sequence[Layout]]) -> list[Layout]:

@@ -36,9 +36,12 @@ class Split:
         parts: the layouts of each process, one per block of the fleet. What is in the row of another process has an
             empty box.
         shards: how many processes have a part of the batch each; gradients are the mean over these.
+        way: a number for what `compute` and `gradients` have gone through since the last `refresh`, where the processes
+            of a node gather for each other, and so must go the same way.
     """
 
     shards = 1
+    way = 0
     parts: list[list[Layout]]
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -50,9 +53,20 @@ class Split:
         """Which part of an evaluation's batch is this process's, and of how many."""
         return self.mesh.coordinates(self.part)["shard"], self.mesh.shard
 
+    def keeper_of(self, buffer: str) -> int | None:
+        """Return which process of the node has a buffer as a step left it; None: each has one, of its own examples."""
+        return None
+
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the model can be evaluated; mostly it can be as it is."""
         return contextlib.nullcontext()
+
+    def walk(self, loss: Loss, passes: Sequence[Sequence[Part]]) -> None:
+        """Go the way of `passes` with the model, which is whole yet, where processes are to gather for each other.
+
+        Raises:
+            ModelError: those of a node go different ways.
+        """
 
     def split(self) -> None:
         """Split the model; it computes with nothing sensible before `point`.
@@ -118,7 +132,8 @@ class InPlace(Split):
 
     def _there(self) -> list[bool]:
         """Return of each parameter whether any process of the node has a gradient."""
-        return [count > 0 for count in self.inside.sum(torch.tensor([p.grad is not None for p in self._held]).long())]
+        told = self.inside.sum(torch.tensor([p.grad is not None for p in self._held]).long())
+        return [count > 0 for count in told.tolist()]
 
 
 def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
@@ -136,6 +151,30 @@ def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
                     "(1,)"
                 )
     return whole
+
+
+def check_ways(split: Split) -> None:
+    """Refuse gradients for which the processes of a node have gone different ways; every one of them calls it.
+
+    Raises:
+        ModelError: they have.
+    """
+    refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
+
+
+def as_told(split: Split) -> Tensor:
+    return torch.tensor([split.way, split.way**2], dtype=torch.float64)
+
+
+def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
+    """Do as `check_ways` with the sum of what the processes told: all numbers are one if the sum squared says so."""
+    if int(told[0]) ** 2 != parts * int(told[1]):
+        raise ModelError(
+            f"with {mesh} the devices of a node went different ways through the model: each ran other blocks, in "
+            "another order, or has gradients of other parameters, as of experts that not all examples ask, or layers "
+            "left out at random. So what they gathered was not what they asked for; give zero=2 or zero=1, where each "
+            "has the whole model"
+        )
 
 
 def passes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside
-from exogym.compute.outputs import batch_examples, slice_batch
+from exogym.compute.outputs import batch_examples
 from exogym.compute.replicated import Replicated
+from exogym.compute.split import as_told, refuse_ways
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -87,9 +89,13 @@ class SplitWorker(Worker):
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)
-        for rows in self.fleet.buffers.values():  # each process has seen other examples
-            if rows.is_floating_point():
-                rows[row] = self.inside.sum(rows[row] / self.inside.parts)
+        for name, rows in self.fleet.buffers.items():
+            keeper, own = self.split.keeper_of(name), rows[row]
+            if keeper is None and own.is_floating_point():  # each process has seen other examples
+                rows[row] = self.inside.sum(own / self.inside.parts)
+            else:
+                own = own if own.is_floating_point() or own.is_complex() else own.long()
+                rows[row] = self.inside.sum(own if self.inside.part == (keeper or 0) else torch.zeros_like(own))
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
@@ -148,7 +154,9 @@ class SplitWorker(Worker):
             p.grad = grad
         if self.scaled:
             self._unscale(row)
-        told = self.inside.sum(torch.stack([total, *map(_flag, (self.overflowed, self._asked()))]))
+        own = torch.stack([total, *map(_flag, (self.overflowed, self._asked()))])
+        told = self.inside.sum(torch.cat([own, as_told(self.split)]))
+        refuse_ways(told[3:], self.inside.parts, self.mesh)
         self.overflowed, self._stops = bool(told[1]), bool(told[2])
         return told[0].to(self.device, torch.get_default_dtype())
 
@@ -163,30 +171,35 @@ class SplitWorker(Worker):
         if self.mesh.depth == 1:
             shares = self.mesh.shares(total)
             count = -(-max(shares) // self.mesh.at_once(whole))
-            return [self._cut(batch, sum(shares[: self.shard]), even(shares[self.shard], count))]
+            return [self.weights.parts(batch, _bounds(sum(shares[: self.shard]), even(shares[self.shard], count)))]
         found = []
         for start in range(0, total, whole):
             sizes = self.mesh.micro_batches(min(whole, total - start))
-            found.append(self._cut(batch, start, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
+            sizes = (*sizes, *[0] * (self.mesh.depth - len(sizes)))
+            found.append(self.weights.parts(batch, _bounds(start, sizes)))
         return found
 
-    def _cut(self, batch: Any, start: int, sizes: Sequence[int]) -> list[Part]:
-        found, total = [], batch_examples(batch)
-        for size in sizes:
-            found.append((slice_batch(batch, start, start + size) if size else slice_batch(batch, 0, 1), size / total))
-            start += size
-        return found
+    def ask(self, batch: Any) -> float:
+        with self.split.gathered() if self.is_split else contextlib.nullcontext():
+            return super().ask(batch)
 
     @contextlib.contextmanager
     def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
         with super().evaluating(vectors, buffers), self.split.gathered() if self.is_split else contextlib.nullcontext():
             yield
 
-    def own_share(self, batch: Any) -> tuple[Any, int]:
+    def own_share(self, batch: Any) -> tuple[Any, float]:
         part, parts = self.split.evaluated
-        shares = even(batch_examples(batch), parts)
-        start, size = sum(shares[:part]), shares[part]
-        return (slice_batch(batch, start, start + size), size) if size else (slice_batch(batch, 0, 1), 0)
+        total = batch_examples(batch)
+        shares = even(total, parts)
+        ((found, weight),) = self.weights.parts(batch, _bounds(sum(shares[:part]), shares[part : part + 1]))
+        return found, weight * total
+
+
+def _bounds(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of pieces of these sizes, one after the other."""
+    ends = list(itertools.accumulate(sizes, initial=start))
+    return list(itertools.pairwise(ends))
 
 
 def _flag(value: bool) -> Tensor:

@@ -54,6 +54,7 @@ class Staged(InPlace):
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
         super().__init__(model, mesh, inside, device)
         device_of, cuts = stages_of(model, mesh)
+        self.keeper_of = device_of
         self.cuts = list(cuts)
         turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
         if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
@@ -125,7 +126,10 @@ class Staged(InPlace):
         is_last = any(stage.is_last for stage in stages)
         given = {"target": order, "losses": losses} if is_last else {}
         first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
-        schedule.step(*first, micro=order, **given)
+        try:
+            schedule.step(*first, micro=order, **given)
+        except RuntimeError as error:  # torch's, around what the model raised
+            raise (error.__cause__ or error) from None
         pulse.step_taken()
         total = torch.zeros((), dtype=torch.float64)
         for x in losses:
@@ -147,6 +151,20 @@ class Staged(InPlace):
                 found.append(torch.zeros_like(p) if grad is None else grad)
             p.grad = None
         return found
+
+    def _there(self) -> list[bool]:
+        own = [
+            (p.grad is not None, self.part in self._holders[slot.name])
+            for slot, p in zip(self._slots, self._held, strict=True)
+        ]
+        told = self.inside.sum(torch.tensor([[has, has and not holds] for has, holds in own]).long())
+        for slot, strange in zip(self._slots, told[:, 1].tolist(), strict=True):
+            if strange:
+                raise ModelError(
+                    f"parameter {slot.name!r} is used in a stage that does not hold it: wanted each used where its "
+                    "module is; for a penalty on parameters take the optimizer's weight_decay"
+                )
+        return [count > 0 for count in told[:, 0].tolist()]
 
     def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
         """Return the schedule for micro-batches of these shapes, and the stages of this process; made once."""

@@ -13,6 +13,7 @@ from exogym.engine.protocol import EngineOptions, Result
 from exogym.engine.wire import ProcessWire
 from exogym.engine.world import join_world, world_size
 from exogym.errors import ArgumentError
+from exogym.mesh.value import groups_of
 
 
 class Group:
@@ -30,13 +31,9 @@ class Group:
             raise ArgumentError(
                 f"processes={options.processes}, but this script runs as {world} processes: leave it out"
             )
-        if options.parts > 1 and (world % options.parts or world // options.parts > options.num_nodes):
-            fitting = ", ".join(str(options.parts * groups) for groups in range(1, options.num_nodes + 1)[:8])
-            raise ArgumentError(
-                f"{world} processes run this script, and a node is {options.parts} of them: {options.num_nodes} nodes "
-                f"can be trained by {fitting}{', ...' if options.num_nodes > 8 else ''}"
-            )
-        return world // options.parts
+        if options.parts > 1:
+            return groups_of(world, options.parts, options.num_nodes)
+        return world
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         join_world(options.device)

@@ -26,12 +26,12 @@ from exogym.engine.wire import ProcessWire
 class ProcessInside(Inside):
     """The processes of a node in a process group, each with some of the columns of its rows."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
         self.part, self.parts = dist.get_rank(group), dist.get_world_size(group)
-        self.groups = [group]
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._lines = ProcessWire([[k] for k in range(self.parts)], group)
+        self.device = self._lines.device
 
     @pulse.waits
     def sum(self, x: Tensor) -> Tensor:
@@ -67,7 +67,6 @@ class ProcessInside(Inside):
                 with ports_closed_afterwards() if self.device.type == "cpu" else contextlib.nullcontext():
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
-                self.groups += whole.get_all_groups()
                 dist.barrier()  # see `MeshWire`
         return self._meshes[key]
 
@@ -94,15 +93,13 @@ class MeshWire(ProcessWire):
     """
 
     def __init__(self, placement: Sequence[Sequence[int]], parts: int, native: bool = False):
-        rank, groups = dist.get_rank(), range(len(placement))
-        between = [[g * parts + part for g in groups] for part in range(parts)]
-        inside = [[g * parts + part for part in range(parts)] for g in groups]
-        mine = _own_group(between), _own_group(inside)  # every process makes every group
         self.world = ProcessWire([[k] for k in range(dist.get_world_size())])
-        super().__init__(placement, mine[0], native)
-        self.inside: ProcessInside = ProcessInside(mine[1], self._device)
+        self._key = dist.group.WORLD, parts
+        between, inside = _LEFT.pop(self._key, None) or _new_groups(len(placement), parts)
+        super().__init__(placement, between, native)
+        self.inside: ProcessInside = inside
         self.overlaps = False
-        assert self.inside.part == rank % parts
+        assert self.inside.part == dist.get_rank() % parts
         self.barrier()  # gloo fails in who is still connecting where another one is gone already
 
     @property
@@ -122,10 +119,13 @@ class MeshWire(ProcessWire):
         return len(self.world.placement)
 
     def leave(self) -> None:
-        """Leave the process groups that were made for this run, once nobody has anything to do in them."""
+        """Leave the process groups to the next run in this world, once nobody has anything to do in them.
+
+        That one must take these: torch's DTensor remembers for good what it has done over a mesh, with the names of its
+        groups, and takes a mesh of the same processes for the same one.
+        """
         self.barrier()
-        for group in [*self.inside.groups, self.group]:
-            dist.destroy_process_group(group)
+        _LEFT[self._key] = self.group, self.inside
 
     def agree(self, flag: bool) -> bool:
         return self.world.agree(flag)
@@ -135,6 +135,16 @@ class MeshWire(ProcessWire):
 
     def gather(self, value: Any) -> list[Any]:
         return self.world.gather(value)
+
+
+# (world, processes of a node) -> the groups of this process: between nodes, and inside of its own
+_LEFT: dict[tuple[Any, int], tuple[dist.ProcessGroup | None, ProcessInside]] = {}
+
+
+def _new_groups(nodes: int, parts: int) -> tuple[dist.ProcessGroup, ProcessInside]:
+    """Make the groups of all processes, as each of them does; return those of this one."""
+    between = _own_group([[g * parts + part for g in range(nodes)] for part in range(parts)])
+    return between, ProcessInside(_own_group([[g * parts + part for part in range(parts)] for g in range(nodes)]))
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

@@ -62,14 +62,14 @@ class ProcessWire(Wire):
         self.place(placement)
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     # Rows
 
     @pulse.waits
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if x.device.type != self._device.type:
-            return self.rows(x.to(self._device), ids).to(x.device)
+        if x.device.type != self.device.type:
+            return self.rows(x.to(self.device), ids).to(x.device)
         ids = list(ids)
         wanted = [[i for i in held if i in set(ids)] for held in self.placement]
         mine = [self.row_of[i] for i in wanted[self.process]]
@@ -93,8 +93,8 @@ class ProcessWire(Wire):
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        if x.device.type != self._device.type:
-            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
+        if x.device.type != self.device.type:
+            return self.reduce(x.to(self.device), ids, op, weights, everywhere).to(x.device)
         members = set(ids)
         counts = [sum(i in members for i in held) for held in self.placement]
         team = [process for process, count in enumerate(counts) if count]
@@ -137,11 +137,11 @@ class ProcessWire(Wire):
                 if taker in self.row_of:
                     got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
             elif taker in self.row_of:
-                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self.device)
                 source = self._global(self.owner[giver])
                 calls.append(dist.P2POp(dist.irecv, _bytes(got[taker], 1).flatten(), source, self.group, tag))
             elif giver in self.row_of:
-                data = _bytes(given[giver].to(self._device), 1).flatten()
+                data = _bytes(given[giver].to(self.device), 1).flatten()
                 calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
         for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()
@@ -159,7 +159,7 @@ class ProcessWire(Wire):
 
     @pulse.waits
     def agree(self, flag: bool) -> bool:
-        x = torch.tensor([int(flag)], device=self._device)
+        x = torch.tensor([int(flag)], device=self.device)
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return bool(x.item())
 

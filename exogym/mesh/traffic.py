@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from exogym.base.nested import tensors_in
 from exogym.communicator.ledger import FACTORS
 from exogym.errors import ModelError
 from exogym.mesh.splits import blocks_of, cuts, tensor_plan
@@ -124,10 +125,10 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     facts = Facts(parameters, {name: (style, stage_of(name)) for name, style in plan.items()}, ends)
 
     def note(name: str, given: Any, out: Any) -> None:
-        first = next(_tensors(given), None)
+        first = next(tensors_in(given), None)
         examples = len(first) if first is not None and first.dim() else 1
-        into, outof = (sum(x.numel() * x.element_size() for x in _tensors(what)) for what in (given, out))
-        has_gradient = any(x.requires_grad for x in _tensors(given))
+        into, outof = (sum(x.numel() * x.element_size() for x in tensors_in(what)) for what in (given, out))
+        has_gradient = any(x.requires_grad for x in tensors_in(given))
         facts.flows[name] = into / examples, outof / examples, has_gradient
 
     with contextlib.ExitStack() as undo:
@@ -261,7 +262,8 @@ class InsideCost:
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return what says on which device of a pipeline a parameter is, and the cuts in order, with the devices around."""
+    """Return what says on which device of a pipeline a parameter or buffer is, and the cuts in order, with the devices
+    around."""
     if mesh.depth == 1:
         return lambda name: 0, {}
     count = mesh.depth * mesh.stages_per_device
@@ -273,11 +275,12 @@ def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], d
         return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last) % mesh.depth, ends
     devices, named = mesh.pipeline.devices, {id(module): name for name, module in model.named_modules()}
     owner = {
-        id(p): device
+        id(x): device
         for stage, device in zip(mesh.pipeline.stages, devices, strict=True)
-        for p in stage.module.parameters()
+        for x in (*stage.module.buffers(), *stage.module.parameters())
     }
-    by_name = {name: owner[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    tensors = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
+    by_name = {name: owner.get(id(x), 0) for name, x in tensors}
     ends = {}
     for stage, before, after in zip(mesh.pipeline.stages[:-1], devices[:-1], devices[1:], strict=True):
         end = stage.layers[-1]
@@ -299,14 +302,3 @@ def _local_shape(shape: tuple[int, ...], name: str, plan: Mapping[str, str], dev
     if axis is None or axis >= len(shape):
         return shape
     return (*shape[:axis], -(-shape[axis] // devices), *shape[axis + 1 :])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)

@@ -219,15 +219,7 @@ class NodeMesh:
         Raises:
             ArgumentError: they make up no whole groups, or more groups than there are nodes.
         """
-        groups, over = divmod(world_size, self.size)
-        if over or not 1 <= groups <= num_nodes:
-            fit = ", ".join(str(self.size * n) for n in range(1, min(num_nodes, 8) + 1))
-            more = f" and so on up to {self.size * num_nodes}" if num_nodes > 8 else ""
-            raise ArgumentError(
-                f"{world_size} processes run this script, and a node of {self} is {self.size} of them: {num_nodes} "
-                f"nodes can be trained by {fit}{more}"
-            )
-        return groups
+        return groups_of(world_size, self.size, num_nodes, f"a node of {self}")
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the result of a run, as JSON; what only takes time is left out."""
@@ -252,3 +244,20 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     (3, 3, 2)
     """
     return tuple(total // parts + (k < total % parts) for k in range(parts))
+
+
+def groups_of(world_size: int, size: int, num_nodes: int, what: str = "a node") -> int:
+    """Return how many groups of `size` processes share `num_nodes` nodes, where `world_size` run the script.
+
+    Raises:
+        ArgumentError: they make up no whole groups, or more groups than nodes; `what` is one, for the message.
+    """
+    groups, over = divmod(world_size, size)
+    if over or not 1 <= groups <= num_nodes:
+        fit = ", ".join(str(size * n) for n in range(1, min(num_nodes, 8) + 1))
+        more = f" and so on up to {size * num_nodes}" if num_nodes > 8 else ""
+        raise ArgumentError(
+            f"{world_size} processes run this script, and {what} is {size} of them: {num_nodes} nodes can be trained "
+            f"by {fit}{more}"
+        )
+    return groups
