@@ -60,6 +60,7 @@ dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dis
 docs: $(VENV)/.stamp-docs ## build the site into site/, to be opened there or served from any folder
 	$(BIN)/python docs/site/build.py
 	$(BIN)/python docs/site/llms.py
+	@echo "the site is there: open site/index.html"
 
 bench: $(VENV)/.stamp-dev ## measure the core
 	$(BIN)/python benchmarks/core.py

@@ -171,9 +171,9 @@ def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
     """Raise ArgumentError unless `given` is one of `choices`."""
     choices = list(choices)
     if given not in choices:
-        raise ArgumentError(
-            f"{name}={given!r} is not one of {', '.join(map(repr, choices))}: {nearest(str(given), choices)}"
-        )
+        near = nearest(str(given), choices)
+        more = f": {near}" if near.startswith("did") else ""
+        raise ArgumentError(f"{name}={given!r} is not one of {', '.join(map(repr, choices))}{more}")
 
 
 def check_count(name: str, given: Any, least: int = 1) -> None:

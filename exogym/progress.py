@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 LONGEST_SHARE = 0.01  # of the time, at most, is spent drawing
@@ -13,6 +15,21 @@ LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a 
 SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
 _entered: list[Progress] = []  # inside one that is on, others stay quiet
+_silent: list[None] = []
+
+
+@contextlib.contextmanager
+def without_notices() -> Iterator[None]:
+    """Print no line of `notice` inside.
+
+    >>> with without_notices():
+    ...     notice("going on from step 1")
+    """
+    _silent.append(None)
+    try:
+        yield
+    finally:
+        _silent.pop()
 
 
 def notice(text: str) -> None:
@@ -20,6 +37,8 @@ def notice(text: str) -> None:
 
     The library says with it what it chose for itself, for example a micro-batch that fits the memory.
     """
+    if _silent:
+        return
     line = f"exogym: {text}"
     for progress in _entered:
         if progress._bar is not None:

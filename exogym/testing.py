@@ -24,6 +24,7 @@ from exogym.callbacks import Every
 from exogym.communicator import Communicator, Wire
 from exogym.errors import ArgumentError, StrategyError, check_choice, checked
 from exogym.fleet import Fleet
+from exogym.progress import without_notices
 from exogym.record.history import History
 from exogym.strategy import communicate
 from exogym.strategy.strategy import Run, Strategy
@@ -157,7 +158,8 @@ class _Battery:
         for stop in sorted({1, self.steps // 2, self.steps - 1} - {0, self.steps}):
             with tempfile.TemporaryDirectory() as folder:
                 self.run(save_dir=folder, checkpoint_interval=stop, callbacks=[Every(stop, lambda loop: True)])
-                resumed, history = self.run(save_dir=folder, resume=True)
+                with without_notices():  # that it goes on, which is known
+                    resumed, history = self.run(save_dir=folder, resume=True)
             if resumed != self.reference:
                 raise StrategyError(
                     f"law 'stopping': stopped after step {stop} and resumed, the run ends in other weights; "
@@ -212,7 +214,7 @@ class _Battery:
             raise StrategyError(
                 f"law 'learns': in {self.learning_steps} steps the validation loss went from {losses[0]:.4f} to "
                 f"{losses[-1]:.4f}, not below {self.learning} of what it was; look at the sign of the update and the "
-                "learning rate"
+                "learning rate: for this small model AdamW wants about 0.02"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
 

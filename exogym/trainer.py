@@ -118,6 +118,8 @@ class Trainer(ABC):
             raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called: wanted loss_fn(predictions, targets)")
+        if isinstance(loss_fn, type):
+            raise ArgumentError(f"loss_fn={loss_fn.__name__} is a class: give an object of it, {loss_fn.__name__}()")
         if not isinstance(metrics, Mapping | None) or not all(callable(f) for f in (metrics or {}).values()):
             raise ArgumentError(f"metrics={metrics!r} must map names to functions of (predictions, targets)")
         self.subject = Subject(model, train_dataset, val_dataset, loss_fn, dict(metrics or {}))

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 import torch.nn.functional as F
 from strategies import NODES, STRATEGIES
@@ -100,6 +101,16 @@ class Battery(_Battery):
 
 
 battery = functools.cache(Battery)
+
+
+def in_turn(names, ways, slow=None):
+    """Parameters (name, way): each name with one of the ways, in turn; with the others, or those of `slow`, as slow."""
+    cases = []
+    for k, name in enumerate(names):
+        short = ways[k % len(ways)]
+        cases.append(pytest.param(name, short))
+        cases += [pytest.param(name, way, marks=pytest.mark.slow) for way in slow or ways if way != short]
+    return cases
 
 
 def same_everywhere(make, processes=(2,), **options):

@@ -6,6 +6,7 @@ from pathlib import Path
 import processes
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exogym import LocalTrainer, PipelineParallel, Stage
 from exogym.models import CharGPT
@@ -104,6 +105,17 @@ def short(pairs):
     return x[:, :end], y[:, :end]
 
 
+def normed():
+    """Layers one after the other that keep what they have seen."""
+    return nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(30, 9), nn.BatchNorm1d(9), nn.Linear(9, 11))
+
+
+def seen(node):
+    """In micro-batches of four, of which what is kept depends."""
+    given = node(stages=2, microbatches=2) or {"minibatch_size": 4}
+    return fit(trainer(normed), MADE["diloco sgd"][0](), **given)
+
+
 # each called with what makes `node=` of a mesh, or nothing of it
 PIPELINES = {
     "gpipe": pipelined(schedule="gpipe", microbatches=2),
@@ -114,7 +126,54 @@ PIPELINES = {
     "lengths": pipelined(given={"dataloader_kwargs": {"collate_fn": short}}, microbatches=2),
     "line": lambda node: fit(trainer(line), MADE["diloco sgd"][0](), **node(stages=2)),
     "by hand": by_hand,
+    "buffers": seen,
 } | {name: pipelined(name, layers=2) for name in ("demo", "topk", "ddp clipped", "sparta diloco", "muloco")}
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes of floats that this process sends, where all groups are of two: of sums that is what it gives.
+
+    So of an all-gather, which it gives to one other, and of an all-reduce, 2 (k-1)/k of it; of a reduce-scatter half.
+    """
+
+    WHOLE = ("send", "allgather_", "_allgather_base_", "all_gather_into_tensor", "all_reduce", "allreduce_")
+    HALF = ("_reduce_scatter_base_", "reduce_scatter_tensor")
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in self.WHOLE + self.HALF:
+            given = args[1] if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_") else args[0]
+            given = given[0] if isinstance(given, list) else given
+            if not given.is_meta and given.dtype not in (torch.float64, torch.int64):  # what processes agree on
+                self.bytes += given.numel() * given.element_size() * (0.5 if name in self.HALF else 1)
+        return out
+
+
+def counted(made, *given, **options):
+    """Return what `fit` does, the bytes that all processes sent for gradients, and those that formulas say."""
+    from exogym.compute.split_worker import SplitWorker
+
+    gradient, sent = SplitWorker.gradient, []
+
+    def heard(self, batch, row):
+        with Sent() as mode:
+            found = gradient(self, batch, row)
+        sent.append(mode.bytes)
+        return found
+
+    SplitWorker.gradient = heard
+    try:
+        found = fit(made, *given, **options)
+    finally:
+        SplitWorker.gradient = gradient
+    everyones = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, sum(sent))
+    said = made.history.last["inside_bytes"] if rank() == 0 else None
+    return found, sum(everyones), said
 
 
 def rank():

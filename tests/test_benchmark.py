@@ -49,6 +49,22 @@ def test_bytes_are_those_of_the_formulas(trained: Path) -> None:
     assert rates["ddp"]["home"] < rates["diloco:H=10"]["home"] < 2 * rates["single"]["home"]
 
 
+def test_throughput_is_measured_apart_from_the_training(trained: Path) -> None:
+    """Again where that is asked for; what was trained stays. Without it the page has no such figures."""
+    results = Results(trained / "short.json")
+    before = results.parts["digits-2"]
+    assert all(row["examples_per_s"] > 0 and row["examples_per_s_std"] is None for row in before["rows"])  # one turn
+    assert main([*command(trained), "--throughput"]) == 0
+    after = Results(trained / "short.json").parts["digits-2"]
+    for one, other in zip(before["rows"], after["rows"], strict=True):
+        differ = {name for name in one if one[name] != other[name]}
+        assert differ <= {"examples_per_s", "examples_per_s_std"} and "examples_per_s" in differ
+    for row in before["rows"]:
+        row["examples_per_s"] = None
+    results.found["parts"]["digits-2"] = before | {"predicted": {}}
+    assert "predicted | infiniband" not in text_of(results.found, trained / "short.md")
+
+
 def test_nothing_is_trained_twice(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (trained / "short.md").read_text()
     assert main(command(trained)) == 0
@@ -75,7 +91,8 @@ def test_hours_are_said_first_and_ctrl_c_says_how_to_go_on(
     assert main(command(tmp_path)) == 130
     first, *others = capsys.readouterr().err.splitlines()
     assert re.search(r"7 of 7 runs are to be trained, about .* in one process", first)
-    assert f"to go on: exogym benchmark --short --tasks digits --nodes 2 --out {tmp_path}" in "\n".join(others)
+    again = f"to go on: exogym benchmark --short --tasks digits --nodes 2 --out {tmp_path} --device cpu"
+    assert again in "\n".join(others).splitlines()[-2]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,7 @@ def test_hours_are_said_first_and_ctrl_c_says_how_to_go_on(
         (["--page", "page.html"], "should end in .md"),
         (["--short", "--page", "page.md"], "leave out one of the two"),
         (["--only-page"], "train first"),
+        (["--strategies", "ddpp"], "did you mean 'ddp'"),
         (["--tasks", "cifar10", "--data", "nowhere.npz"], "does not exist"),
     ],
 )
@@ -105,6 +123,13 @@ def test_the_full_one_has_every_strategy_and_an_equal_share_of_examples(tmp_path
     assert two.cells.keys() == many.cells.keys()
     assert {cell.batch_size for cell in two.cells.values()} == {8}
     assert {cell.batch_size for cell in many.cells.values()} == {1}  # no less
+
+
+def test_strategies_that_are_named_are_trained_beside_one_node_and_ddp(tmp_path: Path) -> None:
+    assert main([*command(tmp_path), "--strategies", "sparta:p_sparta=0.1, ddp"]) == 0
+    (part,) = Results(tmp_path / "short.json").parts.values()
+    assert [row["strategy"] for row in part["rows"]] == ["single", "ddp", "sparta:p_sparta=0.1"]
+    assert "--strategies" in (tmp_path / "short.md").read_text()
 
 
 def test_what_is_predicted_of_devices_and_of_many_nodes() -> None:

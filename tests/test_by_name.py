@@ -66,7 +66,7 @@ def test_what_papers_call_otherwise_is_said_to_be_here() -> None:
     """Each of these names leads to a strategy that exists, and is none itself."""
     for name, here in ELSEWHERE.items():
         assert name not in STRATEGIES and parse_strategy(here)
-        for said in (name, name.replace("_", "-")):
+        for said in (name, name.replace("_", "-"), name.replace("_", "")):
             with pytest.raises(ArgumentError, match=f"unknown strategy '{said}': it is '{here}' here"):
                 parse_strategy(f"{said}:H=10")
     with pytest.raises(ArgumentError, match="unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here"):

@@ -172,7 +172,7 @@ def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
 
 
 def test_markdown_is_a_table(everything: Comparison) -> None:
-    heading, empty, *table, blank, finding = everything.to_markdown().split("\n")
+    heading, empty, *table, blank, finding = str(everything).split("\n")
     assert heading == everything.heading and finding == everything.finding and not empty and not blank
     assert len({len(line) for line in table}) == 1 and len(table) == 2 + len(everything.rows)
     assert "± " in table[2] and "10×" in table[4]
@@ -306,8 +306,10 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"strategies": ()}, "names none"),
         ({"partition": "shard:2"}, "did you mean 'shards'"),
         ({"device": "tpu"}, "device='tpu'"),
-        ({"strategies": [SimpleReduceStrategy()]}, "has no name: give a dict"),
-        ({"problem": 3}, "not a Task"),
+        ({"strategies": [SimpleReduceStrategy()]}, "SimpleReduceStrategy has no name here: give a dict"),
+        ({"strategies": SimpleReduceStrategy()}, "SimpleReduceStrategy has no name here: give a dict"),
+        ({"problem": 3}, "wanted a Task, .* got 3"),
+        ({"problem": (TASK.build, TASK.train)}, "make_model, train, val.*got a tuple of 2"),
         ({"problem": (TASK.build(), TASK.train, TASK.val)}, "instead of a model give a function"),
         ({"problem": (lambda: ONE_MODEL, TASK.train, TASK.val)}, "gave the same weights twice"),
         ({"problem": (lambda: unseeded_model(), TASK.train, TASK.val)}, "other weights from the same seed"),

@@ -19,6 +19,12 @@ from processes import python
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SHORT = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
+LONG = (  # a shorter one of the same kind runs among the fast tests
+    "python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 20",
+    "exogym compare --dataset shakespeare --strategies single,ddp,diloco,fedavg,sparta:p_sparta=0.05,demo --nodes 4",
+    "exogym sweep --dataset digits --sweep H=5,10 --sweep strategy=diloco,fedavg --seeds 2 --nodes 4 --steps 40"
+    " --out runs/sweep",
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -43,7 +49,11 @@ def test_snippets_run(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("command", commands())
+def test_the_long_ones_are_commands_of_the_pages():
+    assert not set(LONG) - set(commands())
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in commands()])
 def test_commands_run(command, tmp_path):
     words = shlex.split(command)
     if words[0] == "make":
@@ -85,7 +95,7 @@ def trained() -> Path:
     """Return the folder of the run that the page on runs makes first."""
     folder = Path(tempfile.mkdtemp())
     script = blocks(ROOT / "docs" / "runs.md", "python")[0]
-    subprocess.run([sys.executable, "-"], input=script, cwd=folder, check=True, text=True)
+    assert python("-c", script, cwd=folder).returncode == 0
     return folder / "runs" / "digits"
 
 

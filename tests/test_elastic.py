@@ -156,6 +156,7 @@ def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: P
     assert shipped == ["constant of_this_process"], "who comes back is sent only what it has otherwise"
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
     """In an endless loop, while its thread goes on to tell the membership server that it is there."""
     run = start(hosts, project, "diloco", min_hosts=1)
@@ -179,6 +180,7 @@ def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Pa
     assert hosts.left_over() == {}
 
 
+@pytest.mark.slow
 def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Path) -> None:
     run = start(hosts, project, "diloco", min_hosts=3, restarts=0)
     kill_worker(hosts, 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import python
 
 from exogym.base.processes import described
 from exogym.record.run_folder import read_status
@@ -79,10 +80,8 @@ def reported(tmp_path: Path, mirror: dict[str, Any] | None) -> list[dict[str, An
         "open(reports.steps + '/1', 'w').write('12 3')\nreports.start()\nreports.close()\n"
     )
     given = {"mark": "m: ", "every_s": 60, "mirror": mirror}
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps([given, str(tmp_path)]), capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
+    done = python("-c", program, input=json.dumps([given, str(tmp_path)]))
+    assert done.returncode == 0, done.stderr
     return [json.loads(line.removeprefix("m: ")) for line in done.stdout.splitlines()]
 
 

@@ -1,7 +1,7 @@
 """What is done in one place stays there: each rule is looked for in the sources of the package, and planted once."""
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,21 @@ def sources() -> Sources:
     return {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in sorted(root.rglob("*.py"))}
 
 
-def written(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each attribute or item that is assigned to."""
-    for node in ast.walk(ast.parse(source)):
+nodes = functools.cache(lambda source: list(ast.walk(ast.parse(source))))  # of the package, a second each time
+
+
+@functools.cache
+def written(source: str) -> list[tuple[int, str]]:
+    """Return (line, text) of each attribute or item that is assigned to."""
+    found = []
+    for node in nodes(source):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AugAssign | ast.AnnAssign):
             targets = [node.target]
         for target in targets:
             for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-                yield node.lineno, ast.unparse(part)
+                found.append((node.lineno, ast.unparse(part)))
+    return found
 
 
 def who_is_present(found: Sources) -> list[str]:
@@ -57,7 +63,7 @@ def asked_for_their_class(found: Sources) -> list[str]:
     for path, source in found.items():
         if path.startswith("strategy/"):
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             kinds: list[ast.expr] = []
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
                 kinds = node.args[1:]

@@ -244,14 +244,15 @@ LOST = "lost its connection to another rank, which failed first"
     [
         ("RuntimeError('[pair.cc] Connection closed by peer [h]:1. This is\\nframe')", 1,
          f"exogym: this rank {LOST} ([pair.cc] Connection closed by peer [h]:1)", LOST),
-        ("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST),
+        pytest.param("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST, marks=pytest.mark.slow),
         ("ArgumentError('steps=0 is too few')", 1, "ArgumentError: steps=0 is too few",
          "ended with exit code 1: ArgumentError: steps=0 is too few"),
-        ("Stopped(None, 3)", 130,
-         "exogym: stopped by a signal to another process after step 3", LOST),
+        pytest.param("Stopped(None, 3)", 130, "exogym: stopped by a signal to another process after step 3", LOST,
+                     marks=pytest.mark.slow),
         # The controls: errors of the script's own keep their tracebacks.
         ("ValueError('Connection closed by peer')", 1, None, "ended with exit code 1: ValueError: Connection closed"),
-        ("RuntimeError('Connection')", 1, None, "ended with exit code 1: RuntimeError: Connection"),
+        pytest.param("RuntimeError('Connection')", 1, None, "ended with exit code 1: RuntimeError: Connection",
+                     marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_an_error_that_says_all_itself_is_one_line(script, capfd, error, code, printed, end):

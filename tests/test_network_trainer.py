@@ -208,13 +208,16 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
         return {"master": named[0], "workers": named[1:]}
 
     for hosts, per_host, given, message in (
-        (slots(2, 4), 1, {}, "the hosts have 2, 4 slots"),
+        (slots(2, 3), 2, {}, "nodes_per_host=2, and the hosts have 2, 3 slots"),
+        (slots(2, 4), 1, {"node": NodeMesh(shard=2)}, "with nodes_per_host=1 nodes have 2, 4 slots"),
+        (slots(2, 4), 1, {"node": [NodeMesh(shard=4), NodeMesh(shard=2)]}, r"nodes of \[4, 2\] devices"),
+        (slots(1, 2), None, {"node": [NodeMesh(shard=2), NodeMesh()]}, "a node would be on two hosts"),
         (slots(3, 3), 2, {}, "nodes_per_host=2, and the hosts have 3, 3 slots"),
         (
             slots(4, 4),
             1,
             {"node": NodeMesh(shard=2)},
-            "node=shard=2 is 2 devices, but with nodes_per_host=1 .* 4 slots",
+            "node=shard=2 is 2 devices, but with nodes_per_host=1 nodes have 4, 4 slots",
         ),
         (slots(3, 3), None, {"node": NodeMesh(shard=2)}, "a node would be on two hosts"),
         (slots(2, 2), 1, {"num_nodes": 1}, "4 processes run this script, and a node of shard=2"),

@@ -311,6 +311,9 @@ class Mistaken(Strategy):
     def slices(self):
         scatter(torch.zeros(3))
 
+    def of_torch(self):
+        torch.distributed.all_reduce(torch.zeros(3))
+
     def own_error(self):
         all_reduce(torch.zeros(3))
         if self.rank == 2:
@@ -335,6 +338,7 @@ class Mistaken(Strategy):
         ("no_such_node", ExoGymError, "node 9"),
         ("operation", ExoGymError, "op='average' is not one of"),
         ("slices", ExoGymError, "one slice per node"),
+        ("of_torch", StrategyError, "no process group here: take all_reduce"),
         ("own_error", KeyError, "my own"),
     ],
 )

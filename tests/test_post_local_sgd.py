@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from problems import plain, put, same, shards, train, unlike, vector
+from processes import python
 from torch import Tensor, nn
 
 from exogym.errors import ArgumentError
@@ -55,11 +53,7 @@ if __name__ == "__main__":
 def by_torch(folder: Path, start: int, H: int, steps: int) -> Tensor:
     script = folder / "torchs.py"
     script.write_text(TORCHS)
-    words = [sys.executable, str(script), str(folder), *map(str, (start, H, steps, start + H - 1))]
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"PYTHONPATH": paths}
-    )
+    done = python(script, folder, start, H, steps, start + H - 1)
     assert done.returncode == 0, done.stderr
     return torch.stack([torch.load(folder / f"{r}.pt") for r in range(3)])
 

@@ -7,6 +7,7 @@ not list in `__all__`.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -54,10 +55,14 @@ def chain(node: ast.AST) -> list[str]:
     return [node.id, *names] if isinstance(node, ast.Name) else []
 
 
+nodes_of = functools.cache(lambda source: list(ast.walk(ast.parse(source))))
+
+
+@functools.cache
 def defined(source: str) -> set[str]:
     """Return the names with an underscore that a source gives to something itself."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -73,7 +78,7 @@ def private_names(source: str, of_package: set[str]) -> set[str]:
     Args:
         of_package: names with an underscore that other files of the package define, and torch does not have.
     """
-    nodes, own = list(ast.walk(ast.parse(source))), defined(source) | of_package
+    nodes, own = nodes_of(source), defined(source) | of_package
     roots: dict[str, tuple[str, list[str]]] = {}  # a name here -> the module of torch, and the path inside
     found: set[str] = set()
     for node in nodes:

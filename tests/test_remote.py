@@ -111,6 +111,7 @@ torch.save([model.state_dict(), trainer.traffic, trainer.description["num_nodes"
 """
 
 
+@pytest.mark.slow
 def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: Path) -> None:
     (project / "train.py").write_text(ISLANDS)
     config = hosts.config(count=2)
@@ -129,6 +130,7 @@ def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: P
     assert max(float((state[name] - x).abs().max()) for name, x in dense.model.state_dict().items()) < 1e-6
 
 
+@pytest.mark.slow
 def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project: Path, tmp_path: Path) -> None:
     """The copy goes through rsync into a folder whose name would hurt an unquoted shell; rank 0's weights count."""
     (project / "train.py").write_text(TRAIN)
@@ -149,6 +151,7 @@ def test_three_hosts_with_folders_of_their_own_get_a_copy(hosts: Hosts, project:
     assert not list(tmp_path.rglob("pwned")) and not (Path.home() / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_no_bit(
     hosts: Hosts, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +224,7 @@ def test_a_dead_controller_leaves_nothing_behind(hosts: Hosts, project: Path) ->
     assert hosts.left_over() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_controller_waits_for_the_hosts(hosts: Hosts, project: Path, number: signal.Signals) -> None:
     run = start_sleep(hosts, project, 1)
     run.send_signal(number)

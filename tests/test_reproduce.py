@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import python
 
 from exogym.cli import main
 from exogym.errors import ArgumentError
@@ -195,11 +194,23 @@ Reproduction(sys.argv[1], seeds=(0,), watch=watch, device="cpu").train([Claim("t
 """
 
 
+def test_what_is_foreseen_for_a_task_is_corrected_by_that_task_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exogym.reproduce.training.LEAST_SPENT_S", 0.0)
+    work = Reproduction(tmp_path, seeds=(0,), device="cpu")
+    trained, same, other = (
+        Cell("ddp", task=t, nodes=2, steps=n) for t, n in (("digits", 20), ("digits", 40), ("pictures", 20))
+    )
+    before = [work.seconds_left([cell]) for cell in (same, other)]
+    work.results(trained)
+    after = [work.seconds_left([cell]) for cell in (same, other)]
+    assert after[0] != before[0] and after[1] == before[1]
+
+
 def test_after_a_kill_only_what_is_missing_is_trained(tmp_path: Path) -> None:
     claim = claim_of("ddp", "fedavg:H=5")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED.format(small=SMALL), str(tmp_path)], capture_output=True, text=True
-    )
+    done = python("-c", KILLED.format(small=SMALL), tmp_path)
     assert done.returncode == -9, done.stderr
     (kept,) = tmp_path.glob("*/*/outcome.json")
     before, told = kept.stat().st_mtime_ns, list[Progress]()
@@ -362,6 +373,7 @@ def short(name: str, tmp_path: Path, share: float = 0.05) -> tuple[Claim, dict[s
     return claim, results(work, claim)
 
 
+@pytest.mark.slow
 def test_bandwidth_in_short(tmp_path: Path) -> None:
     claim, found = short("bandwidth", tmp_path)
     sent = {label: each[0].last["payload_bytes"] for label, each in found.items()}

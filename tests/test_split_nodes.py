@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
-from strategies import STRATEGIES
+from splits import ADAM, MADE, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 
+from exogym import NodeMesh
+from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
@@ -20,12 +21,20 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 def halves(tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
     body = f"""
+from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
+found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native")
+speeds = Balance("batch", speeds=[1, 3])
+found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds)
+for name, step_seconds in (("clock", "10ms"), ("measured", None)):
+    made, linked = trainer(), NodeMesh(shard=2, network="1Gbps,1ms")
+    fit(made, {DILOCO}, node=linked, network="100Mbps,5ms", step_seconds=step_seconds, save_dir=name)
+    found[name] = list(made.history.column("time_s")[1])
 made = trainer()
 fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
 if rank() == 0:
@@ -57,6 +66,24 @@ def test_callbacks_and_absent_nodes_are_as_ever(halves):
     fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), callbacks=[WeightAverage(0.5)], faults=away)
     values = list(made.history.column("average_val_loss")[1])
     assert len(values) > 1 and halves["watched"] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_clock_says_what_it_says_in_one_process(halves):
+    made, linked = trainer(), NodeMesh(shard=2, network="1Gbps,1ms")
+    given = {"node": linked, "network": "100Mbps,5ms"}
+    fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), step_seconds="10ms", **given)
+    assert halves["clock"] == list(made.history.column("time_s")[1])
+    away = trainer()
+    fit(away, DiLoCoStrategy("sgd", H=3, lr=0.1), step_seconds="20ms", **given)
+    assert halves["clock"] != list(away.history.column("time_s")[1])  # the control
+    assert len(halves["measured"]) > 1 and halves["measured"] == sorted(halves["measured"])
+
+
+def test_torchs_own_sums_and_loads_by_speed_are_as_ever(halves):
+    assert_alike(halves["native"], fit(trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1)), SGD)
+    dense = fit(trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), balance=Balance("batch", speeds=[1, 3]))
+    assert_alike(halves["speeds"], dense, SGD)
+    assert apart(halves["speeds"], halves["native"]) > 100 * SGD  # the control
 
 
 @pytest.mark.parametrize("split", ["shard=2", "shard=2, zero=2", "shard=2, zero=1"])
@@ -111,8 +138,11 @@ keep((said, fit(trainer(), MADE["diloco sgd"][0](), node=NodeMesh(shard=3, probe
 
 def test_what_cannot_be_split_is_refused_before_training(tmp_path):
     body = """
+from exogym.balance import Balance
 from exogym.errors import ExoGymError
+from exogym.faults import Faults
 from exogym.strategy import AsyncDiLoCoStrategy, CommunicateOptimizeStrategy, PeriodicModule
+from exogym.strategy.averaging import NormCap
 class Scalar(Tied):
     def __init__(self):
         super().__init__()
@@ -122,18 +152,26 @@ class Scalar(Tied):
 class Own(PeriodicModule):
     def communicate(self, fleet, step):
         pass
+def fully(model, mesh):
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh["shard"])
 good = MADE["diloco sgd"][0]
 tries = {
     "sizes": lambda: fit(trainer(), good(), node=NodeMesh(shard=2)),
     "batch": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), batch_size=2),
     "clock": lambda: fit(trainer(), AsyncDiLoCoStrategy(H=2, lr=0.1), node=NodeMesh(shard=3)),
-    "network": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), network="1Gbps,1ms"),
+    "balance": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance="batch"),
+    "dealt": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance=Balance("nodes", [1, 1])),
+    "memory": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), max_memory_usage=0.5),
+    "secure": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
+    "krum": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, robust="krum"), node=NodeMesh(shard=3)),
+    "cap": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, robust=NormCap(1.0)), node=NodeMesh(shard=3)),
+    "tuner": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, tuner="drift"), node=NodeMesh(shard=3)),
+    "bad": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), faults=Faults(bad_nodes=[1], attack="noise")),
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
     "stages": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=3)),
-    "both": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=2, shard=2)),
-    "zero": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=2, tensor=2, zero=2)),
+    "shards": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=3, zero=2, parallelize=fully)),
     "layers": lambda: fit(trainer(), good(), node=NodeMesh(tensor=3)),
     "nodes": lambda: fit(trainer(), good(), node=[NodeMesh(shard=3), NodeMesh(shard=2)]),
 }
@@ -148,34 +186,42 @@ keep(said)
 """
     said = split(tmp_path, 3, body)
     wanted = {
-        "sizes": "3 processes run this script, and a node is 2 of them: 2 nodes can be trained by 2, 4",
+        "sizes": "3 processes run this script, and a node of shard=2 is 2 of them: 2 nodes can be trained by 2, 4",
         "batch": "batch_size=2 is smaller than shard=3",
         "clock": "AsyncDiLoCoStrategy is written for one node and does not say what it acts on",
-        "network": "network with node= in several processes",
+        "balance": "give speeds",
+        "dealt": "balance='nodes' with node= in several processes",
+        "memory": "give minibatch_size instead",
+        "secure": "secure_aggregation looks at all of a node's row",
+        "krum": "robust='krum' looks at all of a node's row",
+        "cap": "looks at all of a node's row",
+        "tuner": "tuner looks at all of a node's row",
+        "bad": "faults with bad_nodes looks at all of a node's row",
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
         "stages": "fewer than 3 stages",
-        "both": "stages=2 x shard=2 in several processes: stages are not split further",
-        "zero": "zero=2 with tensor=2",
+        "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
-        "nodes": "in several all have one split",
+        "nodes": "3 processes run this script, and nodes of 3, 2 devices, each its own processes, are 5: start 5",
     }
     assert {name: text in said[name] for name, text in wanted.items()} == dict.fromkeys(wanted, True), said
 
 
 @pytest.mark.slow
-def test_quarters_take_a_quarter_of_the_memory(tmp_path):
+@pytest.mark.parametrize("mesh", ["shard=4", "stages=2, shard=2"])
+def test_quarters_take_a_quarter_of_the_memory(mesh, tmp_path):
     """Of 10 million parameters with AdamW's state, between two steps."""
     body = """
 import gc
 from exogym.strategy import FedAvgStrategy
 from exogym.training.driver import Driver
 class Wide(nn.Module):
+    cut_points = "blocks.*"
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 512)
-        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(5))
+        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
         self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(512, 11)
     def forward(self, x):
@@ -198,78 +244,13 @@ def looking(self, first, last):
 Driver.advance = looking
 made = trainer(Wide)
 count = sum(p.numel() for p in made.model.parameters())
-fit(made, FedAvgStrategy("adamw", lr=1e-3, H=2), num_nodes=1, max_steps=4, node=NodeMesh(shard=4))
+fit(made, FedAvgStrategy("adamw", lr=1e-3, H=2), num_nodes=1, max_steps=4, node=MESH)
 shares = [None] * 4
 torch.distributed.all_gather_object(shares, held[-1] / (12 * count))
 keep((count, shares))
 """
-    count, shares = split(tmp_path, 4, body)
+    count, shares = split(tmp_path, 4, body.replace("MESH", f"NodeMesh({mesh})"))
     assert count > 10e6 and max(shares) <= 0.3, shares
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["shard=2", "shard=3", "shard=4", "shard=2, zero=2", "shard=3, zero=1"])
-def test_every_strategy_of_the_table(mesh, tmp_path):
-    names = [name for name, entry in STRATEGIES.items() if entry.on_rows]
-    size = int(mesh[6])
-    body = f"""
-from strategies import STRATEGIES
-keep({{name: fit(trainer(), STRATEGIES[name].make(), num_nodes=4, node=NodeMesh({mesh})) for name in {names!r}}})
-"""
-    found, unlike = split(tmp_path, 2 * size, body), {}
-    for name in names:
-        dense = fit(trainer(), STRATEGIES[name].make(), num_nodes=4)
-        tolerance = MUON if "muloco" in name else ADAM
-        if apart(found[name], dense) > tolerance or found[name][2] != dense[2]:
-            unlike[name] = (apart(found[name], dense), found[name][2], dense[2])
-    assert unlike.keys() <= set(CHOOSES), unlike
-    assert all(here == there for _, here, there in unlike.values())  # bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tensor=2", "shard=2, tensor=2"])
-def test_the_table_with_layers_computed_together(mesh, tmp_path):
-    names = ["ddp momentum", "diloco", "sparta", "sparta diloco", "fedavg", "demo", "topk", "signsgd", "powersgd"]
-    body = f"""
-from strategies import STRATEGIES
-keep({{name: fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2, node=NodeMesh({mesh})) for name in {names!r}}})
-"""
-    found = split(tmp_path, 2 * (2 if mesh == "tensor=2" else 4), body)
-    for name in names:
-        dense = fit(text_trainer(), STRATEGIES[name].make(), num_nodes=2)
-        assert found[name][2] == dense[2], name
-        if name not in CHOOSES:
-            assert apart(found[name], dense) <= ADAM, name
-
-
-@pytest.mark.slow
-def test_pipelines_of_every_kind(tmp_path):
-    """Schedules, uneven micro-batches, passes, stages by hand, what is dealt; a head that is not summed is found."""
-    body = """
-from exogym.compute.staged import Staged
-from exogym.errors import ModelError
-found = {name: run(lambda **given: {"node": NodeMesh(**given)}) for name, run in PIPELINES.items()}
-given = {"save_dir": "kept", "final_sync": False}
-fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(stages=2), max_steps=4, **given)
-made = fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(tensor=2), save_dir="kept", resume=True)
-found["resumed"] = made
-split = Staged.split
-def apart(self):
-    split(self)
-    self._tied = []
-Staged.split = apart
-try:
-    fit(text_trainer(), MADE["diloco sgd"][0](), node=NodeMesh(stages=2))
-except ModelError as error:
-    found["said"] = str(error)
-keep(found)
-"""
-    found = split(tmp_path, 4, body)
-    assert "has other gradients: that of 'tokens.weight'" in found.pop("said")
-    dense = {name: run(lambda **given: {}) for name, run in PIPELINES.items()}
-    dense["resumed"] = fit(text_trainer(), MADE["diloco clipped"][0]())
-    for name, run in found.items():
-        assert_alike(run, dense[name], MUON if name == "muloco" else ADAM if name in MADE else 1e-5)
 
 
 @pytest.mark.slow

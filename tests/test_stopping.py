@@ -7,13 +7,11 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from battery import AVERAGES, STEPS, battery, fingerprint, outcome, plain_model, train
-from processes import apart, children, ended, family
+from battery import AVERAGES, STEPS, battery, fingerprint, in_turn, outcome, plain_model, train
+from processes import apart, children, ended, family, python
 from safetensors.torch import save_file
 from strategies import STRATEGIES
 from torch import nn
@@ -111,7 +109,7 @@ def in_turns(fit, folder, send, layouts, ats):
     done = []
     for stops, (processes, at) in enumerate(zip(layouts, [*ats, 0], strict=True)):
         number = (signal.SIGINT, signal.SIGTERM)[stops % 2]
-        send(at, number, process=(stops // 2) % 2 if processes > 1 else 0)
+        send(at, number, process=(stops + 1) // 2 % 2 if processes > 1 else 0)
         run = functools.partial(fit, processes=processes, save_dir=folder, resume=True)
         reason = stopped(lambda run=run: done.append(run()))
         if done:
@@ -120,14 +118,16 @@ def in_turns(fit, folder, send, layouts, ats):
     raise AssertionError("stopped although nobody asked")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_stopped_and_gone_on_with_in_other_layouts(name, tmp_path, send):
-    """1, 3, 2, 4 and 1 processes in turn, stopped at odd places, often twice in one stretch."""
+@pytest.mark.parametrize(
+    ("name", "layouts"), in_turn(STRATEGIES, ((1, 3, 2), (2, 4, 1)), slow=((1, 3, 2, 4, 1), (4, 2, 3, 1, 2)))
+)
+def test_stopped_and_gone_on_with_in_other_layouts(name, layouts, tmp_path, send):
+    """In so many processes in turn, stopped at odd places, often twice in one stretch."""
     draw, wanted = random.Random(name), battery(name).wanted
-    ats = [draw.randint(2, 6), *(draw.randint(2, 4) for _ in range(3))]
+    ats = [draw.randint(2, 6), *(draw.randint(2, 4) for _ in layouts[2:])]
     before = children()
-    trainer, stops = in_turns(battery(name).train, tmp_path, send, (1, 3, 2, 4, 1), ats)
-    assert stops >= 3
+    trainer, stops = in_turns(battery(name).train, tmp_path, send, layouts, ats)
+    assert stops >= min(3, len(ats))
     for got, want in zip(outcome(trainer), wanted, strict=True):
         assert got == want
     assert children() == before
@@ -433,9 +433,9 @@ def test_kill_9_of_the_caller_ends_its_family():
     assert ended(apart(body)) == -signal.SIGKILL
 
 
-def test_runs_killed_at_random_moments_end_in_the_same_bits():
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_runs_killed_at_random_moments_end_in_the_same_bits(kills):
     """The short version of what `benchmarks/kills.py` does 200 times."""
-    script = Path(__file__).parents[1] / "benchmarks" / "kills.py"
-    done = subprocess.run([sys.executable, script, "--kills", "6", "--seed", "3"], capture_output=True, text=True)
-    assert done.returncode == 0 and re.search(r"^kills: 6\b", done.stdout, re.M), done.stdout + done.stderr
+    done = python(Path(__file__).parents[1] / "benchmarks" / "kills.py", "--kills", kills, "--seed", "3")
+    assert done.returncode == 0 and re.search(rf"^kills: {kills}\b", done.stdout, re.M), done.stdout + done.stderr
     assert "wrong bits: 0, orphans: 0, lost runs: 0, hung runs: 0, torn checkpoints: 0" in done.stdout

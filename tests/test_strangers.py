@@ -228,7 +228,9 @@ def attacked(hosts: Hosts, kind: str, folder: Path) -> Attack:
     )
 
 
-@pytest.fixture(scope="module", params=["local", "hosts", pytest.param("min_hosts", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hosts", "min_hosts"))]
+)
 def attack(
     request: pytest.FixtureRequest, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Attack]:

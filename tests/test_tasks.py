@@ -138,6 +138,7 @@ def average(models: list[torch.nn.Module]) -> torch.nn.Module:
     return models[0]
 
 
+@pytest.mark.slow
 def test_digits_tells_the_methods_apart() -> None:
     task = load_task("digits")
     loss = {m: np.mean([final_loss(task, m, seed, 800) for seed in (0, 1)]) for m in ("single", "average", "ddp")}

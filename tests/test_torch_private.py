@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
@@ -507,6 +507,17 @@ def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> Non
     with_layers(tmp_path, body)
 
 
+@tries("held_local", "DTensor._local_tensor of a parameter")
+def test_what_is_here_of_a_parameter_is_found(tmp_path: Path) -> None:
+    def body(model: nn.Module, rank: int) -> None:
+        for p in model.parameters():
+            local = torch.ones(1, 1)
+            torch_private.hold_local(p, local)
+            assert torch_private.held_local(p).data_ptr() == local.data_ptr()
+
+    with_layers(tmp_path, body)
+
+
 @tries("take_gradient", "DTensor._local_tensor of its gradient")
 def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
     def body(model: nn.Module, rank: int) -> None:
@@ -522,7 +533,38 @@ def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
     with_layers(tmp_path, body)
 
 
+@tries("forget_meshes", "torch.distributed.tensor.debug._clear_sharding_prop_cache")
+def test_a_mesh_is_not_taken_for_an_earlier_one_whose_processes_have_parted(tmp_path: Path) -> None:
+    def member(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
+        for _ in range(2):
+            torch_private.forget_meshes(torch.device("cpu"))
+            model = nn.Linear(2, 4, bias=False)
+            nn.init.ones_(model.weight)
+            mesh = DeviceMesh.from_group(group := dist.new_group([0, 1]), "cpu", mesh_dim_names=("tensor",))
+            parallelize_module(model, mesh, ColwiseParallel(output_layouts=Replicate()))
+            model(x := torch.ones(1, 2, requires_grad=True)).sum().backward()
+            assert x.grad is not None and x.grad.tolist() == [[4.0, 4.0]]
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+
+    everywhere(2, member)
+
+
 # Passes without numbers
+
+
+def test_a_pass_without_numbers_goes_through_layers_that_others_compute_too(tmp_path: Path) -> None:
+    """Of which the others know nothing; and through a parameter that is one number in the place of all."""
+
+    def body(model: nn.Module, rank: int) -> None:
+        model[2].weight.data = torch.zeros(()).expand(1, 1)
+        if rank == 0:
+            with torch.no_grad(), torch_private.Hollow(model):
+                out = model(torch.ones(5, 2))
+                assert out.is_meta and out.shape == (5, 1) and not isinstance(out, DTensor)
+
+    with_layers(tmp_path, body)
 
 
 @tries("Hollow", "torch.utils._python_dispatch.TorchDispatchMode")

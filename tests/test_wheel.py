@@ -18,7 +18,16 @@ import exogym
 from exogym.cluster import dockerfile
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
+BESIDE = (
+    "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "constraints.txt",
+)
 SHORT = ["demo", "--steps", "4", "--seeds", "1", "--batch-size", "4"]
 RESULTS = {"run.json", "summary.csv", "metrics.csv", "loss_vs_steps.png", "loss_vs_bytes.png"}
 
@@ -134,10 +143,23 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     assert {"exogym/py.typed", "exogym/ui/static/index.html"} <= names
     assert "licenses/LICENSE" in about and entries.split() == ["[console_scripts]", "exogym", "=", "exogym.cli:main"]
     assert metadata["Description-Content-Type"] == "text/markdown"
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert str(metadata.get_payload()).strip().splitlines() == readme.strip().splitlines()
+    check_readme(str(metadata.get_payload()))
     assert f"COPY dist/{built.wheel.name} " in dockerfile()
     assert metadata["Version"] == exogym.__version__ and metadata["Requires-Python"] == ">=3.11"
+
+
+def check_readme(shown: str) -> None:
+    """See that what an index shows is README.md, its links to this version's files in the repository made absolute."""
+    at = f"https://github.com/exo-explore/gym/{{}}/v{exogym.__version__}/"
+    links = re.findall(r"\]\(([^)\s]+)\)", shown)
+    ours = [to for to in links if to.startswith(at.format("blob")) or to.startswith(at.format("raw"))]
+    assert len(ours) > 20 and all("://" in to or to.startswith("#") for to in links)
+    for to in ours:
+        name = to.partition(f"/v{exogym.__version__}/")[2].partition("#")[0]
+        assert (ROOT / name).exists() and ("/raw/" in to) == name.endswith(".png"), to
+    for kind in ("blob", "raw"):
+        shown = shown.replace(at.format(kind), "")
+    assert shown.strip().splitlines() == (ROOT / "README.md").read_text("utf-8").strip().splitlines()
 
 
 def test_the_source_distribution_has_what_it_is_built_from(built: Built) -> None:

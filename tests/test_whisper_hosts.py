@@ -75,6 +75,7 @@ def is_the_simulation(project: Path) -> dict[int, list]:
     return away
 
 
+@pytest.mark.slow
 def test_a_profile_trains_whisper_on_two_hosts_with_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
     prepare(hosts, project, 10)
     words = [sys.executable, "-m", "exogym", "distributed-train", "whisper"]

@@ -295,7 +295,8 @@ def simulated(session: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return fingerprint(model)
 
 
-@pytest.mark.parametrize("task", ["digits", pytest.param("whisper", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["digits", "whisper"])
 def test_from_computers_in_a_network_to_a_trained_model(
     hosts: Hosts, agents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:

@@ -23,7 +23,8 @@
 # - how to train with data parallelism (DDP) and with DiLoCo;
 # - where the losses, the bytes and the final model are.
 #
-# It takes a few seconds on one core. `pip install 'exogym[demo]'` brings the data set and the plots.
+# A few seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`:
+# the data set and the plots.
 
 # %%
 import copy
@@ -119,9 +120,9 @@ diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4),
 # %%
 for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
     steps, distance = trainer.history.column("consensus_distance")
-    print(f"{name}: {distance[list(steps).index(100)]:.2f} apart after 100 steps")
-# > DDP: 0.00 apart after 100 steps
-# > DiLoCo: 0.30 apart after 100 steps
+    print(f"{name}: {distance[list(steps).index(100)]:.1f} apart after 100 steps")
+# > DDP: 0.0 apart after 100 steps
+# > DiLoCo: 0.3 apart after 100 steps
 
 # %% [markdown]
 # ## A picture

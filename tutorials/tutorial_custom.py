@@ -24,8 +24,8 @@
 # - to compare and to predict with it, as with the built-in ones;
 # - to write one for all nodes at once, which is shorter and faster.
 #
-# About fifteen seconds on one core, and `pip install 'exogym[demo]'`. Read [Four nodes on your
-# laptop](tutorial_basic.py) first.
+# About fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
+# Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os

@@ -24,8 +24,8 @@
 # - what it costs when clients come, go and are slow;
 # - what privacy costs.
 #
-# About ten seconds on one core. `pip install 'exogym[examples,privacy]'`. Read [Four nodes on your
-# laptop](tutorial_basic.py) first.
+# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extras
+# `[examples,privacy]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os

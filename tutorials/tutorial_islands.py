@@ -23,9 +23,9 @@
 # - to keep apart what is said inside an island and what between them;
 # - what a pipeline of layers costs.
 #
-# About five seconds on one core, without any GPU: the devices of a node are simulated, too. `pip install
-# 'exogym[demo]'`. Read [Four nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py)
-# first.
+# About five seconds on one core, without any GPU: the devices of a node are simulated, too. ExoGym must be
+# [installed](../docs/getting_started.md#install) with `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) and
+# [Networks and time](tutorial_networks.py) first.
 
 # %%
 import copy

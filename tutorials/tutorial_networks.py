@@ -23,8 +23,8 @@
 # - to train on a *virtual clock* and see who computes, sends and waits;
 # - what one slow node does to all.
 #
-# About five seconds on one core. `pip install 'exogym[demo]'`. Read [Four nodes on your laptop](tutorial_basic.py)
-# first.
+# About five seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
+# Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import matplotlib.pyplot as plt

@@ -23,8 +23,8 @@
 # - what happens to the others when a node is lost or sends rubbish;
 # - to stop early, to keep the best numbers, and to hand over the model.
 #
-# About ten seconds on one core. `pip install 'exogym[demo]'`. Read [Four nodes on your laptop](tutorial_basic.py)
-# first.
+# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
+# Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json

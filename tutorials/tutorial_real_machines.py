@@ -24,8 +24,9 @@
 # - what a hosts file is, and what is asked of a host;
 # - to measure the network between your machines and predict with it.
 #
-# About half a minute. Linux or macOS, and `pip install 'exogym[demo]'`. Nothing is opened to your network: all
-# addresses here are this computer's own. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# About half a minute, on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its extra
+# `[demo]`. Nothing is opened to your network: all addresses here are this computer's own. Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 import json

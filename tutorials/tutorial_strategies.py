@@ -23,8 +23,9 @@
 # - how H, the steps between two meetings, trades bytes for loss;
 # - what data that differ from node to node change.
 #
-# It takes about ten seconds on one core, and needs `pip install 'exogym[demo]'`. Read [Four nodes on your
-# laptop](tutorial_basic.py) first.
+# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra
+# `[demo]`.
+# Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os

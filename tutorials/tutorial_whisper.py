@@ -24,9 +24,9 @@
 # - to fine-tune with DiLoCo, and to measure the word error rate;
 # - how long it would take on your network.
 #
-# About ten seconds on one core. `pip install 'exogym[whisper,examples]'` and the program `espeak-ng` (`apt-get
-# install espeak-ng`, `brew install espeak-ng`), which plays the speaker. Read [Four nodes on your
-# laptop](tutorial_basic.py) first.
+# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install), its extras
+# `[whisper,examples]`, and the program `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which plays
+# the speaker. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 from pathlib import Path

@@ -94,19 +94,52 @@ def contents(lists: list[tuple[str, list[Path]]]) -> str:
     return "".join(blocks)
 
 
+def called() -> dict[tuple[Path, str], list[str]]:
+    """Return (page, anchor) to what is searched for it: of docs/how_to.md the column `also called`, at its first link.
+
+    The search puts these words first.
+    """
+    words: dict[tuple[Path, str], list[str]] = {}
+    for line in (DOCS / "how_to.md").read_text("utf-8").splitlines():
+        row = re.fullmatch(r"\| [^|]+ \| ([^|]+) \| .*?\]\(([^)\s#]+)#?([^)\s]*)\).*", line)
+        if row:
+            words.setdefault(((DOCS / row[2]).resolve(), row[3]), []).extend(row[1].split(", "))
+    return words
+
+
+def indexed(text: str, words: dict[str, list[str]]) -> str:
+    """Return a page with entries of the index below the headings that have these anchors; "" is the title."""
+
+    def below(head: re.Match[str]) -> str:
+        anchor = re.sub(r"[^\w\- ]", "", head[2].lower()).replace(" ", "-") if len(head[1]) > 1 else ""
+        entries = ", ".join(f"!{word}" for word in words.pop(anchor, []))
+        return f"{head[0]}\n\n```{{index}} {entries}\n```" if entries else head[0]
+
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # code stays as it is
+    page = "".join(
+        part if index % 2 else re.sub(r"^(#+) (.*)$", below, part, flags=re.M) for index, part in enumerate(parts)
+    )
+    if words:
+        raise ValueError(f"docs/how_to.md leads to {[*words]}, which the page has not")
+    return page
+
+
 def gather(folder: Path) -> None:
     """Write all pages and pictures into `folder`, as Sphinx is to read them."""
-    tree = navigation()
+    tree, words = navigation(), called()
     pages = {*DOCS.rglob("*.md"), *(page for lists in tree.values() for _, below in lists for page in below)}
     for page in sorted(pages):
         target = folder / str(place(page))
         target.parent.mkdir(parents=True, exist_ok=True)
         text = page.read_text("utf-8")
         if page.suffix == ".py":
-            text = tutorial(text)
+            shutil.copy(page, target.parent)
+            title, _, rest = tutorial(text).partition("\n")
+            text = f"{title}\n\nThe whole script: {{download}}`{page.name}`.\n{rest}"
+        text = indexed(text, {anchor: found for (there, anchor), found in words.items() if there == page})
         target.write_text(linked(written(text), page) + contents(tree.get(page, [])), "utf-8")
     shutil.copytree(DOCS / "images", folder / "images", ignore=shutil.ignore_patterns("*.py", "*.json"))
-    for name in ("conf.py", "_static"):
+    for name in ("conf.py", "scorer.js", "_static"):
         part = DOCS / "site" / name
         (shutil.copytree if part.is_dir() else shutil.copy)(part, folder / name)
 

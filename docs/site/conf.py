@@ -1,5 +1,7 @@
 """Sphinx's settings. `make docs` calls docs/site/build.py, which gathers the pages and runs Sphinx over them."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -23,6 +25,8 @@ html_theme = "furo"
 html_title = f"ExoGym {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_show_sphinx = False
 html_copy_source = False
 pygments_style, pygments_dark_style = "tango", "monokai"
@@ -44,15 +48,26 @@ def _block(self: Any, node: Any) -> None:
     raise nodes.SkipNode
 
 
+CLASS = re.compile(r"^class (\w+)", re.M)
+
+
 def _link_names(app: Any, doctree: Any, page: str) -> None:
-    """Make a link of each public class that a page names in backticks, where there is one of that name."""
+    """Make a link of each public class that a page names in backticks, where there is one of that name.
+
+    A page that defines a class of that name means its own.
+    """
+    own = {name for code in doctree.findall(nodes.literal_block) for name in CLASS.findall(code.astext())}
     found: dict[str, list[tuple[str, Any]]] = {}
     for full, entry in app.env.domains.python_domain.objects.items():
         if entry.objtype in ("class", "exception"):
             found.setdefault(full.rpartition(".")[2], []).append((full, entry))
     for literal in list(doctree.findall(nodes.literal)):
         entries = found.get(literal.astext(), [])
-        if len(entries) == 1 and not isinstance(literal.parent, nodes.reference | nodes.title):
+        if (
+            len(entries) == 1
+            and literal.astext() not in own
+            and not isinstance(literal.parent, nodes.reference | nodes.title)
+        ):
             ((full, entry),) = entries
             link = make_refnode(app.builder, page, entry.docname, entry.node_id, [literal.deepcopy()], full)
             literal.replace_self(link)

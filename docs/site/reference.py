@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,10 +109,13 @@ def public(module: ModuleType) -> list[str]:
 
 
 def members(kind: type) -> list[tuple[str, Any]]:
-    """Return the public methods and properties of a class with a docstring, its own and those of private parents."""
+    """Return the public methods and properties of a class with a docstring: its own, and those of parents that have no
+    entry of their own."""
     found: dict[str, Any] = {}
     for parent in kind.__mro__:
-        if parent is kind or (parent.__module__.startswith("exogym") and parent.__name__.startswith("_")):
+        package = parent.__module__.rpartition(".")[0]
+        hidden = parent.__name__ not in getattr(sys.modules.get(package), "__all__", [parent.__name__])
+        if parent is kind or (package.startswith("exogym") and (hidden or parent.__name__.startswith("_"))):
             for name, value in vars(parent).items():
                 inner = (
                     getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", value)

@@ -311,12 +311,33 @@ def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter.data = local
 
 
+def held_local(parameter: nn.Parameter) -> Tensor:
+    """Return what is here of a parameter, a plain one or a DTensor: `hold_local`'s."""
+    from torch.distributed.tensor import DTensor
+
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return what is here of the gradient of a parameter, a plain one or a DTensor, which it holds no longer."""
     from torch.distributed.tensor import DTensor
 
     found, parameter.grad = parameter.grad, None
     return found._local_tensor if isinstance(found, DTensor) else found
+
+
+def forget_meshes(device: torch.device) -> None:
+    """Forget what torch keeps of operations of DTensors, also in the thread that computes gradients on `device`.
+
+    Meshes are kept with it. Another one of the same processes is equal to one of these, and would be taken for it, and
+    its process groups are those of an earlier run, which are gone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    x = torch.zeros((), device=device, requires_grad=True)
+    x.register_hook(lambda _: _clear_sharding_prop_cache())
+    (x * 1).backward()
 
 
 # Passes without numbers
@@ -347,4 +368,13 @@ class Hollow(TorchDispatchMode):
 
 
 def _without_numbers(x: Tensor) -> Tensor:
-    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    from torch.distributed.tensor import DTensor
+
+    if x.is_meta:
+        return x
+    if isinstance(x, DTensor):
+        local = _without_numbers(x._local_tensor)
+        return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    if 0 in x.stride():  # of a parameter that is elsewhere: one number in place of all
+        return torch.empty(x.size(), dtype=x.dtype, device="meta")
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from exogym.base.files import replacing
-from exogym.benchmark.plots import draw_scaling, draw_task
+from exogym.benchmark.plots import draw_scaling, draw_task, middle_of
 from exogym.benchmark.results import COUNTS, DEVICE, NETWORKS, SHARED, WIRE
-from exogym.compare.comparison import Comparison, markdown, spread_text
+from exogym.compare.comparison import SINGLE, Comparison, markdown, spread_text
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 
 # What the project's first plan said of its methods, before anything was measured.
 PLANNED = {
-    "ddp": ("1×", "100%"), "diloco": ("10-100×", "95-99%"), "sparta": ("100-1000×", "90-95%"),
-    "fedavg": ("variable", "85-95%"), "demo": ("50-500×", "90-98%"),
+    "ddp": ("1×", "100%", "fast networks"), "diloco": ("10-100×", "95-99%", "moderate limits"),
+    "sparta": ("100-1000×", "90-95%", "severe limits"), "fedavg": ("variable", "85-95%", "private data"),
+    "demo": ("50-500×", "90-98%", "research"),
 }  # fmt: skip
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 IN_HARDWARE = (0, 2)  # of SHARED
 ABOUT = """\
 The same model from the same weights on the same data, under several methods, with more and more nodes. All nodes
@@ -89,7 +91,17 @@ def _tasks(found: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
-    return readable_seconds(sum(part["wall_s"] for parts in tasks.values() for part in parts))
+    """Return how long the training took; and its steps, at the rates that were measured apart from it."""
+    all_parts = [part for parts in tasks.values() for part in parts]
+    took = readable_seconds(sum(part["wall_s"] for part in all_parts))
+    steps_s = 0.0
+    for part in all_parts:
+        for row in part["rows"]:
+            if row["examples_per_s"] is None:
+                return took
+            examples = part["steps"] * part["batch_size"] * (1 if row["strategy"] == SINGLE else part["nodes"])
+            steps_s += row["seeds"] * examples / row["examples_per_s"]
+    return f"{took}; at the examples per second above its steps take {readable_seconds(steps_s)}"
 
 
 def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
@@ -100,12 +112,13 @@ def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
             for row in part["rows"]:
                 rows.setdefault(row["strategy"], []).append((task, row))
     heads = ["method", "reduction, planned", "measured", "quality, planned", *(f"on {task}" for task in tasks)]
+    heads.append("planned for")
     lines = []
     for method, found in rows.items():
-        reduction, quality = PLANNED.get(method.partition(":")[0], ("", ""))
+        reduction, quality, use = PLANNED.get(method.partition(":")[0], ("", "", ""))
         cut = _span([row["reduction"] for _, row in found], "{:.3g}×")
         qualities = [_span([row["quality"] for name, row in found if name == task], "{:.0%}") for task in tasks]
-        lines.append([f"`{method}`", reduction, cut, quality, *qualities])
+        lines.append([f"`{method}`", reduction, cut, quality, *qualities, use])
     nodes = sorted({part["nodes"] for parts in tasks.values() for part in parts})
     said = f"From the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
     said += "*Planned* is what this project's first plan promised before anything was measured.\n"
@@ -119,39 +132,40 @@ def _span(values: Sequence[float | None], form: str) -> str:
 
 def _task(task: str, parts: Sequence[Any], picture: str) -> Iterator[str]:
     """Yield the section of a task: all measures of one part, then quality, bytes and examples per second of all."""
-    middle = next((part for part in parts if part["nodes"] == 4), parts[0])
+    middle = middle_of(parts)
     shown = Comparison(middle["heading"], middle["finding"], middle["rows"], {}, {})
-    yield f"## {task.capitalize()}\n"
+    yield f"## {TITLES.get(task, task.capitalize())}\n"
     yield f"{shown.to_markdown()}\n"
-    yield f"![Quality against reduction, and against the number of nodes]({picture})\n"
+    yield f"![Validation loss against steps; quality against reduction, and against the number of nodes]({picture})\n"
     heads = [f"{part['nodes']} nodes" for part in parts]
-    methods = [row["strategy"] for row in parts[0]["rows"]]
+    methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
     found = {(row["strategy"], part["nodes"]): row for part in parts for row in part["rows"]}
     for title, text in (
         ("quality", lambda row: spread_text(row, "quality", "{:.1%}")),
         ("validation loss", lambda row: spread_text(row, "val_loss", "{:.4f}")),
         ("sent/node", lambda row: readable_bytes(row["tx_bytes"]) if row["tx_bytes"] is not None else ""),
+        ("examples/s, simulated here", lambda row: spread_text(row, "examples_per_s", "{:,.0f}")),
     ):
         cells = [
             [text(found[m, part["nodes"]]) if (m, part["nodes"]) in found else "" for part in parts] for m in methods
         ]
-        yield markdown([title, *heads], [[f"`{m}`", *line] for m, line in zip(methods, cells, strict=True)]) + "\n"
+        if any(map(any, cells)):
+            yield markdown([title, *heads], [[f"`{m}`", *line] for m, line in zip(methods, cells, strict=True)]) + "\n"
     yield _rates(middle)
 
 
 def _rates(part: Mapping[str, Any]) -> str:
-    """Return the table of examples per second: here, and predicted on networks."""
-    measured = {row["strategy"]: spread_text(row, "examples_per_s", "{:.0f}") for row in part["rows"]}
-    heads = ["examples/s", "simulated here", *NETWORKS]
+    """Return the table of examples per second that are predicted on networks."""
+    heads = ["examples/s, predicted", *NETWORKS]
     lines = [
-        [f"`{method}`", measured[method], *("" if rates[name] is None else f"{rates[name]:,.0f}" for name in NETWORKS)]
+        [f"`{method}`", *("" if rates[name] is None else f"{rates[name]:,.0f}" for name in NETWORKS)]
         for method, rates in part["predicted"].items()
     ]
     said = (
-        f"Throughput of {part['nodes']} nodes. *Simulated here* is all of them on this machine's {part['device']}, "
-        "one after the other, without waiting for any network. The other columns are predicted by formula, as "
-        "`exogym advise` does: real nodes that compute as fast as one did here, a model of "
-        f"{part['parameters']:,} parameters, and between them the network of that name.\n"
+        f"*Simulated here* is all nodes on one {part['device']}, one after the other, without waiting for any network; "
+        f"methods took turns, {part['seeds']} times over, apart from the training. Predicted, by the formulas of "
+        f"`exogym advise`, is {part['nodes']} real nodes that compute as fast as `single` did here, with a model of "
+        f"{part['parameters']:,} parameters and between them the network of that name.\n"
     )
     return f"{said}\n{markdown(heads, lines)}\n" if lines else ""
 

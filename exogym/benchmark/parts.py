@@ -34,7 +34,7 @@ class Scope:
     steps: Mapping[str, int] = field(default_factory=dict)
 
 
-SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 300})
+SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
 
 
 def _all_methods() -> tuple[str, ...]:

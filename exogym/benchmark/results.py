@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from exogym.advise import advise
 from exogym.advise.simulation import parameters_of
 from exogym.base.files import replacing
 from exogym.benchmark.parts import Part
+from exogym.benchmark.speed import rates_of
 from exogym.clock import DEVICES, seconds_of
 from exogym.compare.comparison import SINGLE, find, summarise
 from exogym.compare.run import heading_of, said_of, versions_here
@@ -21,6 +25,7 @@ from exogym.record.history import History
 from exogym.reproduce import Reproduction
 from exogym.strategy.strategy import Strategy
 
+RATES = ("examples_per_s", "examples_per_s_std")
 NETWORKS = ("infiniband", "lan-10g", "lan-1g", "wifi", "home")
 # The model of the tables of devices and of many nodes: GPT-2 small, a node's step on 8 windows of 1,024 tokens. About
 # six operations a parameter and token (Kaplan et al., arXiv:2001.08361).
@@ -54,6 +59,8 @@ class Results:
     def add(self, part: Part, work: Reproduction, command: str) -> str:
         """Take in a part whose cells `work` has trained, in the place of an earlier one, and write the file.
 
+        Its throughput is not that of the training, which took long beside whatever else was done here: see `time`.
+
         Returns:
             What was found, in a sentence.
         """
@@ -66,14 +73,44 @@ class Results:
             histories |= session.histories
             wall_s += sum(outcome.wall_s for outcome in session.outcomes.values())
         rows = summarise(said, work.seeds, histories)
+        for row in rows:
+            row["curve"] = _curve([history for (label, _), history in histories.items() if label == row["strategy"]])
         first = next(iter(sessions.values()))
-        setting, size = first.setting, parameters_of(first.task)
+        setting = first.setting
         new = {
             "task": part.task, "nodes": part.nodes, "batch_size": setting.batch_size, "steps": setting.steps,
-            "seeds": len(work.seeds), "parameters": size, "heading": heading_of(first), "finding": find(rows),
-            "device": str(first.place), "wall_s": wall_s, "rows": rows, "predicted": _predicted(sessions, rows, size),
+            "seeds": len(work.seeds), "parameters": parameters_of(first.task), "heading": heading_of(first),
+            "finding": find(rows), "device": str(first.place), "wall_s": wall_s, "rows": rows,
+            "predicted": {},
         }  # fmt: skip
-        order = {**self.parts, part.name: _short(new)}
+        before = self.parts.get(part.name, {})
+        is_same = all(before.get(name) == new[name] for name in ("heading", "device"))
+        known = {row["strategy"]: row for row in before["rows"]} if is_same else {}
+        is_same = known.keys() == said.keys()
+        for row in rows:
+            row |= {name: known[row["strategy"]][name] if is_same else None for name in RATES}
+        if is_same:
+            new["predicted"] = before["predicted"]
+        self._write(part, new, command)
+        return str(new["finding"])
+
+    def is_timed(self, part: Part) -> bool:
+        """Return whether the throughput of a part is known."""
+        return any(row[RATES[0]] is not None for row in self.parts[part.name]["rows"])
+
+    def time(self, part: Part, work: Reproduction, command: str) -> None:
+        """Measure the throughput of a part that was added, and what follows for networks; write the file."""
+        new = self.parts[part.name]
+        for label, rates in rates_of(part, work).items():
+            (row,) = (row for row in new["rows"] if row["strategy"] == label)
+            spread = statistics.stdev(rates) if len(rates) > 1 else None
+            row |= dict(zip(RATES, (statistics.fmean(rates), spread), strict=True))
+        sessions = {label: work.session(cell) for label, cell in part.cells.items()}
+        new["predicted"] = _predicted(sessions, new["rows"], new["parameters"])
+        self._write(part, new, command)
+
+    def _write(self, part: Part, new: Mapping[str, Any], command: str) -> None:
+        order = {**self.parts, part.name: _short(dict(new))}
         self.found["parts"] = dict(sorted(order.items(), key=lambda item: (item[1]["task"], item[1]["nodes"])))
         self.found |= _short(
             {"command": command, "versions": versions_here(), "hardware": hardware(), "scaling": scaling()}
@@ -81,7 +118,16 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as file:
             file.write(json.dumps(self.found, indent=1) + "\n")
-        return str(new["finding"])
+
+
+def _curve(histories: Sequence[History]) -> dict[str, list[float]]:
+    """Return the steps of the evaluations, and the mean validation loss and its spread over the runs there."""
+    if not histories:
+        return {"steps": [], "val_loss": [], "val_loss_std": []}
+    steps = histories[0].column("val_loss")[0]
+    losses = np.stack([history.column("val_loss")[1] for history in histories])
+    spread = losses.std(0, ddof=1) if len(histories) > 1 else np.zeros(len(steps))
+    return {"steps": steps.tolist(), "val_loss": losses.mean(0).tolist(), "val_loss_std": spread.tolist()}
 
 
 def _predicted(sessions: Mapping[str, Session], rows: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:

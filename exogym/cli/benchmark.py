@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,11 @@ import typer
 
 from exogym.benchmark import FULL, SHORT, Results, Scope, parts_of
 from exogym.benchmark.page import write
+from exogym.benchmark.speed import seconds_of_turns
 from exogym.cli.reproduce import PAGE_HELP, SHORT_SHARE, Debug, Device, OnlyPage, Out, Processes, Short, Teller
 from exogym.cli.values import INTERRUPTED, numbers_of, processes_of
+from exogym.compare.comparison import SINGLE
+from exogym.compare.entries import split_strategies
 from exogym.compare.plots import check_matplotlib
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
@@ -31,10 +35,16 @@ def benchmark(
         str | None, typer.Option(metavar="LIST", help=f"Of {', '.join(FULL.tasks)}. [default: {','.join(SHORT.tasks)}]")
     ] = None,
     nodes: Annotated[str | None, typer.Option(metavar="LIST", help="[default: 2,4,8]")] = None,
+    strategies: Annotated[
+        str | None, typer.Option(metavar="LIST", help="As `exogym compare` has them; single and ddp go with any.")
+    ] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="cifar10.npz, or its folder.")] = None,
     out: Out = Path("runs/benchmark"),
     page: Annotated[Path | None, typer.Option(metavar="FILE", help=PAGE_HELP.format(PAGE))] = None,
     only_page: OnlyPage = False,
+    throughput: Annotated[
+        bool, typer.Option("--throughput", help="Measure examples per second again, best while nothing else runs.")
+    ] = False,
     short: Short = False,
     processes: Processes = "1",
     device: Device = "auto",
@@ -45,7 +55,8 @@ def benchmark(
     Says first how long it will take: without options less than an hour on two quiet cores. Each run is kept when it has
     ended: the same command goes on after Ctrl-C, and trains nothing twice.
     """
-    scope, command = _scope(full, tasks, nodes), _command(full, short, tasks, nodes, data)
+    scope = _scope(full, tasks, nodes, strategies)
+    command = _command(full, short, tasks=tasks, nodes=nodes, strategies=strategies, data=data)
     if page is None:
         page = out / ("short.md" if short else PAGE)
     elif short:
@@ -68,40 +79,56 @@ def benchmark(
     parts = parts_of(scope, work, files, lambda why: notice(f"left out: {why}"))
     if not parts:
         raise ArgumentError(f"nothing is left of the tasks {', '.join(scope.tasks)}: see the lines above")
+    for method in scope.methods if strategies is not None else ():
+        if not any(method in part.cells for part in parts):
+            raise ArgumentError(f"--strategies: {method!r} can be trained on none of the tasks: see the lines above")
     cells = different(cell for part in parts for cell in part.cells.values())
     left = sum(len(work.missing(cell)) for cell in cells)
     if left:
         span = readable_seconds(work.seconds_left(cells))
         notice(f"{left} of {len(cells) * len(work.seeds)} runs are to be trained, about {span} in one process")
-    for part in parts:
-        try:
+    try:
+        for part in parts:
             work.train([part], of=parts)
-        except KeyboardInterrupt:
-            notice(f"to go on: {command} --out {out}")
-            raise typer.Exit(INTERRUPTED) from None
-        print(f"{part.name}: {results.add(part, work, command)}")
-        write(results.found, page)
+            print(f"{part.name}: {results.add(part, work, command)}")
+            write(results.found, page)
+        untimed = [part for part in parts if throughput or not results.is_timed(part)]
+        if untimed:
+            span = readable_seconds(sum(seconds_of_turns(part, work) for part in untimed))
+            notice(f"examples per second are measured, in about {span}: best while nothing else runs here")
+        for part in untimed:
+            results.time(part, work, command)
+            write(results.found, page)
+    except KeyboardInterrupt:
+        at = {"out": out, "page": page, "processes": processes, "device": device}
+        defaults = {"page": out / ("short.md" if short else PAGE), "processes": "1", "device": "auto"}
+        options = [f"--{name} {value}" for name, value in at.items() if value != defaults.get(name)]
+        notice(f"to go on: {' '.join([command, *options])}")
+        raise typer.Exit(INTERRUPTED) from None
     print(f"written: {page}")
 
 
-def _scope(full: bool, tasks: str | None, nodes: str | None) -> Scope:
+def _scope(full: bool, tasks: str | None, nodes: str | None, strategies: str | None) -> Scope:
     """Return what is trained, as the options say."""
     scope = FULL if full else SHORT
     if tasks is not None:
         names = tuple(dict.fromkeys(name.strip() for name in tasks.split(",")))
         for name in names:
             check_choice("--tasks", name, FULL.tasks)
-        scope = Scope(names, scope.nodes, scope.methods, scope.steps)
+        scope = replace(scope, tasks=names)
     counts = numbers_of("--nodes", nodes)
     if counts is not None:
         if any(n != int(n) or n < 2 for n in counts):
             raise ArgumentError(f"--nodes={nodes!r} should be whole numbers from 2 on, as 2,4,8")
-        scope = Scope(scope.tasks, tuple(dict.fromkeys(map(int, counts))), scope.methods, scope.steps)
+        scope = replace(scope, nodes=tuple(dict.fromkeys(map(int, counts))))
+    if strategies is not None:
+        named = {SINGLE: "", "ddp": "", **split_strategies(strategies)}
+        scope = replace(scope, methods=tuple(named))
     return scope
 
 
-def _command(full: bool, short: bool, tasks: str | None, nodes: str | None, data: str | None) -> str:
+def _command(full: bool, short: bool, **options: str | None) -> str:
     """Return the command as it was given."""
     words = ["exogym benchmark", "--full" if full else "", "--short" if short else ""]
-    words += [f"--{name} {x}" for name, x in (("tasks", tasks), ("nodes", nodes), ("data", data)) if x is not None]
+    words += [f"--{name} {value}" for name, value in options.items() if value is not None]
     return " ".join(word for word in words if word)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
-from exogym.communicator.ledger import FACTORS, Event, Ledger, children, together, tree_factors
+from exogym.communicator.recorder import Groups, Recorder, row_bytes
 from exogym.communicator.robust import Rule
 from exogym.communicator.secure import SecureAggregation
 from exogym.communicator.wire import Parcel, Wire, reduce_rows
@@ -20,10 +19,9 @@ from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
 TRANSPORTS = ("ring", "tree", "server")  # of an all-reduce
-Groups = Sequence[Sequence[int]]
 
 
-class Communicator:
+class Communicator(Recorder):
     """Collectives over the rows of a fleet, each recorded in `ledger`.
 
     Args:
@@ -46,71 +44,15 @@ class Communicator:
     """
 
     def __init__(self, ranks: Sequence[int], num_nodes: int, wire: Wire | None = None):
-        self.wire = wire or Wire(ranks)
+        super().__init__(wire or Wire(ranks), num_nodes)
         self.ranks = self.wire.ranks
-        self.num_nodes = num_nodes
-        self.ledger = Ledger(num_nodes)
-        self.present: list[int] = list(range(num_nodes))
         self.weights: Tensor | None = None
         self.transport: str | None = None
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
-        self._aggregations = 0
-        self._alone = False  # whether what is sent is of whole tensors, and no part of each
-        self._held: list[Event] | None = None  # what was sent apart
         self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
-        self._tag = "parameters"
+        self._aggregations = 0
         self._in_flight: dict[int, list[Any]] = {}
-        self._numbers = 0  # of flights
-        self._flight: int | None = None  # which calls are on now
-
-    @contextlib.contextmanager
-    def counted_as(self, tag: str) -> Iterator[None]:
-        """Count the calls inside under `tag` ("buffers")."""
-        before, self._tag = self._tag, tag
-        try:
-            yield
-        finally:
-            self._tag = before
-
-    # What is on its way while its members go on computing
-
-    def new_flight(self) -> int:
-        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
-        self._numbers += 1
-        return self._numbers
-
-    @contextlib.contextmanager
-    def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
-        before, self._flight = self._flight, flight
-        try:
-            yield
-        finally:
-            self._flight = before
-
-    def arrive(self, flight: int) -> None:
-        """Let the members of what is on its way under `flight` wait for it now."""
-        nothing = np.zeros(0)
-        event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
-        self.ledger.tell(event) if self._held is None else self._held.append(event)
-
-    # What processes of a node do apart
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, each process of the node acts for some whole tensors; then their events are put together, as one's.
-
-        Every process of the node enters, also one that has nothing to do.
-        """
-        self._alone, self._held = True, []
-        try:
-            yield
-        finally:
-            self._alone, held = False, self._held
-            self._held = None
-        for event in together(self.wire.inside.tell([event.described() for event in held or []])):
-            self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
     # Reductions
 
@@ -227,7 +169,7 @@ class Communicator:
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
-        groups: Groups | None = None, size: int | None = None,
+        groups: Groups | None = None, size: float | None = None,
     ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 
@@ -265,7 +207,7 @@ class Communicator:
     ) -> Tensor:
         """`sum_decoded` where the packed bytes travel and everyone decodes all of them."""
         packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
-        widths = [_row_bytes(part) for part in payload]
+        widths = [row_bytes(part) for part in payload]
         result = None if len(groups) == 1 and len(groups[0]) == self.num_nodes else decode(*payload).clone()
         for group in groups:
             self.record("all_gather", "ring", group, size)
@@ -454,32 +396,7 @@ class Communicator:
         """Wait for all present nodes. No payload."""
         self.record("barrier", "tree", self.present, 0)
 
-    # A server beside the nodes, which every process plays: what it gets and gives is in all of them
-
-    def push(self, x: Tensor, src: int) -> None:
-        """Record that node `src` sends its row of `x` (rows, ...) up to the server."""
-        size = float(self._row_bytes(x)) if self.num_nodes > 1 else 0.0
-        self._add("push", "server", [self._member(src)], size, np.array([size]), np.zeros(1))
-
-    def pull(self, x: Tensor, members: Sequence[int]) -> None:
-        """Record that the server sends each of `members` a row like those of `x` (rows, ...)."""
-        (group,) = self._sorted([members])
-        size = float(self._row_bytes(x)) if self.num_nodes > 1 else 0.0
-        self._add("pull", "server", group, size, np.zeros(len(group)), np.full(len(group), size), givers=[])
-
     # Bookkeeping
-
-    def _sorted(self, groups: Groups | None) -> list[list[int]]:
-        if groups is None:
-            return [self.present]
-        ordered = [sorted(group) for group in groups]
-        members = [rank for group in ordered for rank in group]
-        known = len(set(members)) == len(members) and all(0 <= rank < self.num_nodes for rank in members)
-        if not (known and all(ordered)):
-            raise ArgumentError(
-                f"groups={ordered} must be disjoint, none empty, of nodes from 0 to {self.num_nodes - 1}"
-            )
-        return ordered
 
     def _dealt(self, slices: Tensor) -> Tensor:
         """Give the k-th present node slice k of (n, ...), others zeros; (rows, ...)."""
@@ -492,73 +409,11 @@ class Communicator:
     def _rows_here(self, ids: Sequence[int]) -> list[int]:
         return [self.wire.row_of[i] for i in ids if i in self.wire.row_of]
 
-    def _member(self, rank: int) -> int:
-        if rank not in self.present:
-            raise ArgumentError(f"node {rank} does not take part; present: {self.present}")
-        return rank
-
     def _per_member(self, x: Tensor, name: str) -> None:
         if x.dim() < 2 or x.shape[1] != len(self.present):
             raise ArgumentError(
                 f"{name} needs one slice per node: (rows, {len(self.present)}, ...), not {tuple(x.shape)}"
             )
-
-    def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        """Record a collective in which each of `members` hands over `size` bytes, or is handed them ("pull")."""
-        check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
-        n = len(members)
-        if kind in ("push", "pull"):
-            moved, nothing = np.full(n, size if self.num_nodes > 1 else 0.0), np.zeros(n)
-            up, down = (moved, nothing) if kind == "push" else (nothing, moved)
-            self._add(kind, algorithm, members, size, up, down, givers=None if kind == "push" else [])
-            return
-        if (kind, algorithm) == ("all_reduce", "tree"):
-            moved = tree_factors(n) * size
-        else:
-            moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
-        self._add(kind, algorithm, members, size, moved, moved)
-
-    def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
-        members = self.present if members is None else members
-        n, at = len(members), members.index(root)
-        down = np.array([children((k - at) % n, n) * float(size) for k in range(n)])
-        up = np.array([0.0 if k == at else float(size) for k in range(n)])
-        sent, got = (down, up) if kind == "broadcast" else (up, down)
-        self._add(kind, "tree", members, size, sent, got, givers=[root] if kind == "broadcast" else None)
-
-    def _add(
-        self,
-        kind: str,
-        algorithm: str,
-        members: Sequence[int],
-        size: float,
-        tx: np.ndarray,
-        rx: np.ndarray,
-        givers: Sequence[int] | None = None,
-        links: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        payload = size if self._has_others(members, algorithm) else 0.0
-        gave = tuple(members if givers is None else givers)
-        event = Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
-        self.ledger.add(event) if self._held is None else self._held.append(event)
-
-    def _row_bytes(self, x: Tensor) -> int:
-        """Return the bytes of a row of `x` (rows, ...), over all processes of a node.
-
-        A number (rows,), and a buffer, are the node's: all its processes hold the same.
-        """
-        here = _row_bytes(x)
-        if self._alone or self._tag == "buffers" or x.dim() == 1:
-            return here
-        return self.wire.inside.total(here)
-
-    def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
-        """Say whether there is anyone to send to; the server is there even for one client of several nodes."""
-        return len(members) > 1 or (algorithm == "server" and self.num_nodes > 1)
-
-
-def _row_bytes(x: Tensor) -> int:
-    return x[0].numel() * x.element_size()
 
 
 def _share(weights: Tensor, group: Sequence[int]) -> Tensor:

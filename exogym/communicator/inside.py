@@ -46,6 +46,10 @@ class Inside:
         """Return torch's DeviceMesh of the node, with these axes."""
         raise NotImplementedError
 
+    def along(self, axis: Any) -> Inside:
+        """Return those of the node's processes that are on one axis of its mesh, torch's DeviceMesh, with this one."""
+        raise NotImplementedError
+
     def total(self, number: int) -> int:
         """Return the sum of whole numbers, exactly."""
         return number if self.parts == 1 else int(self.sum(torch.tensor([number], dtype=torch.int64)).item())

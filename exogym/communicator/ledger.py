@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,7 +131,7 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
 def together(told: Sequence[Sequence[Any]]) -> list[Event]:
     """Return as one's the events, `described`, of each process of a node: those of one kind in their order, added up.
 
-    Buffers are the same in all processes, so they count once.
+    Bits of theirs fill whole bytes together. Buffers are the same in all processes, so they count once.
     """
     found: dict[str, list[Any]] = {}
     for events in told:
@@ -151,7 +152,7 @@ def _whole(
     kind: str, algorithm: str, members: list[int], tag: str, givers: list[int], links: list[list[int]],
     flight: int | None, payload: float, tx: np.ndarray, rx: np.ndarray,
 ) -> Event:  # fmt: skip
-    factor = FACTORS.get((kind, algorithm))
+    payload, factor = math.ceil(payload), FACTORS.get((kind, algorithm))
     if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # the bits of one payload's
         tx = rx = np.full(len(members), factor(len(members)) * payload)
     ways = tuple((giver, taker) for giver, taker in links)

@@ -130,13 +130,16 @@ class Wire:
         shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
             this run alone; else each is a script's own, and somebody may look at what it comes to.
         overlaps: whether `begin` sums while the caller goes on.
-        inside: the other processes of the node, where a node is several; `process` is then one of nodes.
+        inside: the processes that hold the parts of a row, where a node is several; `process` is then one of nodes.
+        devices: the processes that compute for the node. More than `inside` where nodes differ in size: then several
+            hold the same columns, and all but the first ones are copies (`is_copy`), which hear what these find.
         waited_s: seconds spent in it, where somebody watches.
     """
 
     process, shares_memory, overlaps = 0, True, False
     waited_s = 0.0
     inside: Inside = ALONE
+    devices: Inside = ALONE
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
@@ -178,6 +181,11 @@ class Wire:
     def is_shared(self) -> bool:
         """Whether there are other processes."""
         return len(self.placement) > 1
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another process of the node holds the same rows and columns, and is the one that says so."""
+        return self.devices.part >= self.inside.parts
 
     @property
     def is_hidden(self) -> bool:

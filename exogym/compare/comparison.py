@@ -61,6 +61,12 @@ class Comparison:
     target_loss: float | None = None
     strips: Mapping[str, Strip] = field(default_factory=dict, repr=False)
 
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
     @property
     def runs_ended(self) -> int:
         """How many of its runs have ended, well or not."""

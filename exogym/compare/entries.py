@@ -65,10 +65,12 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     """
     if isinstance(strategies, Mapping):
         return dict(strategies)
-    texts = strategies.split(",") if isinstance(strategies, str) else list(strategies)
+    given = [strategies] if isinstance(strategies, Strategy) else strategies
+    texts = given.split(",") if isinstance(given, str) else list(given)
     for text in texts:
         if not isinstance(text, str):
-            raise ArgumentError(f"strategies: {text!r} has no name: give a dict, as {{'mine': DiLoCoStrategy(H=5)}}")
+            kind = getattr(text, "__name__", type(text).__name__)
+            raise ArgumentError(f"strategies: {kind} has no name here: give a dict, as {{'mine': DiLoCoStrategy(H=5)}}")
     labels = [text.strip() for text in texts]
     for label in labels:
         if labels.count(label) > 1:

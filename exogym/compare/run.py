@@ -314,7 +314,11 @@ def task_of(problem: Any, data: Any) -> Task:
             "custom", "own problem", "given", train, val, build, nodes=4, batch_size=32, steps=300, lr=1e-3, H=10
         )
     else:
-        raise ArgumentError(f"problem={problem!r} is not a Task, nor the name of one; or give (make_model, train, val)")
+        seen = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else repr(problem)
+        raise ArgumentError(
+            f"problem: wanted a Task, the name of one, or (make_model, train, val), a function and two data "
+            f"sets; got {seen}"
+        )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
             "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partition="

@@ -58,6 +58,11 @@ class Quantized(Compressor):
         self.quantizer, self.groups, self.draws = quantizer, groups, quantizer.draws
         self.count = sum(m * k for m, k in groups)
 
+    @property
+    def share_bytes(self) -> float:
+        """Of a row that is a part of one: its bytes of the whole row's payload, whose codes end in the same byte."""
+        return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
+
     def _split(self, x: Tensor) -> list[Tensor]:
         """Cut (rows, count) into groups, (rows m, k) each."""
         parts = x.split([m * k for m, k in self.groups], 1)

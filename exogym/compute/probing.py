@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exogym.compute.outputs import Loss
-from exogym.compute.split import Split, check_ways
+from exogym.compute.outputs import Loss, batch_examples, take_examples
+from exogym.compute.split import Split, check_ways, other_ways
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
 
+FEW = 8  # examples, to try one at a time
 Passes = Sequence[Sequence[tuple[Any, float]]]
 
 
@@ -40,17 +41,30 @@ def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: obje
         wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
         for p in named.values():
             p.grad = None
-        split.walk(loss, passes)
+        _check_ways(split, loss, batch, passes)
         held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
         split.split()
         try:
             split.point(held)
+            split.refresh()
             _check(split, loss, passes, dict(zip([slot.name for slot in slots], wanted, strict=True)), what)
         except BaseException:
             split.plain()
             raise
     finally:
         split.model.train(mode)
+
+
+def _check_ways(split: Split, loss: Loss, batch: Any, passes: Passes) -> None:
+    """Refuse a model that goes other ways with other examples, before that makes processes wait for each other."""
+    ways = set()
+    for k in range(min(FEW, batch_examples(batch))):
+        split.walk(loss, [(take_examples(batch, [k]), 1.0)])
+        ways.add(split.way)
+    if len(ways) > 1:
+        raise other_ways(split.mesh)
+    split.walk(loss, [part for parts in passes for part in parts])
+    check_ways(split)
 
 
 def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | None], what: object) -> None:

@@ -33,11 +33,12 @@ from exogym.base.torch_private import (
 )
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
-from exogym.compute.split import Context, Part, Split, check_ways, whole_layouts
+from exogym.compute.places import Places, box_shape, places_in
+from exogym.compute.split import Context, Part, Split, whole_layouts
 from exogym.compute.split import passes as add_gradients
 from exogym.compute.tensors import cut_axes, split_layers, torchs_refusals
 from exogym.errors import ModelError
-from exogym.fleet.layout import Box, Layout
+from exogym.fleet.layout import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import blocks_of
 
@@ -53,67 +54,35 @@ class Sharded(Split):
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
         super().__init__(model, mesh, inside, device)
-        self.shards = mesh.shard
         self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
-        self._axes = cut_axes(model, mesh, self.devices)
-        whole = whole_layouts(model, "sharded")
-        self._owners = self._dealt([slot for layout in whole for slot in layout if slot.name not in self._axes])
-        self.parts = [[self._part(layout, k) for layout in whole] for k in range(self.size)]
-
-    def _dealt(self, slots: Sequence[Any]) -> dict[str, int]:
-        """Return which of the axis "tensor" has a parameter that all of it hold: about as many numbers each."""
-        loads, owners = [0] * self.mesh.tensor, {}
-        for slot in sorted(slots, key=lambda slot: -slot.numel):
-            owners[slot.name] = loads.index(min(loads))
-            loads[owners[slot.name]] += slot.numel
-        return owners
+        self._whole_layouts = whole_layouts(model, "sharded")
+        self._places = Places(mesh, self._whole_layouts, cut_axes(model, mesh, self.devices))
+        self.parts = [[self._part(layout, k) for layout in self._whole_layouts] for k in range(self.size)]
 
     def _part(self, layout: Layout, part: int) -> Layout:
-        tensor = self.mesh.coordinates(part)["tensor"]
-        boxes = {slot.name: self._held(slot.name, slot.shape, part) for slot in layout}
-        own = {
-            name: box if self._owners.get(name, tensor) == tensor else ((0, 0), *box[1:]) for name, box in boxes.items()
-        }
-        found = layout.part(own)
-        first = {slot.name: _count(self._held(slot.name, slot.shape, part % self.mesh.tensor)) for slot in layout}
+        found = self._places.layout(layout, part)
+        first = {slot.name: box_shape(self._places.held(slot, part % self.mesh.tensor)).numel() for slot in layout}
         room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
         return replace(found, room=room)  # shards are gathered in the size of the first, which is the largest
 
-    def _held(self, name: str, shape: torch.Size, part: int) -> Box:
-        """Return what of a parameter a process computes with: its range over "tensor", and of that its shard."""
-        at = self.mesh.coordinates(part)
-        box = [(0, n) for n in shape]
-        if name in self._axes:
-            box[self._axes[name]] = _chunk(box[self._axes[name]], at["tensor"], self.mesh.tensor)
-        box[0] = _chunk(box[0], at["shard"], self.mesh.shard)
-        return tuple(box)
-
-    def walk(self, loss: Loss, passes: Sequence[Sequence[Part]]) -> None:
-        if self.mesh.shard == 1:
+    def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
+        self.way = 0
+        if self.mesh.shard == 1 or self.mesh.parallelize is not None:  # what that gathers is its own
             return
-        self.way, named = 0, dict(self.model.named_parameters())
         with contextlib.ExitStack() as undo:
             for k, block in enumerate(blocks_of(self.model).values(), start=2):
                 undo.callback(block.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k)).remove)
-            for parts in passes:
-                add_gradients(loss, parts, 1.0, contextlib.nullcontext)
-        for p in named.values():
+            add_gradients(loss, parts, 1.0, contextlib.nullcontext)
+        for p in self.model.parameters():
             self._go(p.grad is not None)
             p.grad = None
-        check_ways(self)
 
     def split(self) -> None:
         self._plain = Plain(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._whole = list(named.values())
         frozen = {p for p in self.model.parameters() if not p.requires_grad}
-        places = {
-            (module, attribute): name
-            for module in self.model.modules()
-            for attribute, p in module.named_parameters(recurse=False)
-            for name, other in named.items()
-            if p is other
-        }
+        places = places_in(self.model, named)
         try:
             split_layers(self.model, self.mesh, self.devices)
             if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
@@ -132,14 +101,11 @@ class Sharded(Split):
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for k, module in enumerate(self._modules, start=2):
             module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
-        whole = {slot.name: slot.shape for layout in layouts_of_parts(self.parts) for slot in layout}
-        tensor = self.mesh.coordinates(self.part)["tensor"]
         self._mirrors = {}  # what is in the row of another process
-        for slot in self._slots:
-            if self._owners.get(slot.name, tensor) != tensor:
-                shape = [stop - start for start, stop in self._held(slot.name, whole[slot.name], self.part)]
-                dtype = named[slot.name].dtype
-                self._mirrors[slot.name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        for whole in (slot for layout in self._whole_layouts for slot in layout):
+            if not self._places.owns(whole.name, self.part):
+                shape = box_shape(self._places.held(whole, self.part))
+                self._mirrors[whole.name] = torch.zeros(shape, dtype=named[whole.name].dtype, device=self.device)
 
     def let_go(self) -> None:
         for p in self._whole:
@@ -154,7 +120,6 @@ class Sharded(Split):
         self._views = dict(zip([slot.name for slot in self._slots], views, strict=True))
         for slot, handle, view in zip(self._slots, self._handles, views, strict=True):
             self._hold(handle, self._mirrors.get(slot.name, view))
-        self.refresh()
 
     def refresh(self) -> None:
         self.way = 0
@@ -162,7 +127,7 @@ class Sharded(Split):
             return
         group = self.devices["tensor"].get_group()
         for owner in range(self.mesh.tensor):
-            names = [name for name, other in self._owners.items() if other == owner]
+            names = [slot.name for slot in self._slots if self._places.dealt(slot.name) == owner]
             for dtype in dict.fromkeys(self._views[name].dtype for name in names):
                 held = [self._mirrors.get(name, self._views[name]) for name in names]
                 held = [x for x in held if x.dtype == dtype]
@@ -174,8 +139,8 @@ class Sharded(Split):
                         x.copy_(piece.view(x.shape))
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        found = add_gradients(loss, parts, scale * self.shards, context, self._collect)
-        return found / (self.shards * self.mesh.tensor)
+        shards = self.mesh.shard  # over which torch takes the mean
+        return add_gradients(loss, parts, scale * shards, context, self._collect) / (shards * self.mesh.tensor)
 
     def _go(self, where: int) -> None:
         self.way = (31 * self.way + where) % WAYS
@@ -212,22 +177,3 @@ def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> No
                 f"{other!r} is {kind} and {name!r} is {p.dtype}, and with shard= what is gathered together has one "
                 "dtype: convert one of them, or give zero=2 or zero=1, where each device has the whole model"
             )
-
-
-def layouts_of_parts(parts: Sequence[Sequence[Layout]]) -> list[Layout]:
-    """Return the layouts of the whole that `parts` are of."""
-    return [layout.whole for layout in parts[0] if layout.whole is not None]
-
-
-def _chunk(ends: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
-    """Return the part of a range that torch gives to the device `at` of so many."""
-    start, stop = ends
-    each = -(-(stop - start) // parts)
-    return min(start + at * each, stop), min(start + (at + 1) * each, stop)
-
-
-def _count(box: Box) -> int:
-    size = 1
-    for start, stop in box:
-        size *= stop - start
-    return size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from exogym.base import pulse
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
 from exogym.errors import ModelError
-from exogym.fleet.layout import Layout, Slot, layouts_of
+from exogym.fleet.layout import Layout, layouts_of
 from exogym.mesh import NodeMesh
 
 Part = tuple[Any, float]  # of a batch, and its share of it
@@ -35,12 +35,10 @@ class Split:
     Attributes:
         parts: the layouts of each process, one per block of the fleet. What is in the row of another process has an
             empty box.
-        shards: how many processes have a part of the batch each; gradients are the mean over these.
         way: a number for what `compute` and `gradients` have gone through since the last `refresh`, where the processes
             of a node gather for each other, and so must go the same way.
     """
 
-    shards = 1
     way = 0
     parts: list[list[Layout]]
 
@@ -53,20 +51,18 @@ class Split:
         """Which part of an evaluation's batch is this process's, and of how many."""
         return self.mesh.coordinates(self.part)["shard"], self.mesh.shard
 
-    def keeper_of(self, buffer: str) -> int | None:
-        """Return which process of the node has a buffer as a step left it; None: each has one, of its own examples."""
-        return None
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Be in here where the model is evaluated, after `point`."""
+        self.refresh()
+        yield
 
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model can be evaluated; mostly it can be as it is."""
-        return contextlib.nullcontext()
+    def share(self, buffer: str) -> float:
+        """Return how much what is here counts in the mean over the node's processes of a buffer, by its name."""
+        return 1 / self.size
 
-    def walk(self, loss: Loss, passes: Sequence[Sequence[Part]]) -> None:
-        """Go the way of `passes` with the model, which is whole yet, where processes are to gather for each other.
-
-        Raises:
-            ModelError: those of a node go different ways.
-        """
+    def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
+        """Find the `way` of `parts` while the model is whole yet; nothing where processes do not gather on the way."""
 
     def split(self) -> None:
         """Split the model; it computes with nothing sensible before `point`.
@@ -85,11 +81,11 @@ class Split:
         raise NotImplementedError
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Let the model compute with `views`, one for each parameter, of the columns here."""
+        """Let the model compute with `views`, one for each parameter, of the columns here, once it is refreshed."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Take what is in the rows of other processes of the node from there; called before each gradient."""
+        """Take what is in the rows of other processes of the node from there: once before each gradient."""
         raise NotImplementedError
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
@@ -101,39 +97,11 @@ class Split:
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the mean gradient over shards of the columns here, one for each parameter, and hold it no longer.
+        """Return the gradient of the columns here, one for each parameter, summed over all parts; hold it no longer.
 
         None: no process has one.
         """
         raise NotImplementedError
-
-
-class InPlace(Split):
-    """A split in which parameters stay the plain ones of the model, some of them with other memory."""
-
-    def split(self) -> None:
-        named = dict(self.model.named_parameters())
-        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
-        self._held = [named[slot.name] for slot in self._slots]
-        self._homes = [p.data for p in self._held]
-        for slot, p in zip(self._slots, self._held, strict=True):
-            p.data = self._memory(slot, p.data)
-
-    def _memory(self, slot: Slot, home: Tensor) -> Tensor:
-        """Return what a parameter, `home` until now, computes with."""
-        return home.clone()
-
-    def let_go(self) -> None:
-        self._homes = [home.new_empty(0) for home in self._homes]
-
-    def plain(self) -> None:
-        for p, home in zip(self._held, self._homes, strict=True):
-            p.data, p.grad = home, None
-
-    def _there(self) -> list[bool]:
-        """Return of each parameter whether any process of the node has a gradient."""
-        told = self.inside.sum(torch.tensor([p.grad is not None for p in self._held]).long())
-        return [count > 0 for count in told.tolist()]
 
 
 def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
@@ -163,18 +131,23 @@ def check_ways(split: Split) -> None:
 
 
 def as_told(split: Split) -> Tensor:
+    """Return what a process tells the others of its way, to be summed."""
     return torch.tensor([split.way, split.way**2], dtype=torch.float64)
 
 
 def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
-    """Do as `check_ways` with the sum of what the processes told: all numbers are one if the sum squared says so."""
+    """Do as `check_ways` with the sum of what `parts` processes told, all of them one way if it is this large."""
     if int(told[0]) ** 2 != parts * int(told[1]):
-        raise ModelError(
-            f"with {mesh} the devices of a node went different ways through the model: each ran other blocks, in "
-            "another order, or has gradients of other parameters, as of experts that not all examples ask, or layers "
-            "left out at random. So what they gathered was not what they asked for; give zero=2 or zero=1, where each "
-            "has the whole model"
-        )
+        raise other_ways(mesh)
+
+
+def other_ways(mesh: NodeMesh) -> ModelError:
+    return ModelError(
+        f"with {mesh} the devices of a node go different ways through the model: they run other blocks, in another "
+        "order, or have gradients of other parameters, as of experts that only some examples ask, or of layers left "
+        "out at random. What they gather is then not what they ask for: give zero=2 or zero=1, where each has the "
+        "whole model"
+    )
 
 
 def passes(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from exogym.base.torch_private import own_parameters
-from exogym.communicator import Inside
+from exogym.communicator import Inside, Wire
 from exogym.compute.outputs import batch_examples
+from exogym.compute.recut import Recut
 from exogym.compute.replicated import Replicated
-from exogym.compute.split import as_told, refuse_ways
+from exogym.compute.split import Split, as_told, refuse_ways
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -33,11 +34,14 @@ class SplitWorker(Worker):
     """
 
     mesh: NodeMesh
-    inside: Inside
+    inside: Inside  # all processes that compute for the node
+    split: Split
+    within: Split  # the model's own, where `split` cuts the row otherwise
     _asked: Callable[[], bool]
 
-    def divide(self, mesh: NodeMesh, inside: Inside) -> list[list[Layout]]:
-        """Compute as one of the devices of `mesh`; return the layouts of each of them, one per block of the fleet.
+    def divide(self, meshes: Sequence[NodeMesh], wire: Wire) -> list[list[Layout]]:
+        """Compute as one of the devices of a node; return the layouts of each that holds a part of its row, one per
+        block of the fleet. `meshes` are those of all nodes.
 
         Raises:
             ModelError: the model cannot be split so.
@@ -45,12 +49,16 @@ class SplitWorker(Worker):
         from exogym.compute.sharded import Sharded  # torch's FSDP takes a while to import
         from exogym.compute.staged import Staged
 
+        mesh = meshes[wire.ranks[0]]
         kind: Any = Staged if mesh.depth > 1 else Sharded if mesh.zero == 3 else Replicated
-        self.mesh, self.inside = mesh, inside
-        self.split = kind(self.model, mesh, inside, self.device)
-        self.shard = mesh.coordinates(inside.part)["shard"]
-        self.stream = (self.shard,) if self.shard else ()
-        self.is_split = self._stops = False
+        self.mesh, self.inside = mesh, wire.devices
+        self.within = self.split = kind(self.model, mesh, wire.devices, self.device)
+        if len(set(meshes)) > 1:
+            self.split = Recut(self.within, wire.inside)
+        at = mesh.coordinates(wire.devices.part)
+        self.shard = at["shard"]
+        self.stream = (self.shard, at["stages"]) if at["stages"] else (self.shard,) if self.shard else ()
+        self.is_split = self._is_gathered = self._stops = False
         return self.split.parts
 
     @property
@@ -79,23 +87,21 @@ class SplitWorker(Worker):
 
         batch, probe = self.to_device(batch), self.mesh.probe
         if probe is True:
-            check_split(self.split, self.loss, batch, self._passes(batch), self.mesh)
+            check_split(self.within, self.loss, batch, self._passes(batch), self.mesh)
         else:
             if isinstance(probe, nn.Module):
-                check_on(probe, self.loss, batch, self._passes(batch), self.split, self.mesh)
-            self.split.split()
+                check_on(probe, self.loss, batch, self._passes(batch), self.within, self.mesh)
+            self.within.split()
         self.is_split, self._places, self._homes = True, [], []
         self.split.let_go()
 
     def check(self, row: int) -> None:
         self._keep_buffers(row)
-        for name, rows in self.fleet.buffers.items():
-            keeper, own = self.split.keeper_of(name), rows[row]
-            if keeper is None and own.is_floating_point():  # each process has seen other examples
-                rows[row] = self.inside.sum(own / self.inside.parts)
-            else:
-                own = own if own.is_floating_point() or own.is_complex() else own.long()
-                rows[row] = self.inside.sum(own if self.inside.part == (keeper or 0) else torch.zeros_like(own))
+        for name, rows in self.fleet.buffers.items():  # each process has seen other examples
+            if rows.is_floating_point() or rows.is_complex():
+                rows[row] = self.inside.sum(rows[row] * self.split.share(name))
+            else:  # counts go up
+                rows[row] = self.inside.maximum(rows[row].long())
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
@@ -104,7 +110,7 @@ class SplitWorker(Worker):
         self.is_split = False
         for p, whole in zip(self._originals, found, strict=False):
             if is_main:
-                p.data = whole
+                p.data = whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole  # not of a row
         self._set_buffers(self._buffer_homes)
         with torch.no_grad():
             for name, home in self._buffer_homes.items():
@@ -123,8 +129,7 @@ class SplitWorker(Worker):
 
     def _lose_numbers(self) -> None:
         """Put the trainable parameters on the meta device: they have their shapes and no numbers."""
-        layouts = (block.layout.whole for block in self.fleet.blocks)
-        shapes = [slot.shape for layout in layouts if layout is not None for slot in layout]
+        shapes = [slot.shape for block in self.fleet.blocks for slot in block.layout.whole or block.layout]
         lost = {
             id(p): nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
             for p, shape in zip(self._originals, shapes, strict=True)
@@ -146,16 +151,17 @@ class SplitWorker(Worker):
         batch, scale = self.to_device(batch), float(self.scales[row])
         if self.insides is not None:
             self.insides.took(self.fleet.ranks[row], batch_examples(batch))
+        passes = self._passes(batch)
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)
-        for parts in self._passes(batch):
+        for parts in passes:
             total += self.split.compute(self.loss, parts, scale, self.autocast) / scale
         for p, grad in zip(self.parameters, self.split.gradients(), strict=True):
             p.grad = grad
         if self.scaled:
             self._unscale(row)
         own = torch.stack([total, *map(_flag, (self.overflowed, self._asked()))])
-        told = self.inside.sum(torch.cat([own, as_told(self.split)]))
+        told = self.inside.sum(torch.cat([own, as_told(self.within)]))
         refuse_ways(told[3:], self.inside.parts, self.mesh)
         self.overflowed, self._stops = bool(told[1]), bool(told[2])
         return told[0].to(self.device, torch.get_default_dtype())
@@ -174,19 +180,34 @@ class SplitWorker(Worker):
             return [self.weights.parts(batch, _bounds(sum(shares[: self.shard]), even(shares[self.shard], count)))]
         found = []
         for start in range(0, total, whole):
-            sizes = self.mesh.micro_batches(min(whole, total - start))
+            shares = self.mesh.shares(min(whole, total - start))
+            sizes = self.mesh.micro_batches(shares[self.shard])
+            first = start + sum(shares[: self.shard])
             sizes = (*sizes, *[0] * (self.mesh.depth - len(sizes)))
-            found.append(self.weights.parts(batch, _bounds(start, sizes)))
+            found.append(self.weights.parts(batch, _bounds(first, sizes)))
         return found
-
-    def ask(self, batch: Any) -> float:
-        with self.split.gathered() if self.is_split else contextlib.nullcontext():
-            return super().ask(batch)
 
     @contextlib.contextmanager
     def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-        with super().evaluating(vectors, buffers), self.split.gathered() if self.is_split else contextlib.nullcontext():
+        with super().evaluating(vectors, buffers), self._gathered():
             yield
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Be in here where the model is evaluated; once in it, it is as it is."""
+        if self._is_gathered or not self.is_split:
+            yield
+            return
+        self._is_gathered = True
+        try:
+            with self.split.gathered():
+                yield
+        finally:
+            self._is_gathered = False
+
+    def ask(self, batch: Any) -> float:
+        with self._gathered():
+            return super().ask(batch)
 
     def own_share(self, batch: Any) -> tuple[Any, float]:
         part, parts = self.split.evaluated
@@ -198,8 +219,7 @@ class SplitWorker(Worker):
 
 def _bounds(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of pieces of these sizes, one after the other."""
-    ends = list(itertools.accumulate(sizes, initial=start))
-    return list(itertools.pairwise(ends))
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=start)))
 
 
 def _flag(value: bool) -> Tensor:

@@ -6,11 +6,14 @@ the module's output; at the end of the stage they are taken out, and the rest of
 on the last device as ever. The order of the work is torch's (`torch.distributed.pipelining`): GPipe (Huang et al.,
 arXiv:1811.06965), 1F1B and interleaved (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
 
-A parameter is in the row of the first device that holds it; another one that holds it too (a head that is the
-embedding) takes it from there, and their gradients are summed. For an evaluation each process gathers the whole model.
+A parameter is in the row of the first stage that holds it; another one that holds it too (a head that is the
+embedding) takes it from there, and gives its gradient back. Where shards share out a stage, they gather it once a step,
+whatever the number of micro-batches (`compute.replicated`). torch's `fully_shard` would gather a block in each of them,
+by hooks after a forward pass, which is left before they are called. For an evaluation each process gathers the whole
+model.
 
 Sent by a process per micro-batch: the activations of each cut after its stages, and gradients as large for each before
-them; per step, what is held twice.
+them; per step, what two stages hold, and what shards of a stage gather and sum.
 """
 
 from __future__ import annotations
@@ -24,13 +27,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from exogym.base import pulse
-from exogym.base.torch_private import Hollow
-from exogym.communicator import Inside
+from exogym.base.torch_private import Hollow, held_local, hold_local
 from exogym.compute.outputs import Loss, batch_examples, map_tensors
-from exogym.compute.split import Context, InPlace, Part, whole_layouts
+from exogym.compute.replicated import Replicated
+from exogym.compute.split import Context, Part
 from exogym.errors import ModelError
-from exogym.fleet.layout import Box, Slot
-from exogym.mesh import NodeMesh
 from exogym.mesh.traffic import stages_of
 
 SCHEDULES: dict[str, Any] = {
@@ -42,7 +43,7 @@ SCHEDULES: dict[str, Any] = {
 MOST_SCHEDULES = 8  # kept, each for batches of other shapes
 
 
-class Staged(InPlace):
+class Staged(Replicated):
     """A `Split` of a model of which each process of the node has some layers.
 
     Raises:
@@ -51,72 +52,51 @@ class Staged(InPlace):
             the cut.
     """
 
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
-        super().__init__(model, mesh, inside, device)
+    def _stages(self) -> dict[str, list[int]]:
+        model, mesh = self.model, self.mesh
         device_of, cuts = stages_of(model, mesh)
-        self.keeper_of = device_of
         self.cuts = list(cuts)
+        self._schedules: dict[tuple[Any, ...], Any] = {}
         turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
         if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
             raise ModelError(
                 f"the stages are on devices {list(mesh.pipeline.devices)}, and in several processes they go to devices "
                 f"in turn: {turns}"
             )
-        whole = whole_layouts(model, "dealt to a stage")
-        names: dict[int, set[int]] = {}
+        found: dict[int, set[int]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(p), set()).add(device_of(name))
-        named = dict(model.named_parameters())
-        self._holders = {slot.name: sorted(names[id(named[slot.name])]) for layout in whole for slot in layout}
-        self.parts = [
-            [layout.part({slot.name: self._box(slot, k) for slot in layout}) for layout in whole]
-            for k in range(self.size)
-        ]
-        self._schedules: dict[tuple[Any, ...], Any] = {}
+            found.setdefault(id(p), set()).add(device_of(name))
+        self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
+        return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
 
-    def _box(self, slot: Slot, part: int) -> Box:
-        whole = tuple((0, n) for n in slot.shape)
-        return whole if self._holders[slot.name][0] == part else ((0, 0), *whole[1:])
-
-    @property
-    def evaluated(self) -> tuple[int, int]:
-        return self.part, self.size
-
-    def split(self) -> None:
-        super().split()
-        self._shapes = [p.shape for p in self._held]
-        self._tied = [k for k, slot in enumerate(self._slots) if len(self._holders[slot.name]) > 1]
-
-    def _memory(self, slot: Slot, home: Tensor) -> Tensor:
-        return home.clone() if self.part in self._holders[slot.name] else home.new_zeros(()).expand(home.shape)
-
-    def point(self, views: Sequence[Tensor]) -> None:
-        self._views = list(views)
-        for slot, p, view in zip(self._slots, self._held, views, strict=True):
-            if self._holders[slot.name][0] == self.part:
-                p.data = view
-        self.refresh()
-
-    def refresh(self) -> None:
-        for k in self._tied:
-            slot, p = self._slots[k], self._held[k]
-            is_owner = self._holders[slot.name][0] == self.part
-            told = self.inside.sum(self._views[k] if is_owner else p.data.new_zeros(self._shapes[k]))
-            if not is_owner and self.part in self._holders[slot.name]:
-                p.data.copy_(told)
+    def share(self, buffer: str) -> float:
+        return self.mesh.depth / self.size if self._buffers[buffer] == self._at["stages"] else 0.0
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Have the whole model in each process; the memory of all its parameters."""
-        kept = [p.data for p in self._held]
+        self.refresh()
+        kept = {k: held_local(handle) for k, handle in enumerate(self._handles)}
+        stages = range(self.mesh.depth)
         try:
-            for slot, p, shape in zip(self._slots, self._held, self._shapes, strict=True):
-                is_owner = self._holders[slot.name][0] == self.part
-                p.data = self.inside.sum(p.data if is_owner else p.data.new_zeros(shape))
+            for these in self._kinds:
+                of = [[k for k in these if self._first[k] == stage] for stage in stages]
+                for k, told in self._hand_on("stages", kept, [of[self._at["stages"]] for _ in stages], of, these):
+                    hold_local(self._handles[k], told)
             yield
         finally:
-            for p, data in zip(self._held, kept, strict=True):
-                p.data = data
+            for k, local in kept.items():
+                hold_local(self._handles[k], local)
+            self._let_go_of_gathered()
+
+    def gradients(self) -> list[Tensor | None]:
+        found = super().gradients()
+        self._let_go_of_gathered()
+        return found
+
+    def _let_go_of_gathered(self) -> None:
+        if self.mesh.shard > 1 and self.mesh.zero == 3:
+            self._lose(self._here)
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
         schedule, stages = self._schedule(loss, parts, context)
@@ -134,37 +114,7 @@ class Staged(InPlace):
         total = torch.zeros((), dtype=torch.float64)
         for x in losses:
             total += x.detach().double().cpu()
-        return total
-
-    def gradients(self) -> list[Tensor | None]:
-        there = self._there()
-        found: list[Tensor | None] = []
-        for k, (slot, p) in enumerate(zip(self._slots, self._held, strict=True)):
-            grad = p.grad
-            if there[k] and k in self._tied:
-                grad = self.inside.sum(p.data.new_zeros(self._shapes[k]) if grad is None else grad)
-            if not there[k]:
-                found.append(None)
-            elif self._holders[slot.name][0] != self.part:
-                found.append(p.data.new_empty(slot.shape))
-            else:
-                found.append(torch.zeros_like(p) if grad is None else grad)
-            p.grad = None
-        return found
-
-    def _there(self) -> list[bool]:
-        own = [
-            (p.grad is not None, self.part in self._holders[slot.name])
-            for slot, p in zip(self._slots, self._held, strict=True)
-        ]
-        told = self.inside.sum(torch.tensor([[has, has and not holds] for has, holds in own]).long())
-        for slot, strange in zip(self._slots, told[:, 1].tolist(), strict=True):
-            if strange:
-                raise ModelError(
-                    f"parameter {slot.name!r} is used in a stage that does not hold it: wanted each used where its "
-                    "module is; for a penalty on parameters take the optimizer's weight_decay"
-                )
-        return [count > 0 for count in told[:, 0].tolist()]
+        return total / self.mesh.tensor
 
     def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
         """Return the schedule for micro-batches of these shapes, and the stages of this process; made once."""
@@ -180,18 +130,15 @@ class Staged(InPlace):
         if len(self._schedules) == MOST_SCHEDULES:  # each has memory for what travels
             del self._schedules[next(iter(self._schedules))]
         between = self._between(loss, largest, max(sizes), context)
-        count, mesh, held = len(self.cuts) + 1, self.mesh, []
-        group = self.inside.mesh({"stages": mesh.depth}).get_group()
-        for slot, p in zip(self._slots, self._held, strict=True):
-            if self.part in self._holders[slot.name]:
-                held.append(p)
+        count, mesh, stage = len(self.cuts) + 1, self.mesh, self._at["stages"]
+        group, held = self.devices["stages"].get_group(), [self._handles[k] for k in self._here]
         stages = [
             pipelining.PipelineStage(
                 _Stage(self, k, held), k, count, self.device, group=group,
                 input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
                 output_args=between[k] if k < len(self.cuts) else torch.zeros(1, device=self.device),
             )
-            for k in range(self.part, count, mesh.depth)
+            for k in range(stage, count, mesh.depth)
         ]  # fmt: skip
         several = mesh.schedule in ("interleaved", "zero_bubble")
         schedule = SCHEDULES[mesh.schedule](

@@ -69,7 +69,7 @@ class Worker:
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
         self.stream: tuple[int, ...] = ()  # further names of its random numbers
-        self.weights = Weights(self.ask, CLOSE if self.dtype is None else 0.02)
+        self.weights = Weights(self.ask, CLOSE if self.dtype is None else 2e-3)
 
     # Looking at the model before training
 
@@ -311,7 +311,8 @@ class Worker:
         total = None
         scale = float(self.scales[row])
         examples = batch_examples(batch)
-        bounds = [(start, min(start + (size or examples), examples)) for start in range(0, examples, size or examples)]
+        size = size or max(1, examples)
+        bounds = [(start, min(start + size, examples)) for start in range(0, examples, size)] or [(0, 0)]
         parts = [(part, share) for part, share in self.weights.parts(batch, bounds) if share]
         for k, (part, share) in enumerate(parts):
             with self.autocast():

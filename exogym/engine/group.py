@@ -31,15 +31,13 @@ class Group:
             raise ArgumentError(
                 f"processes={options.processes}, but this script runs as {world} processes: leave it out"
             )
-        if options.parts > 1:
-            return groups_of(world, options.parts, options.num_nodes)
-        return world
+        return groups_of(options.meshes, world) if options.meshes else world
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
-            if options.parts > 1:
-                wire = MeshWire(options.placement, options.parts, options.native)
+            if options.meshes:
+                wire = MeshWire(options.placement, options.meshes, options.native)
                 found = body(wire)
                 wire.leave()  # after a failure others may be at work in them, and the process mostly ends
                 return found

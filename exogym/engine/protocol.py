@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from exogym.communicator import Wire
+from exogym.mesh import NodeMesh
 
 Result = TypeVar("Result")
 
@@ -28,7 +29,7 @@ class EngineOptions:
         wanted: the device as it was asked for, where processes are elsewhere.
         cpus_per_process: processors that a process elsewhere is given.
         may_move: whether the run can save itself and go on in other processes.
-        parts: processes of each node, where nodes are several; then `processes` are groups of so many.
+        meshes: the split of each node, where nodes are several processes; then `processes` are groups of these.
     """
 
     num_nodes: int
@@ -41,7 +42,7 @@ class EngineOptions:
     wanted: str | torch.device = "auto"
     cpus_per_process: int = 1
     may_move: bool = False
-    parts: int = 1
+    meshes: Sequence[NodeMesh] = ()
 
 
 class Moved(Exception):

@@ -50,30 +50,32 @@ class ProcessWire(Wire):
         placement: global ids of each process, in the group's rank order; together 0..N-1 ascending.
         group: the process group; the default one if None.
         native: reduce with torch's all-reduce, equal to the tree up to rounding.
+        process: which of `placement` this one is; None: its rank in the group.
     """
 
     shares_memory = False
 
     def __init__(
-        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False
-    ):
-        self.group, self.process = group, dist.get_rank(group)
+        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False,
+        process: int | None = None,
+    ):  # fmt: skip
+        self.group, self.process = group, dist.get_rank(group) if process is None else process
         super().__init__(placement[self.process], native)
         self.place(placement)
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     # Rows
 
     @pulse.waits
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if x.device.type != self.device.type:
-            return self.rows(x.to(self.device), ids).to(x.device)
+        if x.device.type != self._device.type:
+            return self.rows(x.to(self._device), ids).to(x.device)
         ids = list(ids)
         wanted = [[i for i in held if i in set(ids)] for held in self.placement]
         mine = [self.row_of[i] for i in wanted[self.process]]
-        flat = _bytes(x if len(mine) == len(x) else x[mine], len(mine))
+        flat = as_bytes(x if len(mine) == len(x) else x[mine], len(mine))
         width = _width(x)
         if sum(map(bool, wanted)) == 1:
             (owner,) = (process for process, some in enumerate(wanted) if some)
@@ -93,8 +95,8 @@ class ProcessWire(Wire):
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        if x.device.type != self.device.type:
-            return self.reduce(x.to(self.device), ids, op, weights, everywhere).to(x.device)
+        if x.device.type != self._device.type:
+            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
         members = set(ids)
         counts = [sum(i in members for i in held) for held in self.placement]
         team = [process for process, count in enumerate(counts) if count]
@@ -125,7 +127,7 @@ class ProcessWire(Wire):
             rows = rows[[place[i] for i in ordered]]
         part = reduce_rows(rows, ordered, op, weights)
         size = part.element_size()
-        parts = self._all_gather(_bytes(part, 1).flatten(), [n * size for n in sizes], team)
+        parts = self._all_gather(as_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
 
     @pulse.waits
@@ -137,11 +139,11 @@ class ProcessWire(Wire):
                 if taker in self.row_of:
                     got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
             elif taker in self.row_of:
-                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self.device)
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
                 source = self._global(self.owner[giver])
-                calls.append(dist.P2POp(dist.irecv, _bytes(got[taker], 1).flatten(), source, self.group, tag))
+                calls.append(dist.P2POp(dist.irecv, as_bytes(got[taker], 1).flatten(), source, self.group, tag))
             elif giver in self.row_of:
-                data = _bytes(given[giver].to(self.device), 1).flatten()
+                data = as_bytes(given[giver].to(self._device), 1).flatten()
                 calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
         for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()
@@ -159,7 +161,7 @@ class ProcessWire(Wire):
 
     @pulse.waits
     def agree(self, flag: bool) -> bool:
-        x = torch.tensor([int(flag)], device=self.device)
+        x = torch.tensor([int(flag)], device=self._device)
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return bool(x.item())
 
@@ -191,7 +193,7 @@ class ProcessWire(Wire):
         incoming[here].copy_(outgoing[here])
         for hop in range(1, n):
             to, source = (here + hop) % n, (here - hop) % n
-            take, give = _bytes(incoming[source], 1).flatten(), _bytes(outgoing[to], 1).flatten()
+            take, give = as_bytes(incoming[source], 1).flatten(), as_bytes(outgoing[to], 1).flatten()
             calls = []
             if take.numel():
                 calls.append(dist.P2POp(dist.irecv, take, self._global(team[source]), self.group))
@@ -208,7 +210,7 @@ def _width(x: Tensor) -> int:
     return int(np.prod(x.shape[1:])) * x.element_size()
 
 
-def _bytes(x: Tensor, rows: int) -> Tensor:
+def as_bytes(x: Tensor, rows: int) -> Tensor:
     """Return `x` as (rows, n) bytes: moving data needs no arithmetic, so any dtype will do."""
     if not x.numel():
         return x.new_empty(rows, 0).byte()

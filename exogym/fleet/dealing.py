@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from exogym.communicator import Inside
 from exogym.errors import ModelError
 from exogym.fleet.fleet import Block, Fleet, row_matrix
 from exogym.fleet.layout import Cut, Layout
@@ -46,8 +47,8 @@ class Dealing:
         self.is_here = bool(dealt[self.inside.part].slots)
         self.view.blocks = [Block(dealt[self.inside.part], 0, block.params.device)]
         before = [layouts[0] for layouts in fleet.parts]
-        self._out = _routes(before, dealt, self.inside.part)
-        self._home = _routes(dealt, before, self.inside.part)
+        self.deal = Route(before, dealt, self.inside)
+        self.deal_back = Route(dealt, before, self.inside)
         self._own = [owners[slot.name] == self.inside.part for slot in block.layout]
 
     @contextlib.contextmanager
@@ -70,14 +71,6 @@ class Dealing:
             mine = rows if self.inside.part == 0 else torch.zeros_like(rows)
             self.fleet.buffers[name].copy_(self.inside.sum(mine))
 
-    def deal(self, x: Tensor) -> Tensor:
-        """Return (rows, p), of columns here (rows, P) the whole parameters that this process is dealt."""
-        return self._swapped(x, self._out, self.view.blocks[0].layout.numel)
-
-    def deal_back(self, x: Tensor) -> Tensor:
-        """Return (rows, P), the columns here of what all processes of the node were dealt, (rows, p) each."""
-        return self._swapped(x, self._home, self.fleet.blocks[0].layout.numel)
-
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
         """Return what is here of vectors that the module gave, (P,) each of what it was dealt; None if it gave none."""
         if not self.inside.any(vectors is not None):
@@ -95,13 +88,27 @@ class Dealing:
         flags[:, self._own] = dealt.has_grad.long()
         block.has_grad = self.inside.sum(flags) > 0
 
-    def _swapped(self, x: Tensor, routes: tuple[list[Ranges], list[Ranges]], width: int) -> Tensor:
-        """Return (rows, width): of the columns of `x` (rows, ...) each process gets those it is to have."""
-        given, taken = routes
-        outgoing = [torch.cat([x[:, a:b] for a, b in [*ranges, (0, 0)]], 1).reshape(-1) for ranges in given]
-        sizes = [len(x) * sum(b - a for a, b in ranges) for ranges in taken]
-        found = row_matrix(len(x), width, x.dtype, x.device)
-        for ranges, got in zip(taken, self.inside.swap(outgoing, sizes), strict=True):
+
+class Route:
+    """The way of columns from where they are to where they are wanted, among the processes of `inside`.
+
+    Args:
+        before, after: the layout of the columns that each process has, and that it is to have. What several are to have
+            each gets; what several have is not to be asked of more than one.
+        inside: the processes, each with its layouts.
+    """
+
+    def __init__(self, before: Sequence[Layout], after: Sequence[Layout], inside: Inside):
+        self.inside, self.width = inside, after[inside.part].numel
+        self._given = [_common(before[inside.part], layout) for layout in after]
+        self._taken = [_common(after[inside.part], layout) for layout in before]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return (rows, P) of the columns that are wanted here, where each process gives (rows, p) of what it has."""
+        outgoing = [torch.cat([x[:, a:b] for a, b in [*ranges, (0, 0)]], 1).reshape(-1) for ranges in self._given]
+        sizes = [len(x) * sum(b - a for a, b in ranges) for ranges in self._taken]
+        found = row_matrix(len(x), self.width, x.dtype, x.device)
+        for ranges, got in zip(self._taken, self.inside.swap(outgoing, sizes), strict=True):
             pieces = got.view(len(x), -1).split([b - a for a, b in ranges], 1) if ranges else ()
             for (a, b), piece in zip(ranges, pieces, strict=True):
                 found[:, a:b] = piece
@@ -120,12 +127,6 @@ def _owners(whole: Layout, parts: int) -> dict[str, int]:
 
 def _whole_parameters(whole: Layout, owners: dict[str, int], part: int) -> Layout:
     return whole.part({s.name: tuple((0, n) for n in s.shape) for s in whole if owners[s.name] == part})
-
-
-def _routes(before: Sequence[Layout], after: Sequence[Layout], part: int) -> tuple[list[Ranges], list[Ranges]]:
-    """Return which columns `part` gives to each process of `before`, and where those that it gets go in `after`."""
-    given = [_common(before[part], layout) for layout in after]
-    return given, [_common(after[part], layout) for layout in before]
 
 
 def _common(layout: Layout, other: Layout) -> Ranges:

@@ -8,14 +8,16 @@ gathered one at a time (`splits.blocks_of`), each device sends and gets in one p
 
 where a parameter's first axis counts as the next multiple of k, to which it is padded. With zero=2 that is
 (k-1)/k b P for the reduce-scatter and as much for the all-gather of what the optimizer has changed; with zero=1 an
-all-reduce, 2 (k-1)/k b P, and that all-gather.
+all-reduce, 2 (k-1)/k b P, and that all-gather. Gradients are not padded there. Shards of a stage gather it once a step,
+as with zero=2, however many micro-batches go through it.
 
 For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
 gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
 "rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t.
 
-For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut; and the gradients of
-a parameter that two stages hold are summed, an all-reduce of it in a step.
+For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
+largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
+gradient back. An evaluation is not counted, as it is not between nodes.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Call:
     Attributes:
         kind: a collective, or "send" to the stage after or before.
         payload_bytes: what each member gives.
+        groups: one that gives less than that counts for less than one.
     """
 
     kind: str
@@ -49,7 +52,7 @@ class Call:
     payload_bytes: float
     times: int
     stage: int
-    groups: int
+    groups: float
 
     @property
     def tx_bytes(self) -> float:
@@ -69,14 +72,16 @@ class Parameter:
         shape: of what one of the devices has that compute its layer together.
         stages: of the pipeline that hold it; two of them where it is tied.
         in_block: whether it is in a block that is gathered by itself, and so twice in a pass.
+        is_cut: whether each device that computes its layer has a part of it; otherwise all of them have all of it.
     """
 
     shape: tuple[int, ...]
     item_bytes: int
     in_block: bool
     stages: tuple[int, ...]
+    is_cut: bool = False
 
-    def padded_bytes(self, shard: int) -> int:
+    def padded_bytes(self, shard: int = 1) -> int:
         """Return its bytes with the first axis filled up to a multiple of `shard`."""
         rows, *others = self.shape or (1,)
         size = -(-rows // shard) * shard * self.item_bytes
@@ -118,6 +123,7 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
         Parameter(
             _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(),
             name.startswith(blocks) if blocks else False, tuple(sorted({stage_of(other) for other in names[id(p)]})),
+            _cut_axis(tuple(p.shape), name, plan) is not None,
         )
         for name, p in model.named_parameters()
         if p.requires_grad
@@ -175,7 +181,7 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
     own, part = 4 * parameters / t / S, activation_bytes / k / count
     calls: list[Call] = []
     for stage in range(S):
-        if k > 1 and mesh.zero == 3:
+        if k > 1 and mesh.zero == 3 and S == 1:
             calls.append(Call("all_gather", k, 2 * own / k, count, stage, t))
         elif k > 1:
             calls.append(Call("all_gather", k, own / k, 1, stage, t))
@@ -225,11 +231,13 @@ class InsideCost:
             here = [p for p in self.facts.parameters if stage in p.stages]
             trained = sum(p.padded_bytes(k) for p in here)
             gathered = sum(p.padded_bytes(k) * (2 if p.in_block else 1) for p in here)
-            if mesh.zero == 3:
+            if mesh.zero == 3 and mesh.depth == 1:
                 yield Call("all_gather", k, gathered / k, passes, stage, mesh.tensor)
+                yield Call("reduce_scatter", k, trained, 1, stage, mesh.tensor)
             else:
+                summed = sum(p.padded_bytes() for p in here)
                 yield Call("all_gather", k, trained / k, 1, stage, mesh.tensor)
-            yield Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, trained, 1, stage, mesh.tensor)
+                yield Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, summed, 1, stage, mesh.tensor)
 
     def _of_layers(self, examples: int) -> Iterator[Call]:
         t = self.mesh.tensor
@@ -248,21 +256,34 @@ class InsideCost:
 
     def _of_cuts(self, examples: int) -> Iterator[Call]:
         mesh = self.mesh
-        groups = mesh.shard * mesh.tensor
-        for size, count in self._passes(examples):
+        for size, count, groups in self._filled_up(examples) if self.facts.cuts else ():
             for name, (before, after) in self.facts.cuts.items():
                 given = self.facts.flows[name][1] * size
                 if before != after:
                     yield Call("send", 2, given, count, before, groups)
                     yield Call("send", 2, given, count, after, groups)
         for p in self.facts.parameters:
-            if len(p.stages) > 1:
-                size = p.padded_bytes(mesh.shard) / mesh.shard
-                yield Call("all_reduce", len(p.stages), size, 1, p.stages[0], groups)
+            first, *others = p.stages
+            size = p.padded_bytes(mesh.shard) / mesh.shard
+            teams = p.padded_bytes() / size * (mesh.tensor if p.is_cut else 1)
+            for other in others:
+                yield Call("send", 2, size, 1, first, teams)
+                yield Call("send", 2, size, 1, other, teams)
+
+    def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
+        """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""
+        whole = min(examples, self.at_once or examples)
+        for start in range(0, examples, whole):
+            shares = self.mesh.shares(min(whole, examples - start))
+            found = []
+            for sizes in map(self.mesh.micro_batches, shares):
+                found.append((max(sizes, default=1), max(len(sizes), self.mesh.depth)))
+            most = max(found, key=lambda one: one[0] * one[1])
+            yield *most, sum(a * b for a, b in found) / (most[0] * most[1]) * self.mesh.tensor
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return what says on which device of a pipeline a parameter or buffer is, and the cuts in order, with the devices
+    """Return what says on which device of a pipeline a parameter or buffer is, and the cuts, in order, with the devices
     around."""
     if mesh.depth == 1:
         return lambda name: 0, {}
@@ -273,32 +294,37 @@ def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], d
         last = [max(k for name, k in order.items() if f"{name}.".startswith(f"{cut}.")) for cut in found]
         ends = {cut: (k % mesh.depth, (k + 1) % mesh.depth) for k, cut in enumerate(found)}
         return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last) % mesh.depth, ends
-    devices, named = mesh.pipeline.devices, {id(module): name for name, module in model.named_modules()}
+    devices, modules = mesh.pipeline.devices, {id(module): name for name, module in model.named_modules()}
     owner = {
-        id(x): device
+        id(p): device
         for stage, device in zip(mesh.pipeline.stages, devices, strict=True)
-        for x in (*stage.module.buffers(), *stage.module.parameters())
+        for p in (*stage.module.parameters(), *stage.module.buffers())
     }
-    tensors = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
-    by_name = {name: owner.get(id(x), 0) for name, x in tensors}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    by_name = {name: owner[id(x)] for name, x in named if id(x) in owner}
     ends = {}
     for stage, before, after in zip(mesh.pipeline.stages[:-1], devices[:-1], devices[1:], strict=True):
         end = stage.layers[-1]
-        while id(end) not in named and isinstance(end, nn.Sequential) and len(end):
+        while id(end) not in modules and isinstance(end, nn.Sequential) and len(end):
             end = end[-1]
-        if id(end) not in named:
+        if id(end) not in modules:
             raise ModelError(
                 f"the last layer of a stage is a {type(end).__name__} that is no module of the model, so what goes on "
                 "to the next stage is not seen in one process: end the stage with a module of the model"
             )
-        ends[named[id(end)]] = before, after
-    return by_name.__getitem__, ends
+        ends[modules[id(end)]] = before, after
+    return lambda name: by_name.get(name, 0), ends
+
+
+def _cut_axis(shape: tuple[int, ...], name: str, plan: Mapping[str, str]) -> int | None:
+    """Return the axis of a parameter that is shared out by the devices that compute its layer together."""
+    axis = {"colwise": 0, "rowwise": 1}.get(plan.get(name.rpartition(".")[0], "").removesuffix("_rep"))
+    return None if axis is None or axis >= len(shape) else axis
 
 
 def _local_shape(shape: tuple[int, ...], name: str, plan: Mapping[str, str], devices: int) -> tuple[int, ...]:
     """Return the largest part of a parameter that one of the `devices` that compute its layer together holds."""
-    style = plan.get(name.rpartition(".")[0], "")
-    axis = {"colwise": 0, "rowwise": 1}.get(style.removesuffix("_rep"))
-    if axis is None or axis >= len(shape):
+    axis = _cut_axis(shape, name, plan)
+    if axis is None:
         return shape
     return (*shape[:axis], -(-shape[axis] // devices), *shape[axis + 1 :])

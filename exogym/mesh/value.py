@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class NodeMesh:
         network: the link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"); None: it
             takes no time. Time passes only in a fit with `network=`, the link between nodes.
         zero: 3: parameters, gradients and optimizer state are sharded (`fully_shard`); 2: all but the parameters; 1:
-            the optimizer state alone.
+            the optimizer state alone. Of stages, 3 gathers the parameters once a step and lets go of them after it.
         schedule: the order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device),
             "zero_bubble".
         probe: compare the gradients of the first batch with those of the dense model, and refuse a split that gives
@@ -219,7 +219,7 @@ class NodeMesh:
         Raises:
             ArgumentError: they make up no whole groups, or more groups than there are nodes.
         """
-        return groups_of(world_size, self.size, num_nodes, f"a node of {self}")
+        return groups_of([self] * num_nodes, world_size)
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the result of a run, as JSON; what only takes time is left out."""
@@ -237,6 +237,37 @@ class NodeMesh:
         return " x ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one device"
 
 
+def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
+    """Return how many groups of processes share the nodes of these splits, where `world_size` run the script.
+
+    Nodes of one split may take turns in a group; where nodes differ, each has its own.
+
+    Raises:
+        ArgumentError: the processes make up no whole groups, or more groups than there are nodes.
+
+    >>> groups_of([NodeMesh(shard=2)] * 4, 4), groups_of([NodeMesh(shard=2), NodeMesh(shard=4)], 6)
+    (2, 2)
+    """
+    (mesh, *others), nodes = dict.fromkeys(meshes), len(meshes)
+    if others:
+        if world_size != (wanted := sum(one.size for one in meshes)):
+            sizes = ", ".join(str(one.size) for one in meshes)
+            raise ArgumentError(
+                f"{world_size} processes run this script, and nodes of {sizes} devices, each its own processes, are "
+                f"{wanted}: start {wanted}"
+            )
+        return nodes
+    groups, over = divmod(world_size, mesh.size)
+    if over or not 1 <= groups <= nodes:
+        fit = ", ".join(str(mesh.size * n) for n in range(1, min(nodes, 8) + 1))
+        more = f" and so on up to {mesh.size * nodes}" if nodes > 8 else ""
+        raise ArgumentError(
+            f"{world_size} processes run this script, and a node of {mesh} is {mesh.size} of them: {nodes} "
+            f"nodes can be trained by {fit}{more}"
+        )
+    return groups
+
+
 def even(total: int, parts: int) -> tuple[int, ...]:
     """Return `total` in `parts` whole numbers that differ by one at most, the larger ones first.
 
@@ -244,20 +275,3 @@ def even(total: int, parts: int) -> tuple[int, ...]:
     (3, 3, 2)
     """
     return tuple(total // parts + (k < total % parts) for k in range(parts))
-
-
-def groups_of(world_size: int, size: int, num_nodes: int, what: str = "a node") -> int:
-    """Return how many groups of `size` processes share `num_nodes` nodes, where `world_size` run the script.
-
-    Raises:
-        ArgumentError: they make up no whole groups, or more groups than nodes; `what` is one, for the message.
-    """
-    groups, over = divmod(world_size, size)
-    if over or not 1 <= groups <= num_nodes:
-        fit = ", ".join(str(size * n) for n in range(1, min(num_nodes, 8) + 1))
-        more = f" and so on up to {size * num_nodes}" if num_nodes > 8 else ""
-        raise ArgumentError(
-            f"{world_size} processes run this script, and {what} is {size} of them: {num_nodes} nodes can be trained "
-            f"by {fit}{more}"
-        )
-    return groups

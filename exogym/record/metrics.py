@@ -66,7 +66,7 @@ class Evaluator:
                             "a mapping with 'logits' beside 'loss', or use loss_fn="
                         )
                     add(f"val_{name}", function(output.predictions, output.targets), size)
-        return _means(sums, weights, worker.fleet.comm.wire.inside)
+        return _means(sums, weights, worker.fleet.comm.wire.devices)
 
     def _batches(self) -> Iterator[Any]:
         left = self.limit

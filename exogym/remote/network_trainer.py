@@ -21,6 +21,7 @@ from exogym.errors import ArgumentError, WorkerError, check_count, checked
 from exogym.faults import Faults
 from exogym.launch.door import SECRET
 from exogym.mesh import NodeMesh
+from exogym.mesh.value import groups_of
 from exogym.network import Network
 from exogym.progress import notice
 from exogym.record.metrics import Metric
@@ -65,8 +66,9 @@ class NetworkTrainer(Trainer):
             (see `exogym.remote.elastic`): their nodes are away meanwhile, as with `Faults(absent=...)`. For strategies
             of communication modules. None: the run needs all hosts.
         nodes_per_host: how many nodes each host is. Its slots are the devices of these, so many for each, and share the
-            model out: `fit(node=)` says how, `NodeMesh(shard=)` if nothing is said. None: each slot is a process of
-            its own; with `node=`, so many slots of a host are a node as it has devices.
+            model out: `fit(node=)` says how, `NodeMesh(shard=)` if nothing is said, of a host with more slots a larger
+            one. None: each slot is a process of its own; with `node=`, so many slots of a host are a node as it has
+            devices.
         retries: times the whole run is started again, after longer and longer pauses, when a host was lost (with
             `min_hosts`: when too few are left); with `save_dir` from the last checkpoint.
 
@@ -192,42 +194,46 @@ class NetworkTrainer(Trainer):
         found = self.description.get("outages", {})
         return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
 
-    def _share_slots(self, slots: Sequence[int], given: dict[str, Any], world: int) -> None:
+    def _share_slots(self, slots: Sequence[int], given: dict[str, Any]) -> None:
         """Let nodes be devices of hosts that have so many `slots`: fill in `node` and `num_nodes` of a fit.
 
         Raises:
             ArgumentError: a host whose slots are no whole number of nodes, or not as many as was said.
         """
+        node, world = given["node"], sum(slots)
         if self.nodes_per_host is not None:
-            for count in slots:
-                if count % self.nodes_per_host or count != slots[0]:
-                    raise ArgumentError(
-                        f"nodes_per_host={self.nodes_per_host}, and the hosts have {', '.join(map(str, slots))} slots: "
-                        "give each the same number, so many for each node"
-                    )
-            devices = slots[0] // self.nodes_per_host
-            if given["node"] is None and devices > 1:
-                given["node"] = NodeMesh(shard=devices)
-            if isinstance(given["node"], NodeMesh) and given["node"].size != devices:
+            if any(count % self.nodes_per_host for count in slots):
                 raise ArgumentError(
-                    f"node={given['node']} is {given['node'].size} devices, but with nodes_per_host="
-                    f"{self.nodes_per_host} a node has {devices} slots"
+                    f"nodes_per_host={self.nodes_per_host}, and the hosts have {', '.join(map(str, slots))} slots: "
+                    "give each as many for each of its nodes"
                 )
-        size = given["node"].size if isinstance(given["node"], NodeMesh) else 1
-        for count in slots:
-            if count % size:
+            devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
+            if node is None and max(devices) > 1:
+                each = [NodeMesh(shard=size) for size in devices]
+                node = given["node"] = each if len(set(devices)) > 1 else each[0]
+            if node is not None and _sizes(node, world) != devices:
+                said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {_sizes(node, world)}"
                 raise ArgumentError(
-                    f"node={given['node']} is {size} devices, and a host has {count} slots: a node would be on two "
-                    "hosts"
+                    f"node={said} devices, but with nodes_per_host={self.nodes_per_host} nodes have "
+                    f"{', '.join(map(str, devices))} slots"
                 )
+        sizes = [1] * world if node is None else _sizes(node, world)
+        if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
+            said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {sizes}"
+            raise ArgumentError(
+                f"node={said} devices, and the hosts have {', '.join(map(str, slots))} slots: a node would be on two "
+                "hosts"
+            )
         if given["num_nodes"] is None:
-            given["num_nodes"] = world // size
+            given["num_nodes"] = len(sizes)
 
     # In a process of the world
 
     def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
         """Train as LocalTrainer does, or another one of the same subject."""
-        self._share_slots([int(os.environ.get("LOCAL_WORLD_SIZE", "1"))], given, world_size())
+        part, local_size = Part.of_this_process(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        told = () if part is None else part.slots
+        self._share_slots(told or [local_size] * max(1, world_size() // local_size), given)
         local = local or self._another(LocalTrainer)
         try:
             return local.fit(**given)
@@ -309,7 +315,7 @@ class NetworkTrainer(Trainer):
     def _on_controller(self, number: int, given: dict[str, Any]) -> nn.Module:
         assert self.hosts is not None
         slots = self.hosts.slots
-        self._share_slots([host.slots for host in self.hosts.hosts], given, slots)
+        self._share_slots([host.slots for host in self.hosts.hosts], given)
         restarts = given["max_restarts"]
         if self.min_hosts is not None:
             given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
@@ -318,10 +324,12 @@ class NetworkTrainer(Trainer):
             raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
         if options.meshes and self.min_hosts is not None:
             raise ArgumentError(
-                "min_hosts with nodes of several devices: a host that is lost ends the run; leave it out"
+                "min_hosts with nodes of several devices: those that remain would have to split their models anew; "
+                "leave it out, and give retries= and a save_dir that all hosts share: all start again from the last "
+                "checkpoint when one is lost"
             )
         if options.meshes:
-            options.meshes[0].groups(slots, options.num_nodes)
+            groups_of(options.meshes, slots)
         if options.processes not in (1, "auto", slots):
             raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
         if self.min_hosts is not None:
@@ -362,6 +370,13 @@ class NetworkTrainer(Trainer):
 
     def _take(self, found: results.Results) -> None:
         self.history, self.description, self.traffic = found.history, found.description, found.traffic
+
+
+def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:
+    """Return the devices of each node; where there is one split for all, of as many as `world` processes make up."""
+    if isinstance(node, NodeMesh):
+        return [node.size] * (world // node.size)
+    return [mesh.size if isinstance(mesh, NodeMesh) else 1 for mesh in node]  # what is none is refused with the options
 
 
 def _in_a_world() -> bool:

@@ -92,10 +92,10 @@ def orders(
     found = []
     master, port = config.master, config.master_port
     secret = {SECRET: secrets.token_hex(32)}
-    environment = environment | secret
+    slots = ",".join(str(host.slots) for host in config.hosts)
+    environment = environment | secret | {SLOTS: slots}
     if min_hosts is not None:
-        slots = ",".join(str(host.slots) for host in config.hosts)
-        environment = environment | {MEMBERSHIP: f"{master.address} {port}", SLOTS: slots}
+        environment = environment | {MEMBERSHIP: f"{master.address} {port}"}
         words = ["-m", "exogym.remote.elastic.membership", "--address", master.address, "--port", str(port)]
         words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
         found.append(Order(master, range(0), words, master.path or project, secret))

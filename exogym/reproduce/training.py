@@ -86,7 +86,9 @@ class Reproduction:
         self._step_s: dict[tuple[str, int], float] = {}
         self._cells: list[Cell] = []
         self._before = ("", -1, 0, 0.0)  # cell, seed, step and time of the last evaluation
-        self._spent_s = self._foreseen_s = 0.0
+        self._left: dict[str, int] = {}  # key of a cell to its runs that had not ended when it was last looked at
+        self._spent_s: dict[str, float] = {}  # of a task; and what was foreseen for it
+        self._foreseen_s: dict[str, float] = {}
 
     # ---------------------------------------------------------------- what is to be done
 
@@ -105,21 +107,28 @@ class Reproduction:
 
     def seconds_left(self, cells: Iterable[Cell]) -> float:
         """Return about how long the runs of `cells` that have not ended will take in one process."""
-        return self._late * sum(self._run_s(cell) * len(self.missing(cell)) for cell in different(cells))
+        return sum(self._late(cell) * self.run_seconds(cell) * self._runs_left(cell) for cell in different(cells))
 
     def missing(self, cell: Cell) -> list[int]:
         """Return the seeds whose runs have not ended."""
         session = self.session(cell)
         assert session.folder is not None
         (label,) = session.entries
-        return [seed for seed in self.seeds if not (session.folder.child(label, seed) / OUTCOME).exists()]
+        left = [seed for seed in self.seeds if not (session.folder.child(label, seed) / OUTCOME).exists()]
+        self._left[cell.key] = len(left)
+        return left
 
-    @property
-    def _late(self) -> float:
-        """Seconds that training has taken, over those foreseen."""
-        return self._spent_s / self._foreseen_s if self._spent_s > LEAST_SPENT_S else 1.0
+    def _runs_left(self, cell: Cell) -> int:
+        if cell.key not in self._left:
+            self.missing(cell)
+        return self._left[cell.key]
 
-    def _run_s(self, cell: Cell) -> float:
+    def _late(self, cell: Cell) -> float:
+        """Return the seconds that training on the task of a cell has taken, over those foreseen."""
+        spent_s = self._spent_s.get(cell.task, 0.0)
+        return spent_s / self._foreseen_s[cell.task] if spent_s > LEAST_SPENT_S else 1.0
+
+    def run_seconds(self, cell: Cell) -> float:
         """Return how long a run of a cell is foreseen to take, in one process."""
         session = self.session(cell)
         size = session.setting.batch_size
@@ -187,6 +196,7 @@ class Reproduction:
             session.folder.describe(self.asked(cell))
         session.outcomes.clear()
         session.train_all()
+        self.missing(cell)
         return [_run(seed, outcome) for (_, seed), outcome in session.outcomes.items()]
 
     def _tell(self, cell: Cell, at: Standing) -> None:
@@ -195,15 +205,16 @@ class Reproduction:
         if seed not in self.missing(cell):
             return  # it ended before
         *run, step, then = self._before
-        foreseen_s = self._run_s(cell)
+        foreseen_s = self.run_seconds(cell)
         if run == [cell.key, seed] and at.step > step:
-            self._spent_s += now - then
-            self._foreseen_s += (at.step - step) / at.steps * foreseen_s
+            share = (at.step - step) / at.steps
+            self._spent_s[cell.task] = self._spent_s.get(cell.task, 0.0) + now - then
+            self._foreseen_s[cell.task] = self._foreseen_s.get(cell.task, 0.0) + share * foreseen_s
         self._before = cell.key, seed, at.step, now
         if self.watch is not None:
             cells = self._cells or [cell]
-            runs = sum(len(self.missing(each)) for each in cells)
-            left_s = self.seconds_left(cells) - at.step / at.steps * foreseen_s * self._late
+            runs = sum(map(self._runs_left, cells))
+            left_s = self.seconds_left(cells) - at.step / at.steps * foreseen_s * self._late(cell)
             self.watch(Progress(cell, seed, at, runs - (at.step == at.steps), max(left_s, 0.0)))
 
 

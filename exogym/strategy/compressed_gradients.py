@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from exogym.compress import Compressor, noise_of, with_feedback
+from exogym.compress import Compressor, Quantized, noise_of, with_feedback
 from exogym.fleet import Block, Fleet
 from exogym.fleet.layout import Layout
 from exogym.fleet.presence import rows_of, shared_row, where_present
@@ -76,9 +76,9 @@ class CompressedMean(GradientModule):
             if compressor.draws:
                 noise = noise_of(fleet, compressor.count, self.run.seed, "rounding", b, step).to(grads.device)
             if self.feeds_back:
-                mean = self._with_feedback(fleet, self.row_state[f"error.{b}"], grads, lr, compressor, noise)
+                mean = self._with_feedback(fleet, b, grads, lr, noise)
             else:
-                mean = mean_of(fleet, compressor, compressor.encode(grads, noise), grads.dtype)
+                mean = self._mean_of(fleet, b, compressor.encode(grads, noise), grads.dtype)
             mean = shared_row(fleet, mean).to(grads.dtype)
             block.grads = mean.expand_as(grads)
             mark_used(fleet, block)
@@ -86,22 +86,22 @@ class CompressedMean(GradientModule):
                 mark_sent(block, mean[0])
         broadcast_buffers(fleet)
 
-    def _with_feedback(
-        self, fleet: Fleet, e: Tensor, grads: Tensor, lr: float, compressor: Compressor, noise: Tensor | None
-    ) -> Tensor:
+    def _with_feedback(self, fleet: Fleet, b: int, grads: Tensor, lr: float, noise: Tensor | None) -> Tensor:
         if lr == 0:
             return torch.zeros_like(grads)
+        e = self.row_state[f"error.{b}"]
         away = rows_of(fleet, [rank for rank in fleet.ranks if rank not in fleet.comm.present])
         resting = e[away]
-        payload = with_feedback(compressor, e, lr * grads, noise=noise)
+        payload = with_feedback(self.compressors[b], e, lr * grads, noise=noise)
         e[away] = resting
-        return mean_of(fleet, compressor, payload, grads.dtype) / lr
+        return self._mean_of(fleet, b, payload, grads.dtype) / lr
 
-
-def mean_of(fleet: Fleet, compressor: Compressor, payload: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean")
+    def _mean_of(self, fleet: Fleet, b: int, payload: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
+        compressor, wide = self.compressors[b], torch.promote_types(dtype, torch.float32)
+        is_part = fleet.blocks[b].layout.whole is not None
+        size = compressor.share_bytes if is_part and isinstance(compressor, Quantized) else None
+        return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean", size=size)
 
 
 def mark_sent(block: Block, mean: Tensor) -> None:

@@ -71,7 +71,8 @@ class OptimSpec:
                 raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}")
             cls = _NAMES[cls.lower()]
         if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
-            raise ArgumentError(f"an optimizer is a name, a torch.optim class or an OptimSpec, not {cls!r}")
+            seen = f"an {type(cls).__name__} that is made already" if isinstance(cls, Optimizer) else repr(cls)
+            raise ArgumentError(f"an optimizer is a name, a torch.optim class or an OptimSpec, not {seen}")
         if (need := _need(cls)) is not None:
             raise ArgumentError(f"{cls.__name__} cannot be used here: {need}; take AdamW or SGD")
         known = [name for name in inspect.signature(cls).parameters if name != "params"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
@@ -81,7 +82,8 @@ def unknown(name: str, *further: str) -> ArgumentError:
     >>> print(unknown("dilco"))
     unknown strategy 'dilco': did you mean 'diloco'?
     """
-    here = _ELSEWHERE.get(name.replace("-", "_"))
+    plain = re.sub("[-_ ]", "", name)
+    here = next((there for other, there in _ELSEWHERE.items() if other.replace("_", "") == plain), None)
     said = nearest(name, [*STRATEGIES, *further]) if here is None else f"it is {here!r} here"
     return ArgumentError(f"unknown strategy {name!r}: {said}")
 

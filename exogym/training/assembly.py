@@ -215,14 +215,14 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    kind = Worker if wire.inside.parts == 1 else SplitWorker
+    kind = Worker if wire.devices.parts == 1 else SplitWorker
     worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
     worker.insides = Insides(model, options.meshes) if options.meshes else None
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
-    parts = worker.divide(options.meshes[0], wire.inside) if isinstance(worker, SplitWorker) else None
+    parts = worker.divide(options.meshes, wire) if isinstance(worker, SplitWorker) else None
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch

@@ -260,7 +260,7 @@ class TrainingLoop:
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """In a callback: evaluate parameters, (P,) per block, and buffers on the validation set; {} without one."""
-        if self.evaluator is None or self.wire.inside.parts == 1:
+        if self.evaluator is None or self.wire.devices.parts == 1:
             return {} if self.evaluator is None else self.evaluator(vectors, buffers)
         self._ask("measure")
         return self._measure_together(vectors, buffers)
@@ -269,7 +269,7 @@ class TrainingLoop:
         """Evaluate with the processes of the first node; only the main one knows `vectors`, and what they come to."""
         if self.wire.process or self.evaluator is None:
             return {}
-        here, inside = [], self.wire.inside
+        here, inside = [], self.wire.devices
         for b, block in enumerate(self.fleet.blocks):
             layout = block.layout
             whole = block.params.new_zeros(layout.total) if vectors is None else vectors[b].clone()

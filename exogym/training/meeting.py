@@ -99,6 +99,11 @@ class Meeting:
         finally:
             self.leave(place.index)
         if place.error is not None:
+            if "process group has not been initialized" in str(place.error):
+                raise StrategyError(
+                    "a strategy called torch.distributed, which has no process group here: take all_reduce, all_gather "
+                    "and the others of exogym.strategy.communicate, which work wherever nodes are"
+                ) from place.error
             raise place.error
 
     def _meet(self, waiting: list[_Place]) -> None:

@@ -95,6 +95,11 @@ class FitOptions:
             raise ArgumentError(
                 f"strategy={self.strategy!r} is not a Strategy: give an instance such as "
                 "exogym.strategy.DiLoCoStrategy(H=100)"
+                + (
+                    ", or exogym.strategy.registry.parse_strategy of this text"
+                    if isinstance(self.strategy, str)
+                    else ""
+                )
             )
         for name in COUNTS:
             check_count(name, getattr(self, name))

@@ -49,7 +49,7 @@ def run_placed(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
         engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
         cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
-        parts=check_split(options) if options.meshes and world_size() > 1 else 1,
+        meshes=check_split(options) if options.meshes and world_size() > 1 else (),
     )  # fmt: skip
     found = engine or engine_for(asked)
     if found is None or found.is_here:

@@ -37,7 +37,7 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
     found = find_keepers(folder, wire)
-    if wire.inside.parts > 1 and not found.are_one:
+    if wire.count > len(wire.placement) and not found.are_one:
         raise ArgumentError(
             f"save_dir={str(folder)!r} is a folder of each host ({', '.join(dict.fromkeys(found.places))}), and with "
             "node= each process holds a part of its node's rows: give a folder that all hosts share"

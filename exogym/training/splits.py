@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from exogym.errors import ArgumentError
+from exogym.mesh import NodeMesh
 from exogym.training.options import FitOptions
 
 
-def check_split(options: FitOptions) -> int:
-    """Return how many processes each node of a fit in several processes is.
+def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:
+    """Return the splits of the nodes of a fit in several processes.
 
     Raises:
-        ArgumentError: nodes of different sizes, or something that does not go with nodes of several processes.
+        ArgumentError: something that does not go with nodes of several processes.
     """
-    meshes = set(options.meshes)
-    (mesh, *others) = meshes
-    if others:
-        raise ArgumentError("nodes of different devices are simulated in one process; in several all have one split")
-    for name, asked, instead in (
-        ("balance", options.balance is not None, "all devices of all nodes do the same"),
-        ("network", options.network is not None, "a clock needs one process for each row; predict in one process"),
-        ("max_memory_usage", options.max_memory_usage is not None, "give minibatch_size"),
-        ("reduction='native'", options.reduction == "native", "take the exact one"),
-    ):
-        if asked:
-            raise ArgumentError(f"{name} with node= in several processes: {instead}; leave it out")
-    if mesh.depth > 1 and mesh.shard * mesh.tensor > 1:
+    balance = options.balance
+    if balance is not None and (balance.kind == "nodes" or balance.speeds is None):
         raise ArgumentError(
-            f"{mesh} in several processes: stages are not split further there; take stages= alone, or shard= and "
-            "tensor=, or start the script as one process"
+            f"balance={balance.kind!r} with node= in several processes: each node has its own there, and its speed is "
+            "not known before the model is split; give speeds, as in Balance('batch', speeds=[1, 2]), or leave it out"
         )
-    if mesh.zero < 3 and mesh.tensor > 1:
+    if options.max_memory_usage is not None:
         raise ArgumentError(
-            f"zero={mesh.zero} with tensor={mesh.tensor} in several processes: take zero=3, or tensor=1"
+            "max_memory_usage with node= in several processes: what a step takes is not known before the model is "
+            "split; give minibatch_size instead"
         )
-    if mesh.zero < 3 and mesh.parallelize is not None:
-        raise ArgumentError(f"zero={mesh.zero} with parallelize= in several processes: take zero=3, or leave it out")
     options.strategy.check_parts()
-    return mesh.size
+    return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()

@@ -52,8 +52,9 @@ class Timing:
         work: np.ndarray | None = None,
         spread: tuple[np.ndarray, np.ndarray] | None = None,
     ):
-        self.fleet, self.spread = fleet, spread
-        self.is_measured = step_seconds is None
+        self.fleet, self.is_measured = fleet, step_seconds is None
+        are_there = fleet.comm.wire.count > len(fleet.comm.wire.placement)  # the devices, so that they are measured
+        self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
         self._is_on_hosts = self.clock.network.measurement is not None
         self._is_exact = self._is_on_hosts and not fleet.comm.wire.native
@@ -79,7 +80,7 @@ class Timing:
             self.clock.advance(counts)
             self.clock.agree(agreements)
             return
-        mine = torch.from_numpy(self.taken_s.copy())[:, None]
+        mine = self.fleet.comm.wire.devices.maximum(torch.from_numpy(self.taken_s.copy())[:, None])
         nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
         taken_s = np.zeros(self.fleet.num_nodes)
         taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()

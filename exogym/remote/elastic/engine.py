@@ -31,10 +31,10 @@ class Elastic:
         return True
 
     def processes(self, options: EngineOptions) -> int:
-        if options.parts > 1:
+        if options.meshes:
             raise ArgumentError(
-                "min_hosts with node=: of a node that is several processes one that is lost takes parts of a row with "
-                "it that the others lack; leave min_hosts out, and give max_restarts= and save_dir="
+                "min_hosts with node=: those that remain would have to split their models anew; leave min_hosts out, "
+                "and give max_restarts= and save_dir="
             )
         return self.size
 
