@@ -11,7 +11,7 @@ import typer
 from exogym.benchmark import FULL, SHORT, Results, Scope, parts_of
 from exogym.benchmark.page import write
 from exogym.benchmark.speed import seconds_of_turns
-from exogym.cli.reproduce import SHORT_SHARE, Teller
+from exogym.cli.reproduce import PAGE_HELP, SHORT_SHARE, Debug, Device, OnlyPage, Out, Processes, Short, Teller
 from exogym.cli.values import INTERRUPTED, numbers_of, processes_of
 from exogym.compare.comparison import SINGLE
 from exogym.compare.entries import split_strategies
@@ -39,25 +39,16 @@ def benchmark(
         str | None, typer.Option(metavar="LIST", help="As `exogym compare` has them; single and ddp go with any.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH", help="cifar10.npz, or its folder.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")] = Path(
-        "runs/benchmark"
-    ),
-    page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=f"Page to write, .md; its results lie beside it. [default: DIR/{PAGE}]"),
-    ] = None,
-    only_page: Annotated[
-        bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")
-    ] = False,
+    out: Out = Path("runs/benchmark"),
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help=PAGE_HELP.format(PAGE))] = None,
+    only_page: OnlyPage = False,
     throughput: Annotated[
         bool, typer.Option("--throughput", help="Measure examples per second again, best while nothing else runs.")
     ] = False,
-    short: Annotated[
-        bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
-    ] = False,
-    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    short: Short = False,
+    processes: Processes = "1",
+    device: Device = "auto",
+    debug: Debug = False,
 ) -> None:
     """Measure what each method sends, what it loses and how fast it is, with more and more nodes; write a page of it.
 

@@ -20,31 +20,33 @@ from exogym.reproduce.training import Progress, different
 SHORT_SHARE = 0.05  # of the steps
 PAGE = "reproductions.md"
 
+# What commands that train cells and write a page of them share
+PAGE_HELP = "Page to write, .md; its results lie beside it. [default: DIR/{}]"
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")]
+OnlyPage = Annotated[bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")]
+Short = Annotated[
+    bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
+]
+Processes = Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
+
 
 def reproduce(
     claims: Annotated[
         list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Which, as R1; none: all. --list names them.")
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the claims, and end.")] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")] = Path(
-        "runs/reproductions"
-    ),
-    page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=f"Page to write, .md; its results lie beside it. [default: DIR/{PAGE}]"),
-    ] = None,
-    only_page: Annotated[
-        bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")
-    ] = False,
-    short: Annotated[
-        bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
-    ] = False,
+    out: Out = Path("runs/reproductions"),
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help=PAGE_HELP.format(PAGE))] = None,
+    only_page: OnlyPage = False,
+    short: Short = False,
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Folder of the data, if not in the usual places.")
     ] = None,
-    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    processes: Processes = "1",
+    device: Device = "auto",
+    debug: Debug = False,
 ) -> None:
     """Train claims of papers again in small, over three seeds, and write up which come out.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.base.nested import tensors_in
 from exogym.base.torch_private import uncompiled
 from exogym.errors import DataError, ModelError
 
@@ -78,14 +79,14 @@ class Loss:
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
-        logits, targets = logits if isinstance(logits, Tensor) else None, _targets(batch)
+        logits, targets = logits if isinstance(logits, Tensor) else None, targets_of(batch)
         if "CausalLM" in type(out).__name__:
             logits, targets = _facing(logits, batch)
         return Output(loss.reshape(()), logits, targets, metrics)
 
     def _with_loss_fn(self, call: Callable[..., Any], batch: Any) -> Output:
         assert self.loss_fn is not None
-        targets = _targets(batch)
+        targets = targets_of(batch)
         if targets is None:
             raise DataError(
                 f"loss_fn needs targets, but a batch is {_describe(batch)}: wanted (inputs, targets), or a mapping "
@@ -139,7 +140,8 @@ def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | 
     return logits[..., :-1, :], labels[..., 1:]
 
 
-def _targets(batch: Any) -> Tensor | None:
+def targets_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch, by their name or as its last part; None where it has none."""
     if isinstance(batch, Mapping):
         found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
     else:
@@ -175,7 +177,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def batch_examples(batch: Any) -> int:
     """Return the number of examples: the first dimension of the batch's first tensor."""
-    for leaf in _leaves(batch):
+    for leaf in tensors_in(batch):
         if leaf.dim():
             return len(leaf)
     raise DataError(f"a batch is {_describe(batch)} and holds no tensor with a batch dimension")
@@ -187,6 +189,12 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
 
 
+def take_examples(batch: Any, which: list[int]) -> Any:
+    """Return the examples `which` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
+
+
 def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
     """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
     total = batch_examples(batch)
@@ -196,14 +204,3 @@ def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
     for start in range(0, total, size):
         stop = min(start + size, total)
         yield slice_batch(batch, start, stop), (stop - start) / total
-
-
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _leaves(value)

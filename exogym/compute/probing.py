@@ -7,17 +7,18 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from exogym.compute.outputs import Loss
-from exogym.compute.split import Split
+from exogym.compute.outputs import Loss, batch_examples, take_examples
+from exogym.compute.split import Split, check_ways, other_ways
 from exogym.errors import ModelError
 from exogym.mesh.probe import refuse_others, squares
 
+FEW = 8  # examples, to try one at a time
+Passes = Sequence[Sequence[tuple[Any, float]]]
 
-def check_split(
-    split: Split, loss: Loss, batch: Any, passes: Sequence[Sequence[tuple[Any, float]]], what: object
-) -> None:
+
+def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: object) -> None:
     """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
 
     It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
@@ -40,29 +41,50 @@ def check_split(
         wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
         for p in named.values():
             p.grad = None
+        _check_ways(split, loss, batch, passes)
         held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
         split.split()
-        split.point(held)
-        split.refresh()
-        for parts in passes:
-            split.compute(loss, parts, 1.0, contextlib.nullcontext)
-        found = split.gradients()
+        try:
+            split.point(held)
+            split.refresh()
+            _check(split, loss, passes, dict(zip([slot.name for slot in slots], wanted, strict=True)), what)
+        except BaseException:
+            split.plain()
+            raise
     finally:
         split.model.train(mode)
-    names = [slot.name for slot in slots]
-    sums = squares(dict(zip(names, wanted, strict=True)), dict(zip(names, found, strict=True)))
+
+
+def _check_ways(split: Split, loss: Loss, batch: Any, passes: Passes) -> None:
+    """Refuse a model that goes other ways with other examples, before that makes processes wait for each other."""
+    ways = set()
+    for k in range(min(FEW, batch_examples(batch))):
+        split.walk(loss, [(take_examples(batch, [k]), 1.0)])
+        ways.add(split.way)
+    if len(ways) > 1:
+        raise other_ways(split.mesh)
+    split.walk(loss, [part for parts in passes for part in parts])
+    check_ways(split)
+
+
+def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | None], what: object) -> None:
     try:
-        refuse_others(names, split.inside.sum(sums), what)
-    except ModelError:
-        split.plain()
-        raise
+        for parts in passes:
+            split.compute(loss, parts, 1.0, contextlib.nullcontext)
+    except Exception as error:
+        raise ModelError(
+            f"split by {what} the model does not compute what it does whole: {type(error).__name__}: {error}"
+        ) from error
+    found = dict(zip(wanted, split.gradients(), strict=True))
+    check_ways(split)
+    refuse_others(list(wanted), split.inside.sum(squares(wanted, found)), what)
 
 
 def check_on(
     model: nn.Module,
     loss: Loss,
     batch: Any,
-    passes: Sequence[Sequence[tuple[Any, float]]],
+    passes: Passes,
     like: Split,
     what: object,
 ) -> None:

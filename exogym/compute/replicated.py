@@ -165,7 +165,15 @@ class Replicated(Split):
 
     def gradients(self) -> list[Tensor | None]:
         given = [take_gradient(handle) for handle in self._handles]
-        there = [n > 0 for n in self.inside.sum(torch.tensor([grad is not None for grad in given]).long()).tolist()]
+        told = torch.tensor([[g is not None, g is not None and k not in self._pieces] for k, g in enumerate(given)])
+        counts, strange = self.inside.sum(told.long()).unbind(1)
+        if bool(strange.any()):
+            name = [slot.name for layout in self._wholes for slot in layout][int(strange.argmax())]
+            raise ModelError(
+                f"parameter {name!r} is used in a stage that does not hold it: wanted each used where its module is; "
+                "for a penalty on parameters take the optimizer's weight_decay"
+            )
+        there = (counts > 0).tolist()
         found: list[Tensor | None] = [None] * len(given)
         for these in self._kinds:
             here, grads = [k for k in these if k in self._pieces and there[k]], list[Tensor]()

@@ -13,7 +13,8 @@ twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +34,15 @@ from exogym.base.torch_private import (
 from exogym.communicator import Inside
 from exogym.compute.outputs import Loss
 from exogym.compute.places import Places, box_shape, places_in
-from exogym.compute.split import Context, Part, Split, passes, whole_layouts
-from exogym.compute.tensors import cut_axes, split_layers
+from exogym.compute.split import Context, Part, Split, whole_layouts
+from exogym.compute.split import passes as add_gradients
+from exogym.compute.tensors import cut_axes, split_layers, torchs_refusals
 from exogym.errors import ModelError
 from exogym.fleet.layout import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import blocks_of
+
+WAYS = 999_983  # a prime; its square has a place in a double
 
 
 class Sharded(Split):
@@ -61,6 +65,18 @@ class Sharded(Split):
         room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
         return replace(found, room=room)  # shards are gathered in the size of the first, which is the largest
 
+    def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
+        self.way = 0
+        if self.mesh.shard == 1 or self.mesh.parallelize is not None:  # what that gathers is its own
+            return
+        with contextlib.ExitStack() as undo:
+            for k, block in enumerate(blocks_of(self.model).values(), start=2):
+                undo.callback(block.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k)).remove)
+            add_gradients(loss, parts, 1.0, contextlib.nullcontext)
+        for p in self.model.parameters():
+            self._go(p.grad is not None)
+            p.grad = None
+
     def split(self) -> None:
         self._plain = Plain(self.model)
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -70,19 +86,21 @@ class Sharded(Split):
         try:
             split_layers(self.model, self.mesh, self.devices)
             if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
-                for block in blocks_of(self.model).values():
-                    fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
-                fully_shard(self.model, mesh=self.devices["shard"], ignored_params=frozen)
-        except (NotImplementedError, AssertionError, ValueError, RuntimeError, ModelError) as error:
+                blocks = blocks_of(self.model)
+                _check_types(named, blocks)
+                with torchs_refusals(self.mesh):
+                    for block in [*blocks.values(), self.model]:
+                        fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
+        except BaseException:
             self._plain.restore()
-            if isinstance(error, ModelError):
-                raise
-            raise ModelError(f"torch cannot split this model by {self.mesh}: {error}") from error
+            raise
         self._slots = [slot for layout in self.parts[self.part] for slot in layout]
         handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
         now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
         self._handles = [handles.get(slot.name, now[slot.name]) for slot in self._slots]
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for k, module in enumerate(self._modules, start=2):
+            module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
         self._mirrors = {}  # what is in the row of another process
         for whole in (slot for layout in self._whole_layouts for slot in layout):
             if not self._places.owns(whole.name, self.part):
@@ -104,6 +122,7 @@ class Sharded(Split):
             self._hold(handle, self._mirrors.get(slot.name, view))
 
     def refresh(self) -> None:
+        self.way = 0
         if self.mesh.tensor == 1:
             return
         group = self.devices["tensor"].get_group()
@@ -121,7 +140,10 @@ class Sharded(Split):
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
         shards = self.mesh.shard  # over which torch takes the mean
-        return passes(loss, parts, scale * shards, context, self._collect) / (shards * self.mesh.tensor)
+        return add_gradients(loss, parts, scale * shards, context, self._collect) / (shards * self.mesh.tensor)
+
+    def _go(self, where: int) -> None:
+        self.way = (31 * self.way + where) % WAYS
 
     def _collect(self, last: bool) -> None:
         if self._modules:
@@ -132,6 +154,7 @@ class Sharded(Split):
         found: list[Tensor | None] = []
         for slot, handle in zip(self._slots, self._handles, strict=True):
             grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)
+            self._go(grad is not None)
             mine = slot.name not in self._mirrors
             found.append(grad if grad is None or mine else grad.new_empty(slot.shape))
         return found
@@ -141,3 +164,16 @@ class Sharded(Split):
             hold_local(handle, view)
         else:
             hold_shard(handle, view)
+
+
+def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:
+    """Refuse parameters of several dtypes in one block, which is gathered as one."""
+    kinds: dict[str, tuple[str, torch.dtype]] = {}
+    for name, p in named.items():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        other, kind = kinds.setdefault(block, (name, p.dtype))
+        if kind != p.dtype:
+            raise ModelError(
+                f"{other!r} is {kind} and {name!r} is {p.dtype}, and with shard= what is gathered together has one "
+                "dtype: convert one of them, or give zero=2 or zero=1, where each device has the whole model"
+            )

@@ -35,8 +35,11 @@ class Split:
     Attributes:
         parts: the layouts of each process, one per block of the fleet. What is in the row of another process has an
             empty box.
+        way: a number for what `compute` and `gradients` have gone through since the last `refresh`, where the processes
+            of a node gather for each other, and so must go the same way.
     """
 
+    way = 0
     parts: list[list[Layout]]
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -57,6 +60,9 @@ class Split:
     def keepers(self, buffer: str) -> range:
         """Return which processes of the node change a buffer, by its name; of numbers its value is their mean."""
         return range(self.size)
+
+    def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
+        """Find the `way` of `parts` while the model is whole yet; nothing where processes do not gather on the way."""
 
     def split(self) -> None:
         """Split the model; it computes with nothing sensible before `point`.
@@ -113,6 +119,35 @@ def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
                     "(1,)"
                 )
     return whole
+
+
+def check_ways(split: Split) -> None:
+    """Refuse gradients for which the processes of a node have gone different ways; every one of them calls it.
+
+    Raises:
+        ModelError: they have.
+    """
+    refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
+
+
+def as_told(split: Split) -> Tensor:
+    """Return what a process tells the others of its way, to be summed."""
+    return torch.tensor([split.way, split.way**2], dtype=torch.float64)
+
+
+def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
+    """Do as `check_ways` with the sum of what `parts` processes told, all of them one way if it is this large."""
+    if int(told[0]) ** 2 != parts * int(told[1]):
+        raise other_ways(mesh)
+
+
+def other_ways(mesh: NodeMesh) -> ModelError:
+    return ModelError(
+        f"with {mesh} the devices of a node go different ways through the model: they run other blocks, in another "
+        "order, or have gradients of other parameters, as of experts that only some examples ask, or of layers left "
+        "out at random. What they gather is then not what they ask for: give zero=2 or zero=1, where each has the "
+        "whole model"
+    )
 
 
 def passes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 
 from exogym.base.torch_private import own_parameters
 from exogym.communicator import Inside, Wire
-from exogym.compute.outputs import batch_examples, slice_batch
+from exogym.compute.outputs import batch_examples
 from exogym.compute.recut import Recut
 from exogym.compute.replicated import Replicated
-from exogym.compute.split import Split
+from exogym.compute.split import Split, as_told, refuse_ways
 from exogym.compute.worker import Worker
 from exogym.fleet import Fleet
 from exogym.fleet.layout import Layout
@@ -54,9 +55,10 @@ class SplitWorker(Worker):
         self.within = self.split = kind(self.model, mesh, wire.devices, self.device)
         if len(set(meshes)) > 1:
             self.split = Recut(self.within, wire.inside)
-        self.shard = mesh.coordinates(wire.devices.part)["shard"]
-        self.stream = (self.shard,) if self.shard else ()
-        self.is_split = self._stops = False
+        at = mesh.coordinates(wire.devices.part)
+        self.shard = at["shard"]
+        self.stream = (self.shard, at["stages"]) if at["stages"] else (self.shard,) if self.shard else ()
+        self.is_split = self._is_gathered = self._stops = False
         return self.split.parts
 
     @property
@@ -96,11 +98,15 @@ class SplitWorker(Worker):
     def check(self, row: int) -> None:
         self._keep_buffers(row)
         for name, rows in self.fleet.buffers.items():  # each process has seen other examples
-            keepers, none = self.split.keepers(name), torch.zeros_like(rows[row])
-            if rows.is_floating_point():
-                rows[row] = self.inside.sum(rows[row] / len(keepers) if self.inside.part in keepers else none)
-            elif len(keepers) < self.inside.parts:
-                rows[row] = self.inside.sum(rows[row] if self.inside.part == keepers[0] else none)
+            keeps = self.inside.part in self.split.keepers(name)
+            if rows.is_floating_point() or rows.is_complex():
+                share = 1 / len(self.split.keepers(name)) if keeps else 0.0
+                rows[row] = self.inside.sum(rows[row] * share)
+            else:  # counts go up
+                count = rows[row].long()
+                rows[row] = self.inside.maximum(
+                    count if keeps else torch.full_like(count, torch.iinfo(count.dtype).min)
+                )
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
@@ -150,15 +156,18 @@ class SplitWorker(Worker):
         batch, scale = self.to_device(batch), float(self.scales[row])
         if self.insides is not None:
             self.insides.took(self.fleet.ranks[row], batch_examples(batch))
+        passes = self._passes(batch)
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)
-        for parts in self._passes(batch):
+        for parts in passes:
             total += self.split.compute(self.loss, parts, scale, self.autocast) / scale
         for p, grad in zip(self.parameters, self.split.gradients(), strict=True):
             p.grad = grad
         if self.scaled:
             self._unscale(row)
-        told = self.inside.sum(torch.stack([total, *map(_flag, (self.overflowed, self._asked()))]))
+        own = torch.stack([total, *map(_flag, (self.overflowed, self._asked()))])
+        told = self.inside.sum(torch.cat([own, as_told(self.within)]))
+        refuse_ways(told[3:], self.inside.parts, self.mesh)
         self.overflowed, self._stops = bool(told[1]), bool(told[2])
         return told[0].to(self.device, torch.get_default_dtype())
 
@@ -173,32 +182,49 @@ class SplitWorker(Worker):
         if self.mesh.depth == 1:
             shares = self.mesh.shares(total)
             count = -(-max(shares) // self.mesh.at_once(whole))
-            return [self._cut(batch, sum(shares[: self.shard]), even(shares[self.shard], count))]
+            return [self.weights.parts(batch, _bounds(sum(shares[: self.shard]), even(shares[self.shard], count)))]
         found = []
         for start in range(0, total, whole):
             shares = self.mesh.shares(min(whole, total - start))
             sizes = self.mesh.micro_batches(shares[self.shard])
             first = start + sum(shares[: self.shard])
-            found.append(self._cut(batch, first, (*sizes, *[0] * (self.mesh.depth - len(sizes)))))
-        return found
-
-    def _cut(self, batch: Any, start: int, sizes: Sequence[int]) -> list[Part]:
-        found, total = [], batch_examples(batch)
-        for size in sizes:
-            found.append((slice_batch(batch, start, start + size) if size else slice_batch(batch, 0, 1), size / total))
-            start += size
+            sizes = (*sizes, *[0] * (self.mesh.depth - len(sizes)))
+            found.append(self.weights.parts(batch, _bounds(first, sizes)))
         return found
 
     @contextlib.contextmanager
     def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-        with super().evaluating(vectors, buffers), self.split.gathered() if self.is_split else contextlib.nullcontext():
+        with super().evaluating(vectors, buffers), self._gathered():
             yield
 
-    def own_share(self, batch: Any) -> tuple[Any, int]:
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Be in here where the model is evaluated; once in it, it is as it is."""
+        if self._is_gathered or not self.is_split:
+            yield
+            return
+        self._is_gathered = True
+        try:
+            with self.split.gathered():
+                yield
+        finally:
+            self._is_gathered = False
+
+    def ask(self, batch: Any) -> float:
+        with self._gathered():
+            return super().ask(batch)
+
+    def own_share(self, batch: Any) -> tuple[Any, float]:
         part, parts = self.split.evaluated
-        shares = even(batch_examples(batch), parts)
-        start, size = sum(shares[:part]), shares[part]
-        return (slice_batch(batch, start, start + size), size) if size else (slice_batch(batch, 0, 1), 0)
+        total = batch_examples(batch)
+        shares = even(total, parts)
+        ((found, weight),) = self.weights.parts(batch, _bounds(sum(shares[:part]), shares[part : part + 1]))
+        return found, weight * total
+
+
+def _bounds(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of pieces of these sizes, one after the other."""
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=start)))
 
 
 def _flag(value: bool) -> Tensor:

@@ -108,7 +108,10 @@ class Staged(Replicated):
         is_last = any(stage.is_last for stage in stages)
         given = {"target": order, "losses": losses} if is_last else {}
         first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
-        schedule.step(*first, micro=order, **given)
+        try:
+            schedule.step(*first, micro=order, **given)
+        except RuntimeError as error:  # torch's, around what the model raised
+            raise (error.__cause__ or error) from None
         pulse.step_taken()
         total = torch.zeros((), dtype=torch.float64)
         for x in losses:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +33,18 @@ def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
     Raises:
         ModelError: torch cannot.
     """
-    try:
-        if mesh.parallelize is not None:
-            mesh.parallelize(model, devices)
-        elif mesh.tensor > 1:
+    if mesh.parallelize is not None:
+        mesh.parallelize(model, devices)  # an error in it is its own
+    elif mesh.tensor > 1:
+        with torchs_refusals(mesh):
             parallelize_module(model, devices["tensor"], styles(tensor_plan(model)))
+
+
+@contextlib.contextmanager
+def torchs_refusals(mesh: NodeMesh) -> Iterator[None]:
+    """Inside, where torch is to split a model, what it refuses is a ModelError."""
+    try:
+        yield
     except (NotImplementedError, AssertionError, ValueError, RuntimeError) as error:
         raise ModelError(f"torch cannot split this model by {mesh}: {error}") from error
 

@@ -21,7 +21,8 @@ from exogym.base.rng import seed_python, seed_torch, stream_seed
 from exogym.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.compute.attributes import Attributes, refuse_carried
 from exogym.compute.insides import Insides
-from exogym.compute.outputs import Loss, batch_examples, map_tensors, split_batch
+from exogym.compute.outputs import Loss, batch_examples, map_tensors
+from exogym.compute.weights import CLOSE, Weights
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.state import Tensors
@@ -68,6 +69,7 @@ class Worker:
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
         self.stream: tuple[int, ...] = ()  # further names of its random numbers
+        self.weights = Weights(self.ask, CLOSE if self.dtype is None else 2e-3)
 
     # Looking at the model before training
 
@@ -308,12 +310,14 @@ class Worker:
             return loss.detach()
         total = None
         scale = float(self.scales[row])
-        done = 0.0
-        for part, share in split_batch(batch, size or 1 << 62):
+        examples = batch_examples(batch)
+        size = size or max(1, examples)
+        bounds = [(start, min(start + size, examples)) for start in range(0, examples, size)] or [(0, 0)]
+        parts = [(part, share) for part, share in self.weights.parts(batch, bounds) if share]
+        for k, (part, share) in enumerate(parts):
             with self.autocast():
                 loss = self.loss(part)
-            done += share
-            if self.before_last_backward is not None and done > 1 - 1e-6:
+            if self.before_last_backward is not None and k == len(parts) - 1:
                 self.before_last_backward()
             (loss * (share * scale)).backward()
             pulse.step_taken()
@@ -348,8 +352,19 @@ class Worker:
             self.scales[row] *= 2.0
             self.good_steps[row] = 0
 
-    def own_share(self, batch: Any) -> tuple[Any, int]:
-        """Return what of a batch is evaluated in this process, and how many examples count for it."""
+    @torch.no_grad()
+    def ask(self, batch: Any) -> float:
+        """Return the loss of a batch, as of an evaluation, with the parameters that the module points at."""
+        mode = self.model.training
+        self.model.eval()
+        try:
+            with self.autocast():
+                return float(self.loss(self.to_device(batch)))
+        finally:
+            self.model.train(mode)
+
+    def own_share(self, batch: Any) -> tuple[Any, float]:
+        """Return what of a batch is evaluated in this process, and for how many examples it counts."""
         return batch, batch_examples(batch)
 
     def clear_grads(self, parameters: Sequence[nn.Parameter] | None = None) -> None:

@@ -34,8 +34,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from exogym.base.nested import tensors_in
 from exogym.communicator.ledger import FACTORS
 from exogym.errors import ModelError
 from exogym.mesh.splits import blocks_of, cuts, tensor_plan
@@ -139,10 +140,10 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     facts = Facts(parameters, {name: (style, stage_of(name)) for name, style in plan.items()}, ends)
 
     def note(name: str, given: Any, out: Any) -> None:
-        first = next(_tensors(given), None)
+        first = next(tensors_in(given), None)
         examples = len(first) if first is not None and first.dim() else 1
-        into, outof = (sum(x.numel() * x.element_size() for x in _tensors(what)) for what in (given, out))
-        has_gradient = any(x.requires_grad for x in _tensors(given))
+        into, outof = (sum(x.numel() * x.element_size() for x in tensors_in(what)) for what in (given, out))
+        has_gradient = any(x.requires_grad for x in tensors_in(given))
         facts.flows[name] = into / examples, outof / examples, has_gradient
 
     with contextlib.ExitStack() as undo:
@@ -350,14 +351,3 @@ def _local_shape(shape: tuple[int, ...], name: str, plan: Mapping[str, str], dev
     if axis is None:
         return shape
     return (*shape[:axis], -(-shape[axis] // devices), *shape[axis + 1 :])
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)

@@ -136,7 +136,10 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         for (rank, name), x in joined_pieces(
             in_parts, lambda rank: ids is None or rank in ids or rank in others
         ).items():
-            (shared if rank is None else rows.setdefault(rank, {}))[name] = x
+            held = shared if rank is None else rows.setdefault(rank, {})
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is there whole and in pieces")
+            held[name] = x
         if "history" in meta:
             pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
             state = _history(path, pieces, meta["history"])
