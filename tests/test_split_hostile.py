@@ -148,7 +148,7 @@ class Restless(nn.Module):
         self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 4)
 
     def forward(self, x):
-        left_out = int(torch.randint(4, ())) if self.training else None
+        left_out = int(torch.randint(4, (8,)).sum()) % 4 if self.training else None
         for k, layer in enumerate(self.layers):
             x = x if k == left_out else x + torch.tanh(layer(x))
         return self.head(x)
@@ -231,7 +231,7 @@ def forge(file, change):
         told = json.loads(opened.metadata()["cuts"])
     tensors = load_file(file)
     change(tensors, told)
-    save_file(tensors, file, {"cuts": json.dumps(told)})
+    save_file({name: x.clone() for name, x in tensors.items()}, file, {"cuts": json.dumps(told)})
 
 
 def ranges(x):
