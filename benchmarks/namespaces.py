@@ -8,9 +8,10 @@
         group.part()
         alone = group.train({"strategy": "ddp", "hosts": 1})  # each for itself, all at once
 
-A host has one process and one cable to a bridge, which lies in a namespace of its own. `tc tbf` limits every cable in
-both directions. The namespaces have no names and live as long as their processes, so nothing is left behind however a
-run ends. Needs Linux, root, and Debian's iproute2.
+A host has one process, or `slots` of them, and one cable to a bridge, which lies in a namespace of its own. `tc tbf`
+limits every cable in both directions; what processes of one host say to each other goes over its loopback. The
+namespaces have no names and live as long as their processes, so nothing is left behind however a run ends. Needs Linux,
+root, and Debian's iproute2.
 
 What a job is, the script says: `train(job, mark, **options)` trains as it says, calls `mark(loop)` after each segment,
 gives `options` to `fit`, and returns the `LocalTrainer`. All hosts are forks of the script, so any function will do.
@@ -47,6 +48,7 @@ from exogym.testing import fingerprint
 
 Train = Callable[..., LocalTrainer]  # train(job, mark, **options of fit)
 PAYLOAD_SHARE = 1448 / (1514 + 66 / 2)
+HEADER_BYTES = 66  # of a packet: Ethernet 14, IP 20, TCP with timestamps 32
 BURST_S = 0.002  # of the rate, that may pass at once after a pause
 QUEUE_S = 2.0  # of the rate, that may wait: nothing is dropped
 CONTROL = "cubic"  # of TCP: Linux's own default, whatever this machine's is
@@ -110,15 +112,20 @@ class _Begun:
         self.watch.add(self.start, self.x)
 
 
-def host(pipe: Connection, train: Train, urgent: bool) -> None:
-    """Be a host: say when there is a namespace, then do as told until killed.
+def host(pipe: Connection, train: Train, urgent: bool, beside: int | None) -> None:
+    """Be a host, or another process of the one that `beside` is: say when there is a namespace, then do as told until
+    killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
     the world), ("part", None), ("latency", None), ("step", task), ("probe", kinds), ("train", job), ("call", (function,
     arguments)); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-    linux("unshare", CLONE_NEWNET)
+    if beside is None:
+        linux("unshare", CLONE_NEWNET)
+    else:
+        with open(f"/proc/{beside}/ns/net") as space:
+            linux("setns", space.fileno(), CLONE_NEWNET)
     try:
         if urgent:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -147,13 +154,20 @@ def host(pipe: Connection, train: Train, urgent: bool) -> None:
         elif order == "call":
             pipe.send(given[0](*given[1:]))
         else:
-            watch.spans, marks = [], []
+            watch.spans, marks, sent = [], [], []
 
-            def mark(loop: Any, marks: list[tuple[float, int]] = marks) -> None:
+            def mark(
+                loop: Any,
+                marks: list[tuple[float, int]] = marks,
+                sent: list[tuple[float, float]] = sent,
+            ) -> None:
                 marks.append((time.perf_counter(), len(watch.spans)))
+                sent.append((sent_bytes(), float(loop.fleet.comm.ledger.tx_bytes.mean())))
 
             trainer = train(given, mark)
-            pipe.send({"spans": watch.spans, "marks": marks, "fingerprint": fingerprint(trainer.model)})
+            is_here = not any(p.is_meta for p in trainer.model.parameters())  # of a model that is split: in one process
+            found = fingerprint(trainer.model) if is_here else None
+            pipe.send({"spans": watch.spans, "marks": marks, "sent": sent, "fingerprint": found})
 
 
 def message_s(times: int = 100) -> float:
@@ -169,6 +183,13 @@ def message_s(times: int = 100) -> float:
         seconds.append((time.perf_counter() - start) / 2)
     dist.barrier()
     return min(seconds, default=0.0)
+
+
+def sent_bytes(device: str = "eth0") -> int:
+    """Return the bytes that this host has sent over its cable, less the headers of packets."""
+    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(f"{device}:")]
+    fields = line.split(":")[1].split()
+    return int(fields[8]) - HEADER_BYTES * int(fields[9])
 
 
 # Hosts
@@ -188,33 +209,35 @@ def shell(*words: str) -> None:
 
 
 class Hosts:
-    """`count` processes, each in a network namespace, on one bridge in the namespace of this process.
+    """`count` network namespaces with `slots` processes each, on one bridge in the namespace of this process.
 
     Args:
         train: what a job is.
         urgent: ask for real-time priority, so that what other programs do is not measured. Not for jobs that compute
             all the time: they would keep the system from carrying their packets.
+        slots: processes of a host; those of the first host come first.
     """
 
-    def __init__(self, count: int, train: Train, urgent: bool):
+    def __init__(self, count: int, train: Train, urgent: bool, slots: int = 1):
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
-        self.meetings = 0
+        self.meetings, self.slots = 0, slots
         fork = multiprocessing.get_context("fork")
-        for _ in range(count):
+        for rank in range(count * slots):
             here, there = fork.Pipe()
             self.pipes.append(here)
-            self.processes.append(fork.Process(target=host, args=(there, train, urgent), daemon=True))
+            beside = self.processes[rank - rank % slots].pid if rank % slots else None
+            self.processes.append(fork.Process(target=host, args=(there, train, urgent, beside), daemon=True))
             self.processes[-1].start()
             there.close()  # else its end would not be seen
+            if not self._answer(rank) and rank == 0:
+                print("hosts without real-time priority: what other programs do is measured too")
 
     def connect(self) -> None:
         """Plug the cables in."""
         shell("ip", "link", "add", "name", "bridge0", "type", "bridge")
         shell("ip", "link", "set", "bridge0", "up")
-        if not all(self._answers()):
-            print(f"{len(self.pipes)} hosts without real-time priority: what other programs do is measured too")
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._firsts):
             inside, port = self._inside(process), f"port{rank}"
             ends = ["name", "eth0", "netns", str(process.pid), "type", "veth", "peer", "name", port]
             shell("ip", "link", "add", *ends)
@@ -224,16 +247,26 @@ class Hosts:
             shell(*inside, "ip", "link", "set", "eth0", "up")
             shell(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", CONTROL)
 
-    def meet(self) -> None:
-        """Let the processes become one world; what they train from now on they train together."""
+    def meet(self, apart: bool = False) -> None:
+        """Let the processes become one world, or those of each host one; what they train from now on they train
+        together."""
         self.meetings += 1  # each at a port of its own: the last one may still be closing
-        port = str(29500 + self.meetings)
-        world = {"MASTER_ADDR": f"{SUBNET}.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(self.pipes))}
-        self._order("meet", [world | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "eth0"} for rank in self._ranks])
+        size = self.slots if apart else len(self.pipes)
+        worlds = [
+            {
+                "MASTER_ADDR": f"{SUBNET}.{rank // size * size // self.slots + 1}",
+                "MASTER_PORT": str(29500 + self.meetings),
+                "WORLD_SIZE": str(size),
+                "RANK": str(rank % size),
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            for rank in self._ranks
+        ]
+        self._order("meet", worlds)
 
     def limit(self, rate: str | None) -> None:
         """Let every cable carry `rate`, such as "100mbit", each way; None: no limit."""
-        for rank, process in enumerate(self.processes):
+        for rank, process in enumerate(self._firsts):
             for inside, device in ((self._inside(process), "eth0"), ([], f"port{rank}")):
                 words = [*inside, "tc", "qdisc"]
                 if rate is None:  # none is there at first
@@ -281,6 +314,11 @@ class Hosts:
         return [process.pid for process in self.processes]
 
     @property
+    def _firsts(self) -> list[Any]:
+        """The first process of each host."""
+        return self.processes[:: self.slots]
+
+    @property
     def _ranks(self) -> range:
         return range(len(self.pipes))
 
@@ -293,16 +331,19 @@ class Hosts:
         return ["nsenter", "--net", "--target", str(process.pid)]
 
     def _answers(self) -> list[Any]:
+        return [self._answer(rank) for rank in self._ranks]
+
+    def _answer(self, rank: int) -> Any:
         try:
-            return [pipe.recv() for pipe in self.pipes]
+            return self.pipes[rank].recv()
         except EOFError:
             raise SystemExit(f"{SCRIPT}: a host's process ended; its error is above") from None
 
 
 @contextlib.contextmanager
-def hosts(count: int, train: Train, urgent: bool = False) -> Iterator[Hosts]:
+def hosts(count: int, train: Train, urgent: bool = False, slots: int = 1) -> Iterator[Hosts]:
     """Hosts while entered."""
-    made = Hosts(count, train, urgent)
+    made = Hosts(count, train, urgent, slots)
     try:
         made.connect()
         yield made

@@ -216,7 +216,8 @@ class LocalTrainer(Trainer):
                 the main one has the final model; in the others its parameters are on the meta device.
             num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
                 whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
-            batch_size, gradient_accumulation: a step of a node consumes their product in examples.
+            batch_size, gradient_accumulation: a step of a node consumes their product in examples; of a node that has
+                fewer, all it has.
             minibatch_size: examples computed at once; changes memory, not results beyond rounding.
             max_memory_usage: fraction of the memory (0 to 1) to stay in; a minibatch_size that fits is found and said.
             shuffle, partitioner: which examples a node gets (see `exogym.data`); None deals them anew each epoch.
@@ -235,7 +236,7 @@ class LocalTrainer(Trainer):
                 for (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or
                 where the processes are that run this script together.
             cpus_per_process: processors that Ray gives to each process.
-            devices: refused; a process trains on one device.
+            devices: refused; a process trains on one device. Several GPUs are several processes, under torchrun.
             reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
             balance: share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
                 "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.

@@ -3,11 +3,15 @@
 python run/islands.py --steps 200
 python run/islands.py --steps 200 --network 100Mbps,20ms
 python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 200
+python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 200 --model gpt2
+python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 200 --model llama --split tensor
 """
 
 import argparse
+from typing import Any
 
 import torch
+from torch import nn
 
 from exogym import LocalTrainer, NodeMesh
 from exogym.data import shakespeare
@@ -17,6 +21,34 @@ from exogym.models import CharGPT
 from exogym.progress import readable_bytes
 from exogym.strategy import DiLoCoStrategy
 
+WINDOW = 64  # characters that a model looks back
+
+
+def make_model(name: str, characters: int) -> nn.Module:
+    """Return a small model with new weights; gpt2 and llama are Hugging Face's, which need exogym[gpt]."""
+    if name == "char":
+        return CharGPT(characters, WINDOW)
+    import transformers
+
+    if name == "gpt2":
+        sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": WINDOW}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=characters, **sizes, **dropout, **ends))
+        model.loss_type = "ForCausalLM"  # which its name does not say
+        return model
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 256}
+    config = transformers.LlamaConfig(
+        vocab_size=characters, max_position_embeddings=WINDOW, bos_token_id=None, eos_token_id=None, **sizes
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def by_name(windows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch as models of Hugging Face take it: they hold each character against the one before themselves."""
+    ids = torch.stack([x for x, _ in windows])
+    return {"input_ids": ids, "labels": ids}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -24,24 +56,28 @@ def main() -> None:
     parser.add_argument("--steps", "--max_steps", type=int, default=200, help="of each island (default: 200)")
     parser.add_argument("--islands", type=int, default=2)
     parser.add_argument("--devices", type=int, default=2, help="of an island, each with a part of the model")
+    parser.add_argument("--model", choices=["char", "gpt2", "llama"], default="char")
+    parser.add_argument("--split", choices=["shard", "tensor", "stages"], default="shard", help="see docs/islands.md")
     parser.add_argument("--batch_size", type=int, default=8, help="windows of an island in a step")
     parser.add_argument("--H", type=int, default=20, help="inner steps between outer steps (default: 20)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--network", help="between islands; predicts the time of the run, in one process")
     args = parser.parse_args()
 
-    source = shakespeare(args.data, block_size=64, stride=32, val_windows=256)
+    source = shakespeare(args.data, block_size=WINDOW, stride=WINDOW // 2, val_windows=256)
     torch.manual_seed(0)
-    trainer = LocalTrainer(CharGPT(len(source.classes), 64), source.train, source.val)
+    trainer = LocalTrainer(make_model(args.model, len(source.classes)), source.train, source.val)
+    mesh: dict[str, Any] = {args.split: args.devices}
     trainer.fit(
         DiLoCoStrategy(inner_optim="adamw", H=args.H, lr=args.lr, outer_lr=0.7, max_norm=1.0),
         num_nodes=args.islands,
-        node=NodeMesh(shard=args.devices, network="nvlink"),
+        node=NodeMesh(**mesh, network="nvlink"),
         max_steps=args.steps,
         batch_size=args.batch_size,
         network=args.network,
         val_interval=args.steps,
         val_size=256,
+        dataloader_kwargs={} if args.model == "char" else {"collate_fn": by_name},
     )
     if is_initialized() and get_rank() != 0:
         return

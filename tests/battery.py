@@ -103,12 +103,22 @@ class Battery(_Battery):
 battery = functools.cache(Battery)
 
 
+def untraced(k):
+    """Marks of the k-th case of a test that trains: --cov doubles its time, and all cases run much the same lines."""
+    return [pytest.mark.no_cover] if k else []
+
+
+def each(names):
+    """Parameters, one for each name."""
+    return [pytest.param(name, marks=untraced(k)) for k, name in enumerate(names)]
+
+
 def in_turn(names, ways, slow=None):
     """Parameters (name, way): each name with one of the ways, in turn; with the others, or those of `slow`, as slow."""
     cases = []
     for k, name in enumerate(names):
         short = ways[k % len(ways)]
-        cases.append(pytest.param(name, short))
+        cases.append(pytest.param(name, short, marks=untraced(k)))
         cases += [pytest.param(name, way, marks=pytest.mark.slow) for way in slow or ways if way != short]
     return cases
 

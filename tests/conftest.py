@@ -16,24 +16,6 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell starts tests in the background
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under `--cov`, trace the first case of each test: tracing doubles its time, and the others run the same lines."""
-    if config.pluginmanager.hasplugin("_cov"):
-        traced: set[str] = set()
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            if test in traced:
-                item.add_marker("no_cover")
-            traced.add(test)
-
-
-@pytest.fixture(autouse=True)
-def untraced_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are the processes traced that such a case starts."""
-    if request.node.get_closest_marker("no_cover"):
-        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-
-
 @pytest.fixture(autouse=True)
 def same_random_state() -> None:
     """Start every test from the same random numbers, whichever tests ran before."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exogym import LocalTrainer, PipelineParallel, Stage
+from exogym.faults import Faults
 from exogym.models import CharGPT
 from exogym.strategy import (
     DeMoStrategy,
@@ -18,6 +19,7 @@ from exogym.strategy import (
     SPARTADiLoCoStrategy,
     TopKStrategy,
 )
+from exogym.strategy.averaging import NormCap
 
 SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
 MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
@@ -133,11 +135,12 @@ PIPELINES = {
 class Sent(TorchDispatchMode):
     """Adds up the bytes of floats that this process sends, where all groups are of two: of sums that is what it gives.
 
-    So of an all-gather, which it gives to one other, and of an all-reduce, 2 (k-1)/k of it; of a reduce-scatter half.
+    So of an all-gather, which it gives to one other, and of an all-reduce, 2 (k-1)/k of it; of a reduce-scatter half,
+    and of a broadcast, which one of the two sends.
     """
 
     WHOLE = ("send", "allgather_", "_allgather_base_", "all_gather_into_tensor", "all_reduce", "allreduce_")
-    HALF = ("_reduce_scatter_base_", "reduce_scatter_tensor")
+    HALF = ("_reduce_scatter_base_", "reduce_scatter_tensor", "broadcast_")
 
     def __init__(self):
         super().__init__()
@@ -174,6 +177,30 @@ def counted(made, *given, **options):
     torch.distributed.all_gather_object(everyones, sum(sent))
     said = made.history.last["inside_bytes"] if rank() == 0 else None
     return found, sum(everyones), said
+
+
+# what looks at all of a node's row, of four nodes of which one is bad
+WARY = {
+    "krum": {"robust": "krum"},
+    "capped": {"robust": NormCap()},
+    "capped at": {"robust": NormCap(0.05)},
+}
+
+
+def wary(name, **given):
+    strategy = DiLoCoStrategy("sgd", H=3, lr=0.1, **WARY.get(name, {}))
+    bad = {} if name == "plain" else {"faults": Faults(bad_nodes=[1], attack="noise", attack_factor=2.0)}
+    return fit(trainer(), strategy, num_nodes=4, **bad, **given)
+
+
+TUNERS = {"drift": "drift", "autocorrelation": "correlation"}  # and what they see
+
+
+def tuned(name, **given):
+    """Return a run, and what its tuner has seen."""
+    made = trainer()
+    found = fit(made, DiLoCoStrategy("sgd", H=2, lr=0.1, tuner=name), max_steps=12, **given)
+    return found, list(made.history.column(TUNERS[name])[1])
 
 
 def rank():

@@ -604,7 +604,9 @@ def test_devices_of_a_node_share_a_step_out_and_talk():
     ("options", "message"),
     [
         ({"node": NodeMesh(tensor=2)}, "say layers= .* activation_bytes="),
-        ({"node": NodeMesh(shard=2), "layers": 2}, "layers is for node="),
+        ({"node": NodeMesh(shard=2), "layers": 2, "activation_bytes": 1.0}, "activation_bytes is for node="),
+        ({"layers": 2}, "layers is for node="),
+        ({"node": NodeMesh(shard=2), "layers": 0}, "layers=0 must be"),
         ({"batch_size": 2}, "batch_size is for node="),
         ({"node": NodeMesh(stages=4), "layers": 4, "activation_bytes": 1e6, "batch_size": 2}, "fewer than the 4"),
         ({"node": NodeMesh(stages=4), "layers": 4, "activation_bytes": -1.0}, "activation_bytes=-1.0"),
@@ -621,3 +623,22 @@ def test_the_command_takes_a_node(capsys):
     assert "a node is 4 devices, shard=4" in capsys.readouterr().out
     assert main([*words, "--node", "shards=4"]) == 2
     assert "names: shard, tensor, stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["ddp", "diloco:H=5"])
+@pytest.mark.parametrize("split", [{"shard": 2}, {"shard": 2, "zero": 1}, {"stages": 2, "microbatches": 4}], ids=str)
+def test_a_node_of_devices_takes_as_long_as_in_a_run(split, text):
+    """Of layers that are alike, and nothing else, the formula by size alone is that of the modules."""
+    mesh, steps = NodeMesh(**split, network="1Mbps,2ms"), 20
+    given = {"num_nodes": 2, "network": Network("1Mbps", "5ms"), "step_seconds": 0.5, "node": mesh, "batch_size": 8}
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    data = TensorDataset(torch.randn(16, 8), torch.randn(16, 8))
+    trainer = LocalTrainer(model, data, loss_fn=nn.functional.mse_loss)
+    trainer.fit(parse_strategy(text), max_steps=steps, final_sync=False, progress=False, **given)
+    if mesh.depth == 1:
+        del given["batch_size"]
+    else:
+        given["activation_bytes"] = 8 * 8 * 4
+    (told,) = advise(parameters=4 * 64, layers=4, strategies=[text], algorithm="recorded", **given).rows
+    assert trainer.history.last["time_s"] / steps == pytest.approx(told.seconds_per_step)
+    assert told.seconds_per_step > 0.5 * mesh.compute_share(8)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from battery import each
 from problems import Regressor, fleet_of, plain, run_of, same, shards, train, unlike, vector
 from strategies import OURS
 from torch import nn
@@ -354,7 +355,7 @@ def test_every_strategy_has_its_formula() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", each(BYTES))
 def test_bytes_are_those_of_the_formula(name: str, n: int) -> None:
     text, payload, factor = BYTES[name]
     data = [TensorDataset(*(t.float() for t in node.tensors)) for node in shards(n)]

@@ -31,11 +31,14 @@ def fit(name, **given):
     ("name", "processes"), in_turn([name for name, entry in STRATEGIES.items() if entry.on_rows], (2, 4))
 )
 def test_the_laws_hold_with_faults(name, processes, tmp_path):
+    """With two processes, stopping too; with four, stretches."""
     one, given = battery(name), {"faults": faults(name)}
     wanted = one.outcome(**given)
     assert wanted[0] != one.wanted[0]
-    assert one.outcome(max_stretch=1, **given)[0] == wanted[0]
     assert one.outcome(processes=processes, **given) == wanted
+    if processes == 4:
+        assert one.outcome(max_stretch=1, **given)[0] == wanted[0]
+        return
     one.train(save_dir=tmp_path, callbacks=[Every(14, lambda loop: True)], processes=3, **given)
     mark, _, traffic = one.outcome(save_dir=tmp_path, resume=True, **given)
     assert (mark, traffic) == (wanted[0], wanted[2])

@@ -253,6 +253,7 @@ def test_under_torchrun_a_rank_that_hangs_is_killed(name, tmp_path):
     assert "exitcode  : -9" in said and "ended in" not in said
 
 
+@pytest.mark.slow
 def test_under_the_launcher_a_rank_that_hangs_is_started_again(tmp_path):
     """And one that waits for others does not hang: here for a callback longer than anything may take by itself."""
     code, said = in_a_world(["exogym.launch", "--max_restarts", "1"], tmp_path, "stopped", "save")

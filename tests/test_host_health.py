@@ -40,6 +40,7 @@ def order(rank: int = 0, slots: int = 1) -> Order:
     return Order(Host("h", "h"), range(rank, rank + slots), ["-c", "pass"], ".")
 
 
+@pytest.mark.slow
 def test_a_run_on_two_hosts_is_told_while_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN.replace("HOSTS", repr(HERE)))
     environment = dict(os.environ, OMP_NUM_THREADS="1")

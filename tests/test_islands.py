@@ -1,5 +1,8 @@
 """The page on islands: its tables are what the formulas say, and its example is one run in both places."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import processes
@@ -21,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "islands.md").read_text("utf-8")
 TOKENS, LAYERS, WIDTH, EXAMPLES = 1024, 24, 2048, 32
 STRATEGIES = ("ddp", "diloco:H=100", "diloco:H=500")
+SIZE = 796_928  # parameters of the model whose steps are measured
 SPLITS = ("shard=8", "shard=4,tensor=2", "tensor=8", "stages=8,microbatches=32", "shard=4,stages=2,microbatches=8")
 
 
@@ -40,14 +44,14 @@ def test_the_table_of_splits_is_computed(split):
     assert "| " + " | ".join([*row, *cells]) + " |" in PAGE
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("124M", 124e6), ("1.3B", 1.3e9)])
+@pytest.mark.parametrize(("name", "parameters", "layers"), [("124M", 124e6, 12), ("1.3B", 1.3e9, LAYERS)])
 @pytest.mark.parametrize("link", ["nvlink", "pcie"])
-def test_the_table_of_strategies_is_computed(name, parameters, link):
+def test_the_table_of_strategies_is_computed(name, parameters, layers, link):
     cells = []
     for network in ("100Mbps,20ms", "1Gbps,20ms"):
         advice = advise(
             parameters=parameters, num_nodes=2, network=network, flops=flops(parameters),
-            node=NodeMesh(shard=8, network=link), strategies=STRATEGIES,
+            node=NodeMesh(shard=8, network=link), layers=layers, strategies=STRATEGIES,
         )  # fmt: skip
         by_name = {row.strategy: row.seconds_per_step for row in advice.rows}
         cells += [readable_seconds(by_name[strategy]) for strategy in STRATEGIES]
@@ -56,16 +60,19 @@ def test_the_table_of_strategies_is_computed(name, parameters, link):
 
 SCRIPT = f"""
 import runpy, sys
-sys.argv = ["islands.py", "--steps", "4", "--H", "2"]
+sys.argv = ["islands.py", "--steps", "4", "--H", "2", *%r]
 runpy.run_path({str(ROOT / "run" / "islands.py")!r}, run_name="__main__")
 """
 
 
-def test_islands_in_one_process_and_in_four(tmp_path):
-    alone = python("-W", "error", ROOT / "run" / "islands.py", "--steps", "4", "--H", "2", cwd=tmp_path)
+@pytest.mark.parametrize("words", ["", "--model gpt2", "--model llama --split tensor"])
+def test_islands_in_one_process_and_in_four(tmp_path, words):
+    """Of ours and of Hugging Face's models: one loss and the same bytes."""
+    given = words.split()
+    alone = python("-W", "error", ROOT / "run" / "islands.py", "--steps", "4", "--H", "2", *given, cwd=tmp_path)
     assert (alone.returncode, alone.stderr) == (0, "")
     assert alone.stdout.startswith("2 islands of 2 devices, 4 steps: validation loss ")
-    code, log = processes.world(4, tmp_path / "world", SCRIPT)
+    code, log = processes.world(4, tmp_path / "world", SCRIPT % given)
     assert code == 0 and alone.stdout in log, log
 
 
@@ -99,3 +106,26 @@ def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
     whole = made.model.state_dict()
     assert max(float((found[name] - whole[name]).abs().max()) for name in whole) <= splits.SGD
     assert inside == devices.history.last["inside_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_times_between_islands_are_measured_and_predicted(tmp_path):
+    """The short version of `benchmarks/islands.py`; how far predictions are off is not judged."""
+    rows = tmp_path / "rows.json"
+    script = ROOT / "benchmarks" / "islands.py"
+    quick = ["--rounds", "1", "--segments", "1", "--steps", "2", "--sleep", "0"]
+    words = [*quick, "--rates", "50mbit", "--strategies", "ddp,diloco:H=4"]
+    command = [sys.executable, str(script), *words, "--json", str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = list(json.loads(rows.read_text()).values())
+    assert [(row["split"], row["strategy"], row["rate"]) for row in found] == [
+        ("shard=2", text, "50mbit") for text in ("ddp", "diloco:H=4")
+    ]
+    for row, every in zip(found, (1, 4), strict=True):
+        sent_bytes = 4 * SIZE / every  # of two islands each sends one model
+        assert row["recorded"] == pytest.approx(sent_bytes)
+        assert 1 < row["sent"] / sent_bytes < 1.05
+        least_s = 8 * sent_bytes / 50e6
+        assert least_s < row["predicted_s"] and least_s < row["from_island_s"] and 0.45 * least_s < row["measured_s"]
+    assert found[0]["predicted_s"] > 2 * found[1]["predicted_s"]

@@ -671,6 +671,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path):
     """Each Python block of the page that begins with `# name.py` is a script; all lines of its sh blocks run at once.
 

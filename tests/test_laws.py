@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from battery import battery
+from battery import battery, each
 from strategies import STRATEGIES, Broken
 
 from exogym import LocalTrainer
@@ -12,7 +12,7 @@ from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, SimpleR
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", each(STRATEGIES))
 def test_the_laws_hold(name):
     for law in LAWS:
         if law != "single node" or STRATEGIES[name].alone:

@@ -38,11 +38,11 @@ STYLES = {
 
 
 class Heard(TorchDispatchMode):
-    """Adds up the bytes that this process gives to collectives of torch, by kind."""
+    """Adds up the bytes that this process gives to collectives of torch, and how often, by kind."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = collections.Counter()
+        self.bytes, self.times = collections.Counter(), collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -51,6 +51,7 @@ class Heard(TorchDispatchMode):
             given = args[1] if func.namespace == "c10d" and kind in ("all_gather", "reduce_scatter") else args[0]
             given = given[0] if isinstance(given, list) else given
             self.bytes[kind] += given.numel() * given.element_size()
+            self.times[kind] += 1
         return out
 
 
@@ -64,12 +65,16 @@ def tokens(examples=EXAMPLES):
     return x, x
 
 
-def predicted(model, batch, mesh, stage=0):
-    """What one device of a stage gives to collectives in a step of the whole batch, by kind."""
+def calls_of(model, batch, mesh):
     with watched(model, mesh) as facts:
         model(batch)["loss"].backward()
+    return InsideCost(mesh, facts).talk(len(batch[0])).calls
+
+
+def predicted(model, batch, mesh, stage=0):
+    """What one device of a stage gives to collectives in a step of the whole batch, by kind."""
     found = collections.Counter()
-    for call in InsideCost(mesh, facts).talk(len(batch[0])).calls:
+    for call in calls_of(model, batch, mesh):
         if call.stage == stage:
             found[call.kind] += call.payload_bytes * call.times
     return found
@@ -81,6 +86,7 @@ def test_shards_say_what_fully_sharded_ones_do(tmp_path, shard, frozen):
     model, (x, _) = gpt(), tokens()
     model.positions.requires_grad_(not frozen)
     expected = predicted(copy.deepcopy(model), tokens(), NodeMesh(shard=shard))
+    times = {call.kind: call.times for call in calls_of(copy.deepcopy(model), tokens(), NodeMesh(shard=shard))}
 
     def body(rank):
         mesh = init_device_mesh("cpu", (shard,))
@@ -90,7 +96,7 @@ def test_shards_say_what_fully_sharded_ones_do(tmp_path, shard, frozen):
         fully_shard(model, mesh=mesh, ignored_params=ignored)
         with Heard() as heard:
             model((x[rank::shard], x[rank::shard]))["loss"].backward()
-        assert heard.bytes == expected
+        assert heard.bytes == expected and heard.times == times == {"all_gather": 5, "reduce_scatter": 3}
 
     in_groups(shard, tmp_path, body)
 
@@ -100,6 +106,9 @@ def test_layers_say_what_parallel_ones_do(tmp_path, make):
     model = make()
     batch = tokens() if isinstance(model, CharGPT) else (torch.randn(EXAMPLES, 8), torch.zeros(EXAMPLES).long())
     expected = predicted(make(), batch, NodeMesh(tensor=2))
+    held = expected.pop("broadcast")  # of what is not cut: of no concern to torch, which lets each step its own
+    norms_embeddings, bias_last = (5 + 17 + 8) * 16, 12 + 13 * 3
+    assert held == 4 * (norms_embeddings if isinstance(model, CharGPT) else bias_last)
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -161,8 +170,11 @@ def test_a_transformer_by_its_size_alone():
         facts.layers = {n: ("colwise" if s == "colwise_rep" else "rowwise", k) for n, (s, k) in facts.layers.items()}
         if mesh.tensor > 1:  # of qkv what goes in is counted, as of a model with three layers in its place
             facts.flows = {n: (activations / EXAMPLES,) * 2 + (True,) for n in facts.flows}
-        facts.parameters = [p for p in facts.parameters if p.in_block]
-        assert by_size.tx_bytes == InsideCost(mesh, facts).talk(EXAMPLES).tx_bytes
+        facts.parameters = [p for p in facts.parameters if p.block and (p.is_cut or mesh.tensor == 1)]
+        by_module = InsideCost(mesh, facts).talk(EXAMPLES)
+        assert by_size.tx_bytes == by_module.tx_bytes
+        if mesh.shard > 1:
+            assert [call.times for call in by_size.calls] == [call.times for call in by_module.calls]
 
 
 @pytest.mark.parametrize(

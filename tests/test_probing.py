@@ -53,6 +53,7 @@ def test_a_prediction_takes_what_was_measured(measured):
     assert Network.of(fields).describe() == network.describe()
 
 
+@pytest.mark.slow
 def test_a_failure_on_the_hosts_is_said(tmp_path):
     with pytest.raises(ExoGymError, match=r"self-test failed on the hosts.*there is no module 'absent'"):
         measure_hosts(HOSTS, tmp_path / "m.json", task="absent:make", project=tmp_path)

@@ -112,11 +112,14 @@ torch.save([model.state_dict(), trainer.traffic, trainer.description["num_nodes"
 
 
 @pytest.mark.slow
-def test_a_host_of_two_slots_is_one_node_of_two_devices(hosts: Hosts, project: Path) -> None:
+@pytest.mark.parametrize("slots", [(2, 2), (1, 2)])
+def test_a_host_of_several_slots_is_one_node_of_as_many_devices(
+    slots: tuple[int, int], hosts: Hosts, project: Path
+) -> None:
     (project / "train.py").write_text(ISLANDS)
     config = hosts.config(count=2)
-    for entry in (config["master"], *config["workers"]):
-        entry["slots"] = 2
+    for entry, count in zip((config["master"], *config["workers"]), slots, strict=True):
+        entry["slots"] = count
     (project / "hosts.json").write_text(json.dumps(config))
     done = hosts.controller.run([PYTHON, "train.py", "hosts.json"], cwd=project)
     assert done.returncode == 0, said(done)

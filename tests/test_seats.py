@@ -42,7 +42,9 @@ STOPPED = {"fedavg, momentum kept", "scaffold", "dp-fedavg"}  # the others by ma
 @pytest.mark.parametrize(
     "name", [name if name in STOPPED else pytest.param(name, marks=pytest.mark.slow) for name in WITH_A_SERVER]
 )
-@pytest.mark.parametrize("step", [8, 10], ids=["between rounds", "within a round"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(8, marks=pytest.mark.slow, id="between rounds"), pytest.param(10, id="within a round")]
+)
 def test_stopped_and_resumed_on_other_layouts(name: str, step: int, tmp_path: Path) -> None:
     make = WITH_A_SERVER[name]
     wanted = trained(make())

@@ -66,6 +66,20 @@ def test_every_public_name_has_a_docstring_and_an_example_that_runs(package: str
     assert lacking == []
 
 
+def test_every_public_value_says_what_it_is() -> None:
+    pages = reference.packages_on_pages().items()
+    values = [
+        (p, name) for p, names in pages for name in names if not callable(getattr(importlib.import_module(p), name))
+    ]
+    assert len(values) > 10 and [at for at in values if not reference.comment(*at)] == []
+
+
+def test_an_example_is_shown_once() -> None:
+    page = reference.api("exogym.compare")
+    assert page.count('split_strategies("single,ddp")') == 1
+    assert "Example: that of {py:obj}`exogym.compare`, above." in page
+
+
 def test_a_name_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from exogym import data
 
@@ -117,7 +131,26 @@ def test_links_lead_to_the_site_where_it_has_the_page() -> None:
     )
 
 
+def test_what_is_called_otherwise_elsewhere_is_in_the_index() -> None:
+    page = "# Title\n\n## Stop early\n\n```\n## Stop early\n```\n"
+    assert build.indexed(page, {"": ["a"], "stop-early": ["early stopping", "patience"]}) == (
+        "# Title\n\n```{index} !a\n```\n\n## Stop early\n\n```{index} !early stopping, !patience\n```"
+        "\n\n```\n## Stop early\n```\n"
+    )
+    with pytest.raises(ValueError, match="leads to"):
+        build.indexed(page, {"stop": ["early stopping"]})
+    assert build.called()[ROOT / "docs" / "recipes.md", "stop-early"] == ["early stopping", "patience"]
+
+
 # The pages
+
+
+def test_no_two_pages_have_one_title() -> None:
+    pages = [page for lists in build.navigation().values() for _, below in lists for page in below]
+    texts = [page.read_text("utf-8") for page in pages]
+    texts = [build.tutorial(text) if page.suffix == ".py" else text for page, text in zip(pages, texts, strict=True)]
+    titles = [text.partition("\n")[0] for text in texts]
+    assert sorted(titles) == sorted({*titles})
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -199,6 +232,10 @@ def test_the_whole_site(tmp_path: Path) -> None:
     assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
     assert "DiLoCoStrategy" in (tmp_path / "searchindex.js").read_text("utf-8")
     assert "api/training.html#exogym.LocalTrainer" in (tmp_path / "placement.html").read_text("utf-8")  # by its name
+    custom = (tmp_path / "tutorials" / "tutorial_custom.html").read_text("utf-8")
+    assert "exogym.strategy.Strategy" in custom and "exogym.compress.TopK" not in custom  # its own class of that name
+    assert len(list((tmp_path / "_downloads").rglob("tutorial_*.py"))) == len(list((ROOT / "tutorials").glob("*.py")))
+    assert '"early stopping":[[' in (tmp_path / "searchindex.js").read_text("utf-8")
     assert "<math" in (tmp_path / "understand" / "local_steps.html").read_text("utf-8")
 
 

@@ -6,15 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from strategies import STRATEGIES
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "wire_bytes.py"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+# The first of each class; variants of its arguments are many.
+SHORT = {type(e.make()): name for name, e in reversed(STRATEGIES.items()) if e.any_size and not e.is_stacked}.values()
+
+
+@pytest.fixture(scope="module", params=[",".join(SHORT), pytest.param("", marks=pytest.mark.slow)], ids=["each", "all"])
+def rows(request, tmp_path_factory):
     """One run for all tests. Its own limit is one that headers of greetings alone exceed, and the script says so."""
     file = tmp_path_factory.mktemp("wire") / "rows.json"
     words = [sys.executable, str(SCRIPT), "--nodes", "2", "--limit", "1e-5", "--json", str(file)]
+    words += ["--strategies", request.param]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and "off, more than" in done.stderr, done.stdout + done.stderr
     return json.loads(file.read_text())

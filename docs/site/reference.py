@@ -230,7 +230,9 @@ def entry(package: str, name: str) -> str:
     thing = getattr(importlib.import_module(package), name)
     module = f":module: {package}"
     if not callable(thing):
-        return f"``````{{py:data}} {name}\n{module}\n``````"
+        value = repr(thing)
+        shown = f"\n:value: {value}" if len(value) < 90 and "<" not in value else ""
+        return f"``````{{py:data}} {name}\n{module}{shown}\n\n{escaped(comment(package, name))}\n``````"
     home = inspect.getmodule(thing)
     body = [markdown(vars(thing).get("__doc__") or "" if inspect.isclass(thing) else inspect.getdoc(thing) or "")]
     borrowed = example_for(package, name)
@@ -247,6 +249,19 @@ def entry(package: str, name: str) -> str:
         word = "exception" if issubclass(thing, BaseException) else "class"
     text = "\n\n".join(part for part in body if part)
     return f"``````{{py:{word}}} {name}{signature(thing)}\n{module}\n\n{text}\n``````"
+
+
+def comment(package: str, name: str) -> str:
+    """Return what is said of a value where it is defined: the comment behind it, or the one above."""
+    module = importlib.import_module(package)
+    source = Path(module.__file__ or "").read_text("utf-8")
+    found = re.search(rf"((?:^# .*\n)*)^{name}\b[^=\n]*=.*?(?:  # (.*))?$", source, re.M)
+    if found:
+        return found[2] or " ".join(line[2:] for line in found[1].splitlines())
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
+            return comment(node.module or "", name)
+    return ""
 
 
 def method(name: str, found: Any) -> str:
@@ -272,7 +287,20 @@ def api(*packages: str) -> str:
         for name in names:
             first = first_home(package, name)
             parts.append(entry(package, name) if first == package else f"`{name}` is that of {{py:mod}}`{first}`.")
-    return "\n\n".join(parts)
+    return said_once("\n\n".join(parts))
+
+
+def said_once(page: str) -> str:
+    """Return a page on which an example that stood before is named instead of shown again."""
+    seen: set[str] = set()
+
+    def once(found: re.Match[str]) -> str:
+        if found[3] not in seen:
+            seen.add(found[3])
+            return found[0]
+        return f"Example: that of {{py:obj}}`{found[2]}`, above." if found[1] else found[0]
+
+    return re.sub(r"(Example, of `([\w.]+)`:\n\n)?```pycon\n(.*?)\n```", once, page, flags=re.S)
 
 
 def _asked(text: str) -> tuple[str, list[str]]:

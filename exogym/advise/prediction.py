@@ -209,8 +209,8 @@ def advise(
         failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
         node: each node is several devices: a step takes one of them step_seconds, and they share it out, wait for the
             pipeline and talk over the mesh's own network (see `exogym.mesh.traffic`).
-        layers, activation_bytes: with tensor or stages in it: of the model, and what goes from a layer to the next for
-            a node's whole batch.
+        layers, activation_bytes: of the model, and what goes from a layer to the next for a node's whole batch; both
+            with tensor or stages in it. With shard alone layers may be given: each is gathered by itself.
         batch_size: of a node, for the micro-batches of a pipeline; None: as many as there are to be, of one each.
 
     Raises:
@@ -302,17 +302,19 @@ def _talk(
     Raises:
         ArgumentError: what that depends on is not given, or given for nothing.
     """
-    about = {"layers": layers, "activation_bytes": activation_bytes, "batch_size": batch_size}
+    about = {"activation_bytes": activation_bytes, "batch_size": batch_size}
+    about |= {"layers": layers} if node is None else {}
+    if layers is not None:
+        check_count("layers", layers)
     if node is None or node.tensor * node.depth == 1:
         if given := [name for name, value in about.items() if value is not None]:
             raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages in it: leave it out")
-        return None if node is None else talk_of_layers(node, parameters, 1, 0.0, _examples(node, None))
+        return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
     if layers is None or activation_bytes is None:
         raise ArgumentError(
             f"node={node}: say layers= of the model and activation_bytes=, what goes from a layer to the next for the "
             "batch of a node, as batch x tokens x width x 4"
         )
-    check_count("layers", layers)
     if batch_size is not None:
         check_count("batch_size", batch_size)
         node.check_batch(batch_size)

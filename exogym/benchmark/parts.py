@@ -34,6 +34,7 @@ class Scope:
     steps: Mapping[str, int] = field(default_factory=dict)
 
 
+# of `exogym benchmark`: what docs/benchmark.md shows
 SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
 
 
@@ -43,6 +44,7 @@ def _all_methods() -> tuple[str, ...]:
     return (*METHODS, *sorted({*others} - named))
 
 
+# of `exogym benchmark --full`: hours
 FULL = Scope(("digits", "mnist", "shakespeare", "cifar10"), (2, 4, 8, 16, 32, 64), _all_methods())
 
 

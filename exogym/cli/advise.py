@@ -139,7 +139,9 @@ def advise(
             metavar="TEXT", help="A node is several devices, as 'shard=8,network=nvlink'; see docs/islands.md."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Of the model; with tensor= or stages= in --node.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Of the model; with --node, for tensor= or stages= needed.")
+    ] = None,
     activation_bytes: Annotated[
         str | None,
         typer.Option(metavar="B", help="That go from a layer to the next for a node's batch, as 100M; likewise."),

@@ -28,7 +28,7 @@ class Device:
     source: str
 
 
-DEVICES: dict[str, Device] = {
+DEVICES: dict[str, Device] = {  # by name: peak operations a second, and who says so
     "h100": Device(989e12, "bf16", "NVIDIA H100 SXM data sheet, without sparsity"),
     "a100": Device(312e12, "bf16", "NVIDIA A100 data sheet, without sparsity"),
     "rtx4090": Device(165e12, "bf16", "NVIDIA Ada architecture paper, 32-bit accumulation, without sparsity"),

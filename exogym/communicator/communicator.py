@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from exogym.base import pulse
+from exogym.communicator.inside import ALONE, Inside
 from exogym.communicator.recorder import Groups, Recorder, row_bytes
 from exogym.communicator.robust import Rule
 from exogym.communicator.secure import SecureAggregation
@@ -104,7 +105,7 @@ class Communicator(Recorder):
                     if size:
                         self.record(told, "server", group, size)
             elif (rule := self.robust(op, share)) is not None:
-                result = rule.of(self.wire, flat, group)
+                result = rule.of(self.wire, flat, group, self._others)
                 self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
             else:
                 result = self._reduced(flat, group, op, share, everywhere=not apart)
@@ -130,6 +131,11 @@ class Communicator(Recorder):
             raise ArgumentError(
                 f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
             )
+
+    @property
+    def _others(self) -> Inside:
+        """The processes of the node that hold the other columns of what is averaged."""
+        return ALONE if self._alone else self.wire.inside
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
@@ -200,7 +206,7 @@ class Communicator(Recorder):
     def _of_decoded(self, x: Tensor, group: Sequence[int], op: str) -> Tensor:
         share = self.share(group, op)
         rule = self.robust(op, share)
-        return self.wire.reduce(x, group, op, share) if rule is None else rule.of(self.wire, x, group)
+        return self.wire.reduce(x, group, op, share) if rule is None else rule.of(self.wire, x, group, self._others)
 
     def _sum_packed(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str, groups: list[list[int]], size: float
@@ -221,7 +227,7 @@ class Communicator(Recorder):
             flat = decoded.reshape(len(group), -1)
             share = self.share(group, op)
             rule = self.robust(op, share)
-            total = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group)
+            total = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
             reduced = total.view(1, *decoded.shape[1:])
             if result is None:
                 return reduced.expand(len(self.ranks), *decoded.shape[1:])

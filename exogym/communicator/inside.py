@@ -63,4 +63,4 @@ class Inside:
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 
-ALONE = Inside()
+ALONE = Inside()  # a node that is one device

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exogym.communicator.inside import ALONE, Inside
 from exogym.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count
 
@@ -47,11 +48,14 @@ class Rule:
         """Return how many of n values are left out on each side."""
         raise NotImplementedError
 
-    def of(self, wire: Wire, x: Tensor, ids: Sequence[int]) -> Tensor:
-        """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process."""
+    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+        """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process.
+
+        `inside` are those of a node that hold the other columns of what is averaged.
+        """
         return wire.reduce(x, ids, f"trimmed {self.trimmed(len(ids))}")
 
-    def of_rows(self, members: Tensor, ids: Sequence[int]) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
         """Return the (F,) robust mean of `members` (n, F)."""
         return reduce_rows(members, ids, f"trimmed {self.trimmed(len(ids))}")
 
@@ -108,19 +112,20 @@ class Krum(Rule):
         check_share(self.share)
         check_count("keep", self.keep)
 
-    def of(self, wire: Wire, x: Tensor, ids: Sequence[int]) -> Tensor:
-        return self.of_rows(wire.rows(x, ids), ids)
+    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+        return self.of_rows(wire.rows(x, ids), ids, inside)
 
-    def of_rows(self, members: Tensor, ids: Sequence[int]) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
         n = len(members)
         if n < 3:
             return reduce_rows(members, ids, "mean")
         f = bad_among(n, self.share, (n - 3) // 2)
-        scores = distances(members).sort(1).values[:, 1 : n - f - 1].sum(1)  # the closest is oneself
+        scores = distances(members, inside).sort(1).values[:, 1 : n - f - 1].sum(1)  # the closest is oneself
         chosen = scores.sort(stable=True).indices[: min(self.keep, n - f)].sort().values.tolist()
         return tree_sum(members[chosen], range(len(chosen)), None, len(chosen))
 
 
+# means that bear bad peers, by name
 RULES: dict[str, type[Rule]] = {"median": Median, "trimmed_mean": TrimmedMean, "krum": Krum}
 
 
@@ -151,8 +156,10 @@ def rule_of(given: str | Rule) -> Rule:
     return RULES[given]()
 
 
-def distances(members: Tensor) -> Tensor:
+def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
     """Return the (n, n) squared distances of `members` (n, F), in float64; infinite where one is not finite.
+
+    Over the columns of all of `inside`.
 
     A difference is a tensor of its own, so the bits do not depend on where the rows lie.
     """
@@ -164,5 +171,6 @@ def distances(members: Tensor) -> Tensor:
         for i in range(n):
             for j in range(i):
                 out[i, j] += (part[i] - part[j]).double().square().sum().cpu()
+    out = inside.sum(out)
     out += out.T.clone()
     return out.nan_to_num(nan=math.inf, posinf=math.inf).fill_diagonal_(0)

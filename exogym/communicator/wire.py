@@ -12,7 +12,7 @@ from torch import Tensor
 from exogym.communicator.inside import ALONE, Inside
 from exogym.progress import notice
 
-CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 18  # of a row that go through a reduction at a time
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -66,7 +66,7 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     if isinstance(strategies, Mapping):
         return dict(strategies)
     given = [strategies] if isinstance(strategies, Strategy) else strategies
-    texts = given.split(",") if isinstance(given, str) else list(given)
+    texts: list[Any] = given.split(",") if isinstance(given, str) else list(given)
     for text in texts:
         if not isinstance(text, str):
             kind = getattr(text, "__name__", type(text).__name__)

@@ -43,7 +43,7 @@ from exogym.strategy.strategy import Strategy
 from exogym.tasks import Task, load_task
 from exogym.training.options import describe
 
-DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")
+DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # what `compare` trains if nothing is said
 VAL_EXAMPLES = 500  # at most
 Problem = Task | str | tuple[Callable[[], nn.Module], Any, Any]
 

@@ -5,7 +5,7 @@ node can be dealt into: the greatest common divisor K of their sizes. A node of 
 model is split over all k of them, each part in memory of its own: before each gradient a process takes its part from
 the row, and of the gradient each gets what the row here is cut into.
 
-Sent by a process per step, with P parameters of b bytes: less than b P / k to take its part, and b P / K of gradients.
+Sent by a process per step, with P parameters of b bytes: about b P / k to take its part, and b P / K of gradients.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Recut(Split):
         with self.within.gathered():
             yield
 
-    def share(self, buffer: str) -> float:
-        return self.within.share(buffer)
+    def keepers(self, buffer: str) -> range:
+        return self.within.keepers(buffer)
 
     def split(self) -> None:
         self.within.split()

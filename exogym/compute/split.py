@@ -57,9 +57,9 @@ class Split:
         self.refresh()
         yield
 
-    def share(self, buffer: str) -> float:
-        """Return how much what is here counts in the mean over the node's processes of a buffer, by its name."""
-        return 1 / self.size
+    def keepers(self, buffer: str) -> range:
+        """Return which processes of the node change a buffer, by its name; of numbers its value is their mean."""
+        return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
         """Find the `way` of `parts` while the model is whole yet; nothing where processes do not gather on the way."""

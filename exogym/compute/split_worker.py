@@ -98,8 +98,11 @@ class SplitWorker(Worker):
     def check(self, row: int) -> None:
         self._keep_buffers(row)
         for name, rows in self.fleet.buffers.items():  # each process has seen other examples
-            if rows.is_floating_point() or rows.is_complex():
-                rows[row] = self.inside.sum(rows[row] * self.split.share(name))
+            keepers, none = self.split.keepers(name), torch.zeros_like(rows[row])
+            if rows.is_floating_point():
+                rows[row] = self.inside.sum(rows[row] / len(keepers) if self.inside.part in keepers else none)
+            elif len(keepers) < self.inside.parts:
+                rows[row] = self.inside.sum(rows[row] if self.inside.part == keepers[0] else none)
             else:  # counts go up
                 rows[row] = self.inside.maximum(rows[row].long())
 

@@ -19,6 +19,7 @@ them; per step, what two stages hold, and what shards of a stage gather and sum.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ class Staged(Replicated):
 
     Raises:
         ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
-            output is not one tensor with an example in each of its rows; a forward pass that looks at numbers before
-            the cut.
+            output is not one tensor with an example in each of its rows, or not all that goes on; a forward pass that
+            looks at numbers before the cut.
     """
 
     def _stages(self) -> dict[str, list[int]]:
@@ -69,8 +70,9 @@ class Staged(Replicated):
         self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
         return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
 
-    def share(self, buffer: str) -> float:
-        return self.mesh.depth / self.size if self._buffers[buffer] == self._at["stages"] else 0.0
+    def keepers(self, buffer: str) -> range:
+        each = self.size // self.mesh.depth
+        return range(self._buffers[buffer] * each, (self._buffers[buffer] + 1) * each)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -151,14 +153,18 @@ class Staged(Replicated):
         """Return tensors like those that go over each cut for a micro-batch, without computing."""
         found: dict[str, Any] = {}
         with contextlib.ExitStack() as undo:
+            hollow = Hollow(self.model, watches=True)
+
+            def note(name: str, module: nn.Module, given: Any, out: Any) -> Any:
+                found[name] = out
+                return hollow.cut(out, name) if isinstance(out, Tensor) else out
+
             for name in self.cuts:
-                hook = self.model.get_submodule(name).register_forward_hook(
-                    lambda _, x, out, name=name: found.__setitem__(name, out)
-                )
+                hook = self.model.get_submodule(name).register_forward_hook(functools.partial(note, name))
                 undo.callback(hook.remove)
             undo.enter_context(torch.no_grad())
             undo.enter_context(context())
-            undo.enter_context(Hollow(self.model))
+            undo.enter_context(hollow)
             loss(part)
         for name in self.cuts:
             out = found.get(name)

@@ -27,7 +27,7 @@ from exogym.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults.availability import Availability, Trace
 
-NEVER = 2**62
+NEVER = 2**62  # a step after all others
 ATTACKS = {"sign_flip": 1, "noise": 10, "scale": 10}  # each with its factor
 FIRST_HORIZON = 1024
 

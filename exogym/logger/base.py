@@ -13,6 +13,7 @@ from exogym.errors import ArgumentError
 from exogym.record.history import plain
 
 Record = Mapping[str, Any]
+# numbers that JSON has no word for, and what stands for them
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 

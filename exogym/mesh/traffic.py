@@ -6,18 +6,25 @@ gathered one at a time (`splits.blocks_of`), each device sends and gets in one p
     all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
 
-where a parameter's first axis counts as the next multiple of k, to which it is padded. With zero=2 that is
+where a parameter's first axis counts as the next multiple of k, to which it is padded. With n blocks these are 2 n + 1
+and n + 1 messages, the one being what is in no block; each has its latency. With zero=2 that is
 (k-1)/k b P for the reduce-scatter and as much for the all-gather of what the optimizer has changed; with zero=1 an
 all-reduce, 2 (k-1)/k b P, and that all-gather. Gradients are not padded there. Shards of a stage gather it once a step,
 as with zero=2, however many micro-batches go through it.
 
 For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
 gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
-"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t.
+"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t. What no
+layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others,
+t - 1 times.
 
 For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
 largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
-gradient back. An evaluation is not counted, as it is not between nodes.
+gradient back.
+
+Not counted: an evaluation, as it is not between nodes; the few numbers that devices agree on in a step, as the loss and
+the norm of a gradient; and what strategies and optimizers that act on whole tensors are dealt, (k-1)/k of the columns
+each way (`fleet.dealing`), which no model says and no formula of a split knows.
 """
 
 from __future__ import annotations
@@ -43,7 +50,7 @@ class Call:
 
     Attributes:
         kind: a collective, or "send" to the stage after or before.
-        payload_bytes: what each member gives.
+        payload_bytes: what each member gives; of a broadcast, one of them.
         groups: one that gives less than that counts for less than one.
     """
 
@@ -57,7 +64,9 @@ class Call:
     @property
     def tx_bytes(self) -> float:
         """What all these devices send in a step."""
-        factor = 1 / self.members if self.kind == "send" else FACTORS[self.kind, "ring"](self.members)
+        n = self.members
+        alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one of them sends, to another one or to all
+        factor = alone[self.kind] if self.kind in alone else FACTORS[self.kind, "ring"](n)
         return factor * self.payload_bytes * self.members * self.groups * self.times
 
     def seconds(self, network: Network) -> float:
@@ -71,13 +80,13 @@ class Parameter:
     Attributes:
         shape: of what one of the devices has that compute its layer together.
         stages: of the pipeline that hold it; two of them where it is tied.
-        in_block: whether it is in a block that is gathered by itself, and so twice in a pass.
+        block: the one it is in, which is gathered by itself, and so twice in a pass; "": none.
         is_cut: whether each device that computes its layer has a part of it; otherwise all of them have all of it.
     """
 
     shape: tuple[int, ...]
     item_bytes: int
-    in_block: bool
+    block: str
     stages: tuple[int, ...]
     is_cut: bool = False
 
@@ -115,14 +124,14 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     """
     plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
     stage_of, ends = stages_of(model, mesh)
-    blocks = tuple(f"{name}." for name in blocks_of(model))
+    blocks = [f"{name}." for name in blocks_of(model)]
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     parameters = [
         Parameter(
             _local_shape(tuple(p.shape), name, plan, mesh.tensor), p.element_size(),
-            name.startswith(blocks) if blocks else False, tuple(sorted({stage_of(other) for other in names[id(p)]})),
+            next(filter(name.startswith, blocks), ""), tuple(sorted({stage_of(other) for other in names[id(p)]})),
             _cut_axis(tuple(p.shape), name, plan) is not None,
         )
         for name, p in model.named_parameters()
@@ -182,10 +191,10 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
     calls: list[Call] = []
     for stage in range(S):
         if k > 1 and mesh.zero == 3 and S == 1:
-            calls.append(Call("all_gather", k, 2 * own / k, count, stage, t))
+            calls.append(Call("all_gather", k, own / k / layers, 2 * layers * count, stage, t))
+            calls.append(Call("reduce_scatter", k, own / layers, layers, stage, t))
         elif k > 1:
             calls.append(Call("all_gather", k, own / k, 1, stage, t))
-        if k > 1:
             calls.append(Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, own, 1, stage, t))
         if t > 1:
             calls.append(Call("all_reduce", t, part, 4 * -(-layers // S) * count, stage, k))
@@ -229,11 +238,15 @@ class InsideCost:
         passes = sum(count for _, count in self._passes(examples))
         for stage in range(mesh.depth if k > 1 else 0):
             here = [p for p in self.facts.parameters if stage in p.stages]
+            if not here:
+                continue
             trained = sum(p.padded_bytes(k) for p in here)
-            gathered = sum(p.padded_bytes(k) * (2 if p.in_block else 1) for p in here)
             if mesh.zero == 3 and mesh.depth == 1:
-                yield Call("all_gather", k, gathered / k, passes, stage, mesh.tensor)
-                yield Call("reduce_scatter", k, trained, 1, stage, mesh.tensor)
+                gathered = sum(p.padded_bytes(k) * (2 if p.block else 1) for p in here)
+                messages = len({p.block for p in here})
+                twice = messages + len({p.block for p in here if p.block})
+                yield Call("all_gather", k, gathered / k / twice, twice * passes, stage, mesh.tensor)
+                yield Call("reduce_scatter", k, trained / messages, messages, stage, mesh.tensor)
             else:
                 summed = sum(p.padded_bytes() for p in here)
                 yield Call("all_gather", k, trained / k, 1, stage, mesh.tensor)
@@ -241,6 +254,7 @@ class InsideCost:
 
     def _of_layers(self, examples: int) -> Iterator[Call]:
         t = self.mesh.tensor
+        yield from self._of_mirrors()
         for size, count in self._passes(examples):
             for name, (style, stage) in self.facts.layers.items():
                 into, outof, has_gradient = self.facts.flows.get(name, (0.0, 0.0, False))
@@ -254,6 +268,15 @@ class InsideCost:
                     Call(kind, t, each * size, count, stage, self.mesh.shard) for kind, each, is_said in said if is_said
                 )
 
+    def _of_mirrors(self) -> Iterator[Call]:
+        t, k = self.mesh.tensor, self.mesh.shard
+        for stage in range(self.mesh.depth if t > 1 and self.mesh.parallelize is None else 0):
+            here = [p for p in self.facts.parameters if stage in p.stages and not p.is_cut]
+            size = sum(p.padded_bytes(k) for p in here) / k
+            if size:  # the t devices own about as much each
+                groups = sum(p.padded_bytes() for p in here) / size
+                yield Call("broadcast", t, size / t, t, stage, groups)
+
     def _of_cuts(self, examples: int) -> Iterator[Call]:
         mesh = self.mesh
         for size, count, groups in self._filled_up(examples) if self.facts.cuts else ():
@@ -264,11 +287,11 @@ class InsideCost:
                     yield Call("send", 2, given, count, after, groups)
         for p in self.facts.parameters:
             first, *others = p.stages
-            size = p.padded_bytes(mesh.shard) / mesh.shard
-            teams = p.padded_bytes() / size * (mesh.tensor if p.is_cut else 1)
+            piece = p.padded_bytes(mesh.shard) / mesh.shard
+            teams = p.padded_bytes() / piece * (mesh.tensor if p.is_cut else 1)
             for other in others:
-                yield Call("send", 2, size, 1, first, teams)
-                yield Call("send", 2, size, 1, other, teams)
+                yield Call("send", 2, piece, 1, first, teams)
+                yield Call("send", 2, piece, 1, other, teams)
 
     def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
         """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""

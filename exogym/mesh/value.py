@@ -12,7 +12,7 @@ from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.mesh.pipeline import PipelineParallel
 from exogym.network import Network
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # orders in which a pipeline takes its micro-batches
 TOLD = ("shard", "tensor", "stages", "microbatches", "network", "zero", "schedule")  # as text
 BUSY = 4  # micro-batches per stage where nobody said how many
 

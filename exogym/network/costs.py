@@ -194,7 +194,7 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "push": ("server",),
     "pull": ("server",),
 }
-NAMES = {
+NAMES = {  # what NCCL, gloo and MPI call an algorithm: its name here
     "nccl_ring": "ring",
     "nccl_tree": "double_tree",
     "gloo_ring": "ring",

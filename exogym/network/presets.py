@@ -17,7 +17,7 @@ class Preset:
     source: str
 
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, Preset] = {  # by name, each with what it was taken from
     "nvlink": Preset(
         {"bandwidth": "450GB/s", "latency": "2us"},
         "NVIDIA H100 data sheet: NVLink 900 GB/s per GPU, both directions together; latency assumed",

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.communicator import Krum, Rule, SecureAggregation
+from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
 from exogym.fleet import Fleet
@@ -58,7 +58,7 @@ __all__ = [
     "PeriodicModule",
     "example_weights",
 ]
-NEVER = 2**62
+NEVER = 2**62  # a step after all others
 
 
 class CommunicateOptimizeStrategy(Strategy):
@@ -256,18 +256,11 @@ class CommunicateOptimizeStrategy(Strategy):
         return not self.unweighted()
 
     def check_parts(self) -> None:
-        for name, asked in (
-            ("secure_aggregation", self.averaging.secure is not None),
-            (f"robust={self.averaging.robust!r}", self.averaging.cap is not None),
-            (f"robust={self.averaging.robust!r}", isinstance(self.averaging.rule, Krum)),
-            ("tuner", self.tuning is not None),
-            ("faults with bad_nodes", self.faults is not None),
-        ):
-            if asked:
-                raise ArgumentError(
-                    f"{name} looks at all of a node's row, and with node= in several processes each has a part of it: "
-                    "leave it out, or train in one process"
-                )
+        if self.averaging.secure is not None:
+            raise ArgumentError(
+                "secure_aggregation looks at all of a node's row, and with node= in several processes each has a part "
+                "of it: leave it out, or train in one process"
+            )
         for module in self.modules:
             module.check_parts()
 

@@ -101,18 +101,19 @@ class Updates(Module):
         """Change `updates`, (P,) per block of each row, in place; return the rows whose updates are others now."""
         changed = {row for row in updates if fleet.ranks[row] in self.bad}
         for row in changed:
-            self._attack(updates[row], fleet.ranks[row], step)
+            self._attack(fleet, updates[row], fleet.ranks[row], step)
         if self.cap is not None:
             changed |= self._cap(fleet, updates, self.cap)
         return sorted(changed)
 
-    def _attack(self, u: list[Tensor], node: int, step: int) -> None:
+    def _attack(self, fleet: Fleet, u: list[Tensor], node: int, step: int) -> None:
         assert self.faults is not None
         c = self.faults.attack_factor
         if self.faults.attack == "noise":
             g = generator(self.faults.seed, "attack", node, step)
-            z = [torch.randn(x.numel(), generator=g) for x in u]
-            c *= _norm(u) / _norm(z)
+            layouts = [block.layout for block in fleet.blocks]
+            z = [torch.randn(x.total, generator=g)[x.columns] for x in layouts]
+            c *= _norm(u, fleet) / _norm(z, fleet)
             for x, noise in zip(u, z, strict=True):
                 x.copy_(noise.mul_(c))
             return
@@ -120,11 +121,11 @@ class Updates(Module):
             x.mul_(-c if self.faults.attack == "sign_flip" else c)
 
     def _cap(self, fleet: Fleet, updates: dict[int, list[Tensor]], cap: NormCap) -> set[int]:
-        norms = {row: _norm(u) for row, u in updates.items()}
+        norms = {row: _norm(u, fleet) for row, u in updates.items()}
         most = cap.norm
         if most is None:
-            mine = torch.tensor([[norms.get(row, 0.0)] for row in range(len(fleet))], dtype=torch.float64)
-            told = fleet.comm.wire.rows(mine, fleet.comm.present).flatten().tolist()  # who brings something is known
+            mine = torch.tensor([norms.get(row, 0.0) for row in range(len(fleet))], dtype=torch.float64)
+            told = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # who brings something is known
             movers = [node for node, norm in zip(fleet.comm.present, told, strict=True) if norm]
             if not movers:
                 return set()
@@ -136,6 +137,10 @@ class Updates(Module):
         return set(over)
 
 
-def _norm(u: list[Tensor]) -> float:
-    """Return the 2-norm of a node's update over all blocks, which does not depend on where its row lies."""
-    return math.sqrt(sum(float(x.double().square().sum()) for x in u))
+def _norm(u: list[Tensor], fleet: Fleet) -> float:
+    """Return the 2-norm of a node's update over all blocks, which does not depend on where its row lies.
+
+    Where nodes are several processes, all of a node's ask for those of the same updates, and get the same.
+    """
+    here = sum(float(x.double().square().sum()) for x in u)
+    return math.sqrt(float(fleet.comm.wire.inside.sum(torch.tensor(here, dtype=torch.float64))))

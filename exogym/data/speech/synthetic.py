@@ -33,6 +33,7 @@ class Voice:
         return f"{self.name}/{self.speed}/{self.pitch}"
 
 
+# who reads the training clips aloud, one after the other
 VOICES = (Voice(), Voice("en-us+f3", 150, 60), Voice("en-us+m3", 170, 35), Voice("en-gb+f2", 160, 55))
 STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # whom nobody trains on
 
