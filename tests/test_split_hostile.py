@@ -259,7 +259,7 @@ FORGED = {
     "another node": (lambda t, told: (t.update({"7/w": t["0/w"]}), told.update({"7/w": told["0/w"]})), "of a node"),
     "no node": (
         lambda t, told: (t.update({"w": t["0/w"]}), told.update({"w": told["0/w"]})),
-        "is not a file of pieces",
+        "of a node",
     ),
     "a stranger": (lambda t, told: t.update({"0/v": t["0/w"].clone()}), "is not what it says"),
     "told of only": (lambda t, told: t.pop("0/w"), "is not what it says"),

@@ -98,15 +98,13 @@ class SplitWorker(Worker):
     def check(self, row: int) -> None:
         self._keep_buffers(row)
         for name, rows in self.fleet.buffers.items():  # each process has seen other examples
-            keeps = self.inside.part in self.split.keepers(name)
+            keepers, none = self.split.keepers(name), torch.zeros_like(rows[row])
             if rows.is_floating_point() or rows.is_complex():
-                share = 1 / len(self.split.keepers(name)) if keeps else 0.0
-                rows[row] = self.inside.sum(rows[row] * share)
+                rows[row] = self.inside.sum(rows[row] / len(keepers) if self.inside.part in keepers else none)
+            elif len(keepers) < self.inside.parts:
+                rows[row] = self.inside.sum(rows[row] if self.inside.part == keepers[0] else none)
             else:  # counts go up
-                count = rows[row].long()
-                rows[row] = self.inside.maximum(
-                    count if keeps else torch.full_like(count, torch.iinfo(count.dtype).min)
-                )
+                rows[row] = self.inside.maximum(rows[row].long())
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
         found = self.fleet.wholes(vectors) if together else ()
