@@ -6,7 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from splits import ADAM, MADE, PIPELINES, SGD, WARY, apart, assert_alike, fit, split, text_trainer, trainer, wary
+from splits import (
+    ADAM,
+    MADE,
+    PIPELINES,
+    SGD,
+    TUNERS,
+    WARY,
+    apart,
+    assert_alike,
+    fit,
+    split,
+    text_trainer,
+    trainer,
+    tuned,
+    wary,
+)
 
 from exogym import NodeMesh
 from exogym.balance import Balance
@@ -30,6 +45,8 @@ for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stag
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
 for name in WARY:
     found[name] = wary(name, node=NodeMesh(shard=2))
+for name in TUNERS:
+    found[name] = tuned(name, node=NodeMesh(shard=2), save_dir=name)
 found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native")
 speeds = Balance("batch", speeds=[1, 3])
 found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds)
@@ -86,6 +103,13 @@ def test_what_looks_at_a_whole_row_sees_it_in_parts(name, halves):
     """The vector closest to its neighbours, norms, and noise as long as the update of a bad node."""
     assert_alike(halves[name], wary(name), ADAM)
     assert apart(halves[name], wary("plain")) > 100 * SGD  # the control: it makes a difference
+
+
+@pytest.mark.parametrize("name", TUNERS)
+def test_a_tuner_sees_the_whole_row(name, halves):
+    (run, seen), (dense, wanted) = halves[name], tuned(name)
+    assert_alike(run, dense, ADAM)
+    assert len(wanted) > 1 and seen == pytest.approx(wanted, rel=1e-4)
 
 
 def test_torchs_own_sums_and_loads_by_speed_are_as_ever(halves):
@@ -156,6 +180,11 @@ class Scalar(Tied):
         self.scale = nn.Parameter(torch.ones(()))
     def forward(self, x):
         return super().forward(x) * self.scale
+class Beside(Tied):
+    cut_points = "blocks.*"
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(nn.Linear(9, 9))
 class Own(PeriodicModule):
     def communicate(self, fleet, step):
         pass
@@ -170,10 +199,10 @@ tries = {
     "dealt": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance=Balance("nodes", [1, 1])),
     "memory": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), max_memory_usage=0.5),
     "secure": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
-    "tuner": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, tuner="drift"), node=NodeMesh(shard=3)),
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),
+    "cut": lambda: fit(trainer(Beside), good(), node=NodeMesh(stages=3)),
     "stages": lambda: fit(text_trainer(), good(), node=NodeMesh(stages=3)),
     "shards": lambda: fit(text_trainer(), good(), node=NodeMesh(shard=3, zero=2, parallelize=fully)),
     "layers": lambda: fit(trainer(), good(), node=NodeMesh(tensor=3)),
@@ -197,10 +226,10 @@ keep(said)
         "dealt": "balance='nodes' with node= in several processes",
         "memory": "give minibatch_size instead",
         "secure": "secure_aggregation looks at all of a node's row",
-        "tuner": "tuner looks at all of a node's row",
         "optimizer": "looks at whole tensors",
         "module": "Own does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
+        "cut": "cut after 'blocks.0', and behind it uses more of what was made before than its output",
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
@@ -217,18 +246,21 @@ def test_quarters_take_a_quarter_of_the_memory(mesh, tmp_path):
 import gc
 from exogym.strategy import FedAvgStrategy
 from exogym.training.driver import Driver
+class Block(nn.Sequential):
+    def forward(self, h):
+        return h + super().forward(h)
 class Wide(nn.Module):
     cut_points = "blocks.*"
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 512)
-        made = (nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
+        made = (Block(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512)) for _ in range(6))
         self.blocks = nn.ModuleList(made)
         self.head = nn.Linear(512, 11)
     def forward(self, x):
         h = self.embed(x).mean(1)
         for block in self.blocks:
-            h = h + block(h)
+            h = block(h)
         return self.head(h)
 held, advance = [], Driver.advance
 def looking(self, first, last):

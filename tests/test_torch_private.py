@@ -577,3 +577,9 @@ def test_a_pass_without_numbers_has_shapes() -> None:
         with pytest.raises(ModelError, match="looks at numbers that follow from parameters"):
             bool(out.sum() > 0)
     assert torch.equal(torch.get_rng_state(), state) and not model(x).is_meta
+    with torch.no_grad(), torch_private.Hollow(model, watches=True) as hollow:
+        first = model[0](x)
+        then = hollow.cut(first, "0")
+        assert model[1](then).shape == (2, 2, 3)
+        with pytest.raises(ModelError, match="cut after '0', and behind it uses more of what was made before"):
+            then + first

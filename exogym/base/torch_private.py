@@ -347,12 +347,21 @@ class Hollow(TorchDispatchMode):
     """Inside, what is made of a model's parameters has a shape and no numbers (torch's meta device), in no time.
 
     Raises:
-        ModelError: the pass looks at such a number.
+        ModelError: the pass looks at such a number, or uses behind a `cut` what was made before it.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, watches: bool = False):
         super().__init__()
         self._own = {id(p) for p in model.parameters()}
+        self._watches, self._last = watches, ""
+        self._made: dict[int, Tensor] = {}  # since the last cut, and before it
+        self._beyond: dict[int, Tensor] = {}
+
+    def cut(self, out: Tensor, name: str) -> Tensor:
+        """Return what stands for `out` of the module `name` where it `watches`: nothing else may be used from here."""
+        self._beyond |= self._made
+        self._made, self._last = {}, name
+        return torch.empty(out.shape, dtype=out.dtype, device="meta")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, seen = (args, kwargs or {}), list[bool]()
@@ -363,8 +372,19 @@ class Hollow(TorchDispatchMode):
                     "the forward pass looks at numbers that follow from parameters of an earlier stage: it cannot be "
                     "cut into stages in several processes"
                 )
+            tree_map_only(Tensor, self._refuse_beyond, given)
             given = tree_map_only(Tensor, _without_numbers, given)
-        return func(*given[0], **given[1])
+        found = func(*given[0], **given[1])
+        if self._watches:
+            tree_map_only(Tensor, lambda x: self._made.__setitem__(id(x), x) if x.is_meta else None, found)
+        return found
+
+    def _refuse_beyond(self, x: Tensor) -> None:
+        if id(x) in self._beyond:
+            raise ModelError(
+                f"the model is cut after {self._last!r}, and behind it uses more of what was made before than its "
+                "output, which is all that a stage gets: cut it elsewhere"
+            )
 
 
 def _without_numbers(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Recorder:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self._tag = "parameters"
-        self._alone = False  # whether what is sent is of whole tensors, and no part of each
+        self._alone = False  # whether what is sent is whole, and no part of it in each process of a node
         self._held: list[Event] | None = None  # what was sent apart
         self._numbers = 0  # of flights
         self._flight: int | None = None  # which calls are on now
@@ -63,6 +63,15 @@ class Recorder:
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
+
+    @contextlib.contextmanager
+    def of_nodes(self) -> Iterator[None]:
+        """Inside, what is sent is a node's own: all its processes hold the same, and no part of it each."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
 
     # What processes of a node do apart
 

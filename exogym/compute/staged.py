@@ -19,6 +19,7 @@ them; per step, what two stages hold, and what shards of a stage gather and sum.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,8 +49,8 @@ class Staged(Replicated):
 
     Raises:
         ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
-            output is not one tensor with an example in each of its rows; a forward pass that looks at numbers before
-            the cut.
+            output is not one tensor with an example in each of its rows, or not all that goes on; a forward pass that
+            looks at numbers before the cut.
     """
 
     def _stages(self) -> dict[str, list[int]]:
@@ -149,14 +150,18 @@ class Staged(Replicated):
         """Return tensors like those that go over each cut for a micro-batch, without computing."""
         found: dict[str, Any] = {}
         with contextlib.ExitStack() as undo:
+            hollow = Hollow(self.model, watches=True)
+
+            def note(name: str, module: nn.Module, given: Any, out: Any) -> Any:
+                found[name] = out
+                return hollow.cut(out, name) if isinstance(out, Tensor) else out
+
             for name in self.cuts:
-                hook = self.model.get_submodule(name).register_forward_hook(
-                    lambda _, x, out, name=name: found.__setitem__(name, out)
-                )
+                hook = self.model.get_submodule(name).register_forward_hook(functools.partial(note, name))
                 undo.callback(hook.remove)
             undo.enter_context(torch.no_grad())
             undo.enter_context(context())
-            undo.enter_context(Hollow(self.model))
+            undo.enter_context(hollow)
             loss(part)
         for name in self.cuts:
             out = found.get(name)

@@ -256,15 +256,11 @@ class CommunicateOptimizeStrategy(Strategy):
         return not self.unweighted()
 
     def check_parts(self) -> None:
-        for name, asked in (
-            ("secure_aggregation", self.averaging.secure is not None),
-            ("tuner", self.tuning is not None),
-        ):
-            if asked:
-                raise ArgumentError(
-                    f"{name} looks at all of a node's row, and with node= in several processes each has a part of it: "
-                    "leave it out, or train in one process"
-                )
+        if self.averaging.secure is not None:
+            raise ArgumentError(
+                "secure_aggregation looks at all of a node's row, and with node= in several processes each has a part "
+                "of it: leave it out, or train in one process"
+            )
         for module in self.modules:
             module.check_parts()
 

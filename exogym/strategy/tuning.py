@@ -35,8 +35,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from exogym.communicator import Inside
 from exogym.errors import ArgumentError, StrategyError, check_choice, check_count
 from exogym.fleet import Fleet, Stateful
+from exogym.fleet.layout import Cut, cut_of
 from exogym.fleet.presence import rows_of
 from exogym.fleet.state import Tensors
 from exogym.strategy.rounds import Rounds
@@ -254,7 +256,7 @@ class Tuning(Stateful):
         return self.value
 
     def start(self, fleet: Fleet, run: Run) -> None:
-        self.run = run
+        self.run, self._layouts = run, [block.layout for block in fleet.blocks]
         self._apart = torch.zeros(len(fleet), dtype=torch.float64)
         sees_correlation = self.tuner.sees == "correlation"
         self._last = [block.zeros(1)[0] if sees_correlation else torch.empty(0) for block in fleet.blocks]
@@ -288,7 +290,7 @@ class Tuning(Stateful):
         if self.tuner.sees == "drift":
             self._measure_drift(fleet)
         elif self.tuner.sees == "correlation":
-            self._correlate()
+            self._correlate(fleet.comm.wire.inside)
         sent = float(fleet.comm.ledger.tx_bytes.mean())
         seen = Seen(self.value, self.run.total_steps - step, sent, sent - self._sent, self.drift, self.correlation)
         self._sent = sent
@@ -299,8 +301,8 @@ class Tuning(Stateful):
     def _measure_drift(self, fleet: Fleet) -> None:
         """Set rho: those who have moved sum up how far, and how far from their mean."""
         comm = fleet.comm
-        both = torch.stack([self._apart, self._moved], 1)
-        told = comm.wire.rows(self._moved[:, None], comm.present).flatten().tolist()  # who takes part is known
+        both = comm.wire.inside.sum(torch.stack([self._apart, self._moved], 1))
+        told = comm.wire.rows(both[:, 1], comm.present).tolist()  # who takes part is known
         movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
         if movers and not self._means:
             raise StrategyError(
@@ -308,12 +310,13 @@ class Tuning(Stateful):
                 "add up: take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
             )
         if movers:
-            sums = comm.all_reduce(both, "sum", groups=[movers])
+            with comm.of_nodes():
+                sums = comm.all_reduce(both, "sum", groups=[movers])
             apart, moved = comm.wire.rows(sums, movers[:1])[0].tolist()
             self.drift = apart / moved
 
-    def _correlate(self) -> None:
-        """Set the cosine of this outer gradient and the last, over all blocks."""
+    def _correlate(self, inside: Inside) -> None:
+        """Set the cosine of this outer gradient and the last, over all blocks; `inside` have the other columns."""
         last, now = self._last, self._now
         if [len(x) for x in now] != [len(x) for x in last]:
             raise StrategyError(
@@ -322,10 +325,11 @@ class Tuning(Stateful):
                 "DiLoCo, or leave the tuner out"
             )
         if self._counted:
-            dot, a, b = (
+            here = [
                 sum(float((x.double() * y.double()).sum()) for x, y in zip(left, right, strict=True))
                 for left, right in ((last, now), (last, last), (now, now))
-            )
+            ]
+            dot, a, b = inside.sum(torch.tensor(here, dtype=torch.float64)).tolist()
             self.correlation = dot / math.sqrt(a * b) if a * b else math.nan
         for x, y in zip(last, now, strict=True):
             x.copy_(y)
@@ -342,6 +346,10 @@ class Tuning(Stateful):
         if self.rounds is not None:
             tensors["ends"] = torch.tensor(self.rounds._ends)
         return tensors | {f"last.{b}": x for b, x in enumerate(self._last) if len(x)}
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        kind, _, b = name.partition(".")
+        return cut_of(self._layouts[int(b)]) if kind == "last" else None
 
     def load_shared(self, tensors: Tensors) -> None:
         self.value, self._sent, self.drift, self.correlation, counted = tensors["numbers"].tolist()
