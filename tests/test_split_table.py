@@ -65,6 +65,7 @@ keep((found, table(trainer, BITS, NodeMesh(shard=2))))
     assert {n: apart(x, steps(n, minibatch_size=4)) for n, x in by_optimizer.items()} == dict.fromkeys(OPTIMIZERS, 0.0)
     dense = table(trainer, BITS, None, minibatch_size=4)
     assert {name: apart(x, dense[name]) for name, x in by_strategy.items()} == dict.fromkeys(BITS, 0.0)
+    assert {name: x[2] for name, x in by_strategy.items()} == {name: x[2] for name, x in dense.items()}  # bytes
     assert apart(steps("adamw"), by_optimizer["adamw"]) > 0  # of whole batches they are others
 
 
