@@ -6,11 +6,13 @@ import itertools
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from problems import Regressor, dyadic, fleet_of
 from torch import Tensor
 
+from exogym.communicator.ledger import Event, together
 from exogym.compress import (
     E3M0,
     Absmax,
@@ -27,6 +29,7 @@ from exogym.compress import (
 )
 from exogym.compress.quantize import pack, unpack
 from exogym.errors import ArgumentError
+from exogym.fleet.layout import layouts_of
 
 COUNTS = (1, 7, 8, 101, 512, 1030)
 QUANTIZERS: dict[str, Callable[[], Quantizer]] = {
@@ -75,6 +78,21 @@ def test_a_payload_is_its_codes_and_a_scale_for_each_group(name: str, count: int
         assert c.count == count and c.draws == quantizer.draws
         assert sum(x[0].nbytes for x in payload) == math.ceil(count * quantizer.bits / 8) + 4 * math.ceil(count / size)
         assert c.decode(*payload).shape == (3, count)
+
+
+def test_the_bytes_of_the_parts_of_a_row_add_up_to_those_of_the_row() -> None:
+    """Of processes of a node that have some tensors each, whose bits fill whole bytes only together."""
+    (layout,) = layouts_of(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)))
+    whole = Quantized(ScaledSign(), tensors(layout)).encode(torch.ones(1, layout.numel))
+    size = sum(x.numel() * x.element_size() for x in whole)
+    parts = [layout.part({slot.name: tuple((0, n) for n in slot.shape)}) for slot in layout]
+    sizes = [Quantized(ScaledSign(), tensors(part)).share_bytes for part in parts]
+    assert sum(map(math.ceil, sizes)) > size == math.ceil(sum(sizes))
+    told = [
+        [Event("all_gather", "ring", (0, 1), x, *[np.full(2, x)] * 2, "parameters", (0, 1)).described()] for x in sizes
+    ]
+    (event,) = together(told)
+    assert (event.payload_bytes, event.tx_bytes.tolist()) == (size, [size, size])
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

@@ -129,7 +129,7 @@ class Cut:
     def of(self, whole: Tensor) -> Tensor:
         """Return what is here of a whole tensor."""
         ahead = whole.shape[: whole.dim() - len(self.shape)]
-        return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape(*ahead, *self.here)
+        return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape((*ahead, *self.here))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the whole tensor of which `x` is here."""
