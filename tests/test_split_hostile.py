@@ -9,11 +9,12 @@ from splits import apart, fit, split
 from torch import nn
 
 from exogym import LocalTrainer
+from exogym.compute import compiled
 from exogym.compute.weights import Weights
 from exogym.errors import CheckpointError, ModelError
 from exogym.fleet.layout import Cut
 from exogym.saving.parts import as_file, joined_pieces
-from exogym.strategy import SimpleReduceStrategy
+from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 # What the parts of a batch count in its loss
 
@@ -38,7 +39,7 @@ def weighted(p, y):
     return nn.functional.cross_entropy(p.view(-1, 4), y.reshape(-1), weight=torch.tensor([0.1, 1.0, 2.0, 5.0]))
 
 
-def run(loss, **given):
+def run(loss, strategy=None, **given):
     """Train on targets of which some are left out, of one example all; in the first batch none is."""
     torch.manual_seed(0)
     x, y = torch.randn(32, 6), torch.randint(4, (32, 3))
@@ -47,7 +48,7 @@ def run(loss, **given):
     data = torch.utils.data.TensorDataset(x, y)
     made = LocalTrainer(Tokens(), data, data, loss_fn=loss)
     options = {"num_nodes": 1, "max_steps": 5, "shuffle": False, "val_interval": 2}
-    return fit(made, SimpleReduceStrategy("sgd", lr=0.1), **options | given)
+    return fit(made, strategy or SimpleReduceStrategy("sgd", lr=0.1), **options | given)
 
 
 LOSSES = {"targets": over_targets, "examples": over_examples}
@@ -97,6 +98,13 @@ def test_targets_that_are_left_out_count_as_in_the_whole_batch(name, mesh, in_tw
 def test_and_in_micro_batches_of_one_process(name, options):
     whole = {"batch_size": 16} if "gradient_accumulation" in options else {}
     assert apart(run(LOSSES[name], max_steps=2, **options), run(LOSSES[name], max_steps=2, **whole)) < 1e-6
+
+
+def test_a_graph_leaves_such_batches_to_the_loop(capfd, monkeypatch):
+    monkeypatch.setattr(compiled, "compiled", lambda graph, backend, draws: graph)  # traced only, which is as exact
+    made = run(over_targets, max_steps=4, minibatch_size=3, compute="compiled", strategy=DiLoCoStrategy("sgd", H=2))
+    assert "batches whose micro-batches do not count as their examples do go through the loop" in capfd.readouterr().err
+    assert apart(made, run(over_targets, max_steps=4, strategy=DiLoCoStrategy("sgd", H=2))) < 1e-6
 
 
 def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):

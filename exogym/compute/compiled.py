@@ -109,7 +109,7 @@ class Compiled(Loop):
         while done < count:
             group = [self._plain(batch) for batch in islice(batches, self.most)]
             at = np.arange(first + done, first + done + len(group)) if span.at is None else span.at[done:]
-            alike = all(signature(batch) == self.kind for batch in group)
+            alike = all(map(self._fits, group))
             if len(group) == self.most and alike and (taken := self._stretch(row, group, at)) is not None:
                 losses.append(taken)
             else:
@@ -133,12 +133,14 @@ class Compiled(Loop):
         """Take one step of the row; return its loss, (1,)."""
         worker, inner = self.worker, self.inner
         assert inner is not None
-        whole = signature(batch) == self.kind
+        whole = self._fits(batch)
         if whole and self.most > 1 and (taken := self._stretch(row, [batch], np.array([at]))) is not None:
             return taken
         worker.reseed(self.nodes[row].rank, step)
         loss = self._gradient(row, batch) if whole else worker.gradient(batch, row)
-        if not whole:
+        if not whole and signature(batch) == self.kind:
+            self._say_once("batches whose micro-batches do not count as their examples do go through the loop")
+        elif not whole:
             self._say_once(f"batches of another shape than the first one's, {_shapes(self.kind)}, go through the loop")
         inner.step(row, at)
         return loss.reshape(1)
@@ -185,7 +187,7 @@ class Compiled(Loop):
         for row in rows:
             node = self.nodes[row]
             batch = self._plain(node.next_batch())
-            if signature(batch) != self.kind:
+            if not self._fits(batch):
                 losses.append(node.compute_gradient())
             else:
                 first = int(self.taken[row])
@@ -343,6 +345,10 @@ class Compiled(Loop):
 
     def _plain(self, batch: Any) -> Any:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
+
+    def _fits(self, batch: Any) -> bool:
+        """Whether a batch can go through the graph: of the shape it was made for, its micro-batches weighed alike."""
+        return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
     def _say_once(self, text: str) -> None:
         if text not in self._told:

@@ -18,7 +18,7 @@ from torch import Tensor
 from exogym.base import pulse
 from exogym.base.torch_private import copy_
 from exogym.compute.compiled import Compiled, tensors_of
-from exogym.compute.graph import Stepping, first_line, refusal, signature
+from exogym.compute.graph import Stepping, first_line, refusal
 from exogym.compute.outputs import map_tensors
 from exogym.compute.spans import Losses, Span
 from exogym.compute.updates import State, settings
@@ -141,7 +141,7 @@ class Graphs(Compiled):
         """
         worker, fleet, inner, size = self.worker, self.fleet, self.inner, len(groups[0])
         assert inner is not None
-        if self.alone or any(signature(batch) != self.kind for group in groups for batch in group):
+        if self.alone or not all(self._fits(batch) for group in groups for batch in group):
             return None
         keys, kept, numbers = set[Any](), [], []
         stepping: Stepping | None = None

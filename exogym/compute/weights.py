@@ -63,6 +63,10 @@ class Weights:
             for (start, stop), weight in zip(bounds, weights, strict=True)
         ]
 
+    def counts_examples(self, batch: Any) -> bool:
+        """Return whether any parts of a batch weigh as many examples as they have; raises as `parts`."""
+        return self._counts(batch) is None
+
     def _counts(self, batch: Any) -> Tensor | None:
         """Return (B,) what each example of a batch counts; None: all the same."""
         targets = targets_of(batch)

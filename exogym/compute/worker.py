@@ -363,6 +363,10 @@ class Worker:
         finally:
             self.model.train(mode)
 
+    def counts_examples(self, batch: Any) -> bool:
+        """Return whether each micro-batch of a batch weighs as many examples as it has."""
+        return self.micro_batch_size is None or self.weights.counts_examples(batch)
+
     def own_share(self, batch: Any) -> tuple[Any, float]:
         """Return what of a batch is evaluated in this process, and for how many examples it counts."""
         return batch, batch_examples(batch)
