@@ -1,7 +1,6 @@
 """Nodes of several processes whose model is cut into stages, which are sharded or computed together in their turn."""
 
 import pytest
-import torch
 from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer
 from strategies import STRATEGIES
 
@@ -67,36 +66,6 @@ def test_a_run_of_stages_that_were_sharded_goes_on_under_another_split(quarters)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_split_of_stages_is_found_before_training(wrong, quarters):
     assert "split by stages=2 x shard=2 the model has other gradients: that of " in quarters[wrong]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "processes", "nodes"),
-    [("stages=2", 4, 4), ("stages=2, shard=2", 8, 4), ("stages=2, shard=2, zero=1", 4, 2)],
-)
-def test_every_strategy_of_the_table(mesh, processes, nodes, tmp_path):
-    """With as many nodes as groups of processes, or twice as many."""
-    names = [name for name, entry in STRATEGIES.items() if entry.on_rows]
-    body = f"""
-from strategies import STRATEGIES
-run = lambda name: fit(text_trainer(), STRATEGIES[name].make(), num_nodes={nodes}, node=NodeMesh({mesh}))
-keep({{name: run(name) for name in {names!r}}})
-"""
-    found, unlike = split(tmp_path, processes, body), {}
-    for name in names:
-        dense = fit(text_trainer(), STRATEGIES[name].make(), num_nodes=nodes)
-        tolerance = MUON if "muloco" in name else ADAM
-        if apart(found[name], dense) > tolerance or found[name][2] != dense[2]:
-            unlike[name] = (apart(found[name], dense), differing(found[name], dense), found[name][2] == dense[2])
-    print(mesh, unlike)
-    assert unlike.keys() <= set(CHOOSES), unlike
-    assert all(same for *_, same in unlike.values())  # bytes
-
-
-def differing(found, dense):
-    """Return the share of parameters that ended elsewhere than by rounding."""
-    apart = torch.cat([(found[0][name] - x).abs().flatten() for name, x in dense[0].items()])
-    return float((apart > ADAM).double().mean())
 
 
 @pytest.mark.slow

@@ -103,13 +103,13 @@ def tolerance(name):
         (trainer, "shard=3, zero=1", 3),
         (text_trainer, "tensor=2", 2),
         (text_trainer, "shard=2, tensor=2", 4),
+        (text_trainer, "stages=2", 2),
+        (text_trainer, "stages=2, shard=2", 4),
+        (text_trainer, "stages=2, shard=2, zero=1", 4),
     ],
 )
 def test_every_strategy(made, mesh, size, tmp_path):
-    """A choice that rounding turns may lead elsewhere: of those that choose, how many numbers end elsewhere is told.
-
-    For stages see test_split_stages.
-    """
+    """A choice that rounding turns may lead elsewhere: of those that choose, how many numbers end elsewhere is told."""
     found = world(tmp_path, 2 * size, f"keep(table({made.__name__}, ROWS, NodeMesh({mesh})))")
     dense = dense_table(made)
     assert {name: found[name][2] for name in ROWS} == {name: dense[name][2] for name in ROWS}  # bytes
