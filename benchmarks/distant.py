@@ -94,7 +94,6 @@ class Distant(Hosts):
     carrier: Any = None
 
     def connect(self) -> None:
-        self._answers()
         self.line = multiprocessing.Array("d", [1e12, 0.0, 10.0], lock=False)
         here, there = multiprocessing.Pipe()
         fork = multiprocessing.get_context("fork")

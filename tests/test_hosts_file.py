@@ -208,7 +208,7 @@ def test_what_a_host_is_told() -> None:
     )  # fmt: skip
     assert (first.folder, second.folder, list(second.ranks)) == ("/p", "~/w", [1, 2])
     secret = second.environment.pop(SECRET)
-    assert second.environment == {"OMP_NUM_THREADS": "1", "EXOGYM_DEVICE": "mps", "A": "b c"}
+    assert second.environment == {"OMP_NUM_THREADS": "1", "EXOGYM_DEVICE": "mps", "EXOGYM_SLOTS": "1,2", "A": "b c"}
     assert secret == first.environment[SECRET] and len(secret) >= 32
     line = " ".join(second.words)
     assert line.startswith("-m exogym.launch --nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 ")

@@ -123,7 +123,7 @@ def test_models_that_shift_their_targets_are_known_by_it():
         counts = (t[:, 1:] >= 0).float()
         return float((v[:, 1:] * counts).sum() / counts.sum())
 
-    parts = Weights(ask).parts((values, y), [(0, 1), (1, 3)])
+    parts = Weights().parts(ask, (values, y), [(0, 1), (1, 3)])
     assert [weight for _, weight in parts] == pytest.approx([3 / 6, 3 / 6])
     assert sum(ask(part) * weight for part, weight in parts) == pytest.approx(ask((values, y)))
 

@@ -180,14 +180,16 @@ class SplitWorker(Worker):
         if self.mesh.depth == 1:
             shares = self.mesh.shares(total)
             count = -(-max(shares) // self.mesh.at_once(whole))
-            return [self.weights.parts(batch, _bounds(sum(shares[: self.shard]), even(shares[self.shard], count)))]
+            return [
+                self.weights.parts(self.ask, batch, _bounds(sum(shares[: self.shard]), even(shares[self.shard], count)))
+            ]
         found = []
         for start in range(0, total, whole):
             shares = self.mesh.shares(min(whole, total - start))
             sizes = self.mesh.micro_batches(shares[self.shard])
             first = start + sum(shares[: self.shard])
             sizes = (*sizes, *[0] * (self.mesh.depth - len(sizes)))
-            found.append(self.weights.parts(batch, _bounds(first, sizes)))
+            found.append(self.weights.parts(self.ask, batch, _bounds(first, sizes)))
         return found
 
     @contextlib.contextmanager
@@ -216,7 +218,7 @@ class SplitWorker(Worker):
         part, parts = self.split.evaluated
         total = batch_examples(batch)
         shares = even(total, parts)
-        ((found, weight),) = self.weights.parts(batch, _bounds(sum(shares[:part]), shares[part : part + 1]))
+        ((found, weight),) = self.weights.parts(self.ask, batch, _bounds(sum(shares[:part]), shares[part : part + 1]))
         return found, weight * total
 
 

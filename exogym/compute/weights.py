@@ -16,6 +16,7 @@ from torch import Tensor
 from exogym.compute.outputs import batch_examples, slice_batch, take_examples, targets_of
 from exogym.errors import ModelError
 
+Ask = Callable[[Any], float]
 Bounds = Sequence[tuple[int, int]]  # (start, stop) of the examples of each part
 CLOSE = 1e-5  # relative; what counts as the same loss
 MOST_ASKED = 8  # times, where all examples have the same loss, as with a head of zeros
@@ -31,15 +32,16 @@ class Weights:
     """Weighs the parts of batches so that the sum of their losses is the loss of the batch.
 
     Args:
-        ask: finds the loss of a batch, without gradients and in evaluation mode.
         close: how far two losses that are the same may be apart, relative to them.
+
+    `ask`, which the methods take, finds the loss of a batch, without gradients and in evaluation mode.
     """
 
-    def __init__(self, ask: Callable[[Any], float], close: float = CLOSE):
-        self._ask, self._close = ask, close
+    def __init__(self, close: float = CLOSE):
+        self._close = close
         self._left, self._asked = list(KINDS), 0  # kinds that it can be
 
-    def parts(self, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
+    def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
         """Return each part of a batch with its weight; together they are 1.
 
         A part of weight 0 is one example of another part, whose loss is a number: where all of a node compute
@@ -51,7 +53,7 @@ class Weights:
         total = batch_examples(batch)
         if list(bounds) == [(0, total)]:
             return [(batch, 1.0)]
-        counts = self._counts(batch)
+        counts = self._counts(ask, batch)
         if counts is None:
             stands_in = 0
             weights = [(stop - start) / total for start, stop in bounds]
@@ -63,11 +65,11 @@ class Weights:
             for (start, stop), weight in zip(bounds, weights, strict=True)
         ]
 
-    def counts_examples(self, batch: Any) -> bool:
+    def counts_examples(self, ask: Ask, batch: Any) -> bool:
         """Return whether any parts of a batch weigh as many examples as they have; raises as `parts`."""
-        return self._counts(batch) is None
+        return self._counts(ask, batch) is None
 
-    def _counts(self, batch: Any) -> Tensor | None:
+    def _counts(self, ask: Ask, batch: Any) -> Tensor | None:
         """Return (B,) what each example of a batch counts; None: all the same."""
         targets = targets_of(batch)
         if targets is None or targets.is_floating_point() or targets.is_complex() or not targets.dim():
@@ -75,10 +77,10 @@ class Weights:
         if len(targets) != batch_examples(batch) or not bool((targets < 0).any()):
             return None
         valid = (targets >= 0).reshape(len(targets), -1).long()
-        counts = KINDS[self._found(batch, valid)](valid).cpu()
+        counts = KINDS[self._found(ask, batch, valid)](valid).cpu()
         return counts if bool(counts.any()) and int(counts.min()) < int(counts.max()) else None
 
-    def _found(self, batch: Any, valid: Tensor) -> str:
+    def _found(self, ask: Ask, batch: Any, valid: Tensor) -> str:
         """Ask the loss of which kind it is, until only one is left; of several that it cannot tell apart, the first."""
         each = valid.sum(1) + valid[:, 1:].sum(1)
         pair = [int(each.argmax()), int(each.argmin())]
@@ -87,8 +89,8 @@ class Weights:
         if not self._asked and isinstance(batch, Mapping):  # as Hugging Face's, whose models shift
             self._left.sort(key=lambda name: name != SHIFTED)
         self._asked += 1
-        whole = self._ask(take_examples(batch, pair))
-        alone = [self._ask(take_examples(batch, [k])) for k in pair]
+        whole = ask(take_examples(batch, pair))
+        alone = [ask(take_examples(batch, [k])) for k in pair]
         limit = self._close * max((abs(x) for x in [whole, *alone] if math.isfinite(x)), default=0.0)
 
         def off(name: str) -> float:

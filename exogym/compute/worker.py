@@ -69,7 +69,7 @@ class Worker:
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
         self.stream: tuple[int, ...] = ()  # further names of its random numbers
-        self.weights = Weights(self.ask, CLOSE if self.dtype is None else 2e-3)
+        self.weights = Weights(CLOSE if self.dtype is None else 2e-3)
 
     # Looking at the model before training
 
@@ -313,7 +313,7 @@ class Worker:
         examples = batch_examples(batch)
         size = size or max(1, examples)
         bounds = [(start, min(start + size, examples)) for start in range(0, examples, size)] or [(0, 0)]
-        parts = [(part, share) for part, share in self.weights.parts(batch, bounds) if share]
+        parts = [(part, share) for part, share in self.weights.parts(self.ask, batch, bounds) if share]
         for k, (part, share) in enumerate(parts):
             with self.autocast():
                 loss = self.loss(part)
@@ -365,7 +365,7 @@ class Worker:
 
     def counts_examples(self, batch: Any) -> bool:
         """Return whether each micro-batch of a batch weighs as many examples as it has."""
-        return self.micro_batch_size is None or self.weights.counts_examples(batch)
+        return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_share(self, batch: Any) -> tuple[Any, float]:
         """Return what of a batch is evaluated in this process, and for how many examples it counts."""
