@@ -102,21 +102,25 @@ class Comparison:
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown: the first and the last column from the left, the others from the right.
+    """Return a table as Markdown: from the left the first column, and the last one where it has words.
 
     >>> print(markdown(["a", "bb", "c"], [["x", "1", "y"]]))
     | a | bb | c |
     | - | -: | - |
     | x |  1 | y |
+    >>> print(markdown(["a", "bb"], [["x", "1 s"]]))
+    | a |  bb |
+    | - | --: |
+    | x | 1 s |
     """
+    columns = list(zip(*rows, strict=True))
+    numbers = bool(rows) and all(cell[:1].isdigit() for cell in columns[-1])
+    left = (0,) if numbers else (0, len(headers) - 1)
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    last = len(widths) - 1
-    rule = ["-" * width if i in (0, last) else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    rule = ["-" * width if i in left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     lines = []
     for cells in (headers, rule, *rows):
-        pads = [
-            c.ljust(w) if i in (0, last) else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        pads = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
         lines.append(f"| {' | '.join(pads)} |")
     return "\n".join(lines)
 
