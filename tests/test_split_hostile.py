@@ -13,6 +13,7 @@ from exogym.compute import compiled
 from exogym.compute.weights import Weights
 from exogym.errors import CheckpointError, ModelError
 from exogym.fleet.layout import Cut
+from exogym.saving import parts
 from exogym.saving.parts import as_file, joined_pieces
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
@@ -283,6 +284,15 @@ def test_forged_pieces_are_refused_by_the_name_of_their_file(name, tmp_path):
     with pytest.raises(CheckpointError, match=said) as caught:
         joined(files)
     assert str(tmp_path / "saved") in str(caught.value)
+
+
+def test_files_of_pieces_are_opened_twice_however_much_they_hold(tmp_path, monkeypatch):
+    """Once for what they say, once for their numbers; to open one for each tensor took the square of the tensors."""
+    opened, real = [], parts.safe_open
+    monkeypatch.setattr(parts, "safe_open", lambda file, **given: opened.append(file) or real(file, **given))
+    files = pieces(tmp_path / "saved")
+    joined(files)
+    assert sorted(opened) == sorted([*files, *files])
 
 
 def test_pieces_that_are_whole_are_joined_and_others_missed(tmp_path):

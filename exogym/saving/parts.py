@@ -8,6 +8,7 @@ the file's own metadata. What is read is whole, so a run goes on with another sp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,16 +94,18 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
     for (_, name), these in pieces.items():
         _check_whole(name, these)
     found: dict[Key, Tensor] = {}
-    for at, these in pieces.items():
-        for piece in these:
-            with safe_open(piece.file, framework="pt") as opened:
-                mine = opened.get_tensor(piece.key)
-            whole = found.setdefault(at, mine.new_empty((*piece.ahead, *piece.shape)))
-            flat, start = whole.view(*piece.ahead, math.prod(piece.shape)), 0
-            mine = mine.reshape(*piece.ahead, -1) if mine.numel() else mine.new_empty(*piece.ahead, 0)
-            for a, b in piece.ranges:
-                flat[..., a:b] = mine[..., start : start + b - a]
-                start += b - a
+    with contextlib.ExitStack() as stack:  # each is opened once: to open one is to read all of its names
+        opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
+        for at, these in pieces.items():
+            for piece in these:
+                mine = opened[piece.file].get_tensor(piece.key)
+                if at not in found:
+                    found[at] = mine.new_empty((*piece.ahead, *piece.shape))
+                flat, start = found[at].view(*piece.ahead, math.prod(piece.shape)), 0
+                mine = mine.reshape(*piece.ahead, -1) if mine.numel() else mine.new_empty(*piece.ahead, 0)
+                for a, b in piece.ranges:
+                    flat[..., a:b] = mine[..., start : start + b - a]
+                    start += b - a
     return found
 
 
