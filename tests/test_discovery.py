@@ -211,7 +211,7 @@ def test_an_agent_listens_at_its_address_only(hosts: Hosts, waiting: Waiting) ->
 
 def test_the_code_pairs(hosts: Hosts, waiting: Waiting, key: str) -> None:
     with hosts.controller.inside():
-        paired = pair(*waiting.place, f" {waiting.code[:3]} {waiting.code[3:]}", login.own_key(key), name="laptop")
+        paired = pair(*waiting.place, f" {waiting.code[:3]} {waiting.code[3:]}", key, name="laptop")
     (line,) = Path(waiting.agent._authorized_keys).read_text().splitlines()
     assert line == f'restrict,from="{hosts.controller.address}" {login.own_key(key)} exogym:laptop'
     assert paired.facts == FACTS and paired.entry == {
@@ -226,13 +226,13 @@ def test_a_wrong_code_does_not_and_codes_run_out(hosts: Hosts, waiting: Waiting,
     seen = [waiting.code]
     for number in range(1, WRONG_IN_A_ROW + 1):
         with hosts.controller.inside(), pytest.raises(PairingError, match="the code is not the one"):
-            pair(*waiting.place, other(waiting.code), login.own_key(key))
+            pair(*waiting.place, other(waiting.code), key)
         if waiting.agent.codes.now != seen[-1]:
             seen.append(waiting.agent.codes.now)
             assert number % TRIES == 0
     assert len(seen) == WRONG_IN_A_ROW // TRIES + 1 and seen[-1] is None
     with hosts.controller.inside(), pytest.raises(PairingError, match="too many wrong codes"):
-        pair(*waiting.place, seen[-2], login.own_key(key))
+        pair(*waiting.place, seen[-2], key)
     assert "nobody can pair any more" in " ".join(waiting.said)
     assert not Path(waiting.agent._authorized_keys).exists()
 
@@ -301,7 +301,7 @@ class Relay:
 def test_who_passes_all_on_reads_nothing_and_is_noticed(hosts: Hosts, waiting: Waiting, key: str) -> None:
     relay = Relay(hosts[1], waiting.place)
     with hosts.controller.inside(), pytest.raises(PairingError, match="somebody between the two computers"):
-        pair(*relay.place, waiting.code, login.own_key(key))
+        pair(*relay.place, waiting.code, key)
     relay.thread.join(SECONDS)
     text = b"".join(message for _, message in relay.passed[2:])
     secret = [login.own_key(key).split()[1].encode(), b"root", b"python", hosts.controller.address.encode()]
@@ -320,7 +320,7 @@ def test_a_changed_message_pairs_nobody(hosts: Hosts, waiting: Waiting, key: str
 
     relay = Relay(hosts[1], waiting.place, change)
     with hosts.controller.inside(), pytest.raises(PairingError):
-        pair(*relay.place, waiting.code, login.own_key(key))
+        pair(*relay.place, waiting.code, key)
     relay.thread.join(SECONDS)
     assert not Path(waiting.agent._authorized_keys).exists()
 
@@ -330,7 +330,7 @@ def test_what_was_overheard_pairs_nobody_again(hosts: Hosts, waiting: Waiting, k
     code = waiting.code
     relay = Relay(hosts[1], waiting.place)
     with hosts.controller.inside(), pytest.raises(PairingError):
-        pair(*relay.place, code, login.own_key(key))
+        pair(*relay.place, code, key)
     relay.thread.join(SECONDS)
     waiting.agent.codes.now = code
     with calling(hosts[1], waiting.place) as line:
@@ -352,7 +352,7 @@ def test_what_was_overheard_pairs_nobody_again(hosts: Hosts, waiting: Waiting, k
     thread = threading.Thread(target=answer_again, daemon=True)
     thread.start()
     with hosts.controller.inside(), pytest.raises(PairingError, match="the code is not the one"):
-        pair(hosts[1].address, forger.getsockname()[1], code, login.own_key(key))
+        pair(hosts[1].address, forger.getsockname()[1], code, key)
     thread.join(SECONDS)
 
 
@@ -377,16 +377,55 @@ def test_a_stranger_in_the_middle_needs_the_code(hosts: Hosts, waiting: Waiting,
     thread = threading.Thread(target=middle, daemon=True)
     thread.start()
     with hosts.controller.inside(), pytest.raises(PairingError):
-        pair(hosts[1].address, listener.getsockname()[1], waiting.code, login.own_key(key))
+        pair(hosts[1].address, listener.getsockname()[1], waiting.code, key)
     thread.join(SECONDS)
     assert (stolen == [None]) == (not knows)
     exchange = attempt(hosts[1], waiting, code)
-    exchange.seal({"name": "x", "public_key": login.own_key(key), "address": hosts[1].address,
-                   "agent_address": hosts[0].address})  # fmt: skip
+    own = login.own_key(key)
+    exchange.seal({
+        "name": "x", "public_key": own, "signature": login.sign(key, exchange.statement(own)),
+        "address": hosts[1].address, "agent_address": hosts[0].address,
+    })  # fmt: skip
     answer = exchange.line.receive()
     exchange.line.connection.close()
     assert Path(waiting.agent._authorized_keys).exists() == knows
     assert (exchange.open(answer) is not None) == knows
+
+
+@pytest.mark.parametrize("proof", ["none", "a word", "another key", "another session", "control"])
+def test_a_public_key_is_let_in_by_who_holds_it_only(
+    hosts: Hosts, waiting: Waiting, key: str, tmp_path: Path, proof: str
+) -> None:
+    """Somebody who has the code sends a key that everybody may know, and cannot sign this session with it."""
+    public, other_key = login.own_key(key), str(tmp_path / "other")
+    file = Path(waiting.agent._authorized_keys)
+    exchange = attempt(hosts.controller, waiting, waiting.code)
+    request = {
+        "name": "x",
+        "public_key": public,
+        "address": hosts.controller.address,
+        "agent_address": hosts[0].address,
+    }
+    if proof == "a word":
+        request["signature"] = "trust me"
+    elif proof == "another key":
+        login.own_key(other_key)
+        request["signature"] = login.sign(other_key, exchange.statement(public))
+    elif proof == "another session":
+        elsewhere = attempt(hosts.controller, waiting, waiting.code)
+        request["signature"] = login.sign(key, elsewhere.statement(public))
+        elsewhere.line.connection.close()
+    elif proof == "control":
+        request["signature"] = login.sign(key, exchange.statement(public))
+    exchange.seal(request)
+    answer = exchange.open(exchange.line.receive())
+    exchange.line.connection.close()
+    assert answer is not None
+    if proof == "control":
+        assert "user" in answer and public in file.read_text()
+    else:
+        assert answer == {"refused": "key"} and not file.exists()
+        assert "did not prove" in waiting.said[-1]
 
 
 @pytest.mark.parametrize(
@@ -422,7 +461,7 @@ def test_what_a_pair_tells_is_held_against_the_hosts_file(hosts: Hosts, key: str
     thread = threading.Thread(target=forger, daemon=True)
     thread.start()
     with hosts.controller.inside(), pytest.raises(PairingError, match="told what cannot be used"):
-        pair(hosts[1].address, listener.getsockname()[1], "123456", own)
+        pair(hosts[1].address, listener.getsockname()[1], "123456", key)
     thread.join(SECONDS)
 
 
@@ -470,7 +509,7 @@ def test_crowds_of_silent_callers_keep_nobody_out(hosts: Hosts, waiting: Waiting
         for _ in range(room.MOST_CALLS + 10):
             idle.append(socket.create_connection(waiting.place, timeout=SECONDS))
     with hosts.controller.inside():
-        assert pair(*waiting.place, waiting.code, login.own_key(key)).name == "studio"
+        assert pair(*waiting.place, waiting.code, key).name == "studio"
     fixtures.wait_for(lambda: len(waiting.agent._calls) <= room.MOST_OF_ONE_ADDRESS)
     for connection in idle:
         connection.close()
@@ -581,6 +620,43 @@ def test_the_login_is_for_that_address_and_for_commands_only(hosts: Hosts, key: 
     assert "Permission denied" in hosts[1].run([*words, hosts[0].address, "echo", "in"]).stderr
     forwards = hosts.controller.run([*words, "-R", "0:127.0.0.1:1", hosts[0].address, "echo", "in"])
     assert forwards.returncode == 255 and forwards.stdout == ""
+
+
+def test_who_is_let_in_already_still_is_after_pairing(hosts: Hosts, key: str, tmp_path: Path) -> None:
+    """From any address, as before: pairing leaves the user's own line, the only way to a computer without a screen."""
+    file, own, known = hosts[0].authorized_keys, login.own_key(key), tmp_path / "known_hosts"
+    before = f"# mine\n{own} ann@laptop\n"
+    file.write_text(before)
+    known.write_text(hosts[0].known_as())
+    login.authorize(str(file), own, hosts.controller.address, "laptop")
+    words = ["ssh", "-F", "/dev/null", "-i", key, "-o", "BatchMode=yes", "-o", f"UserKnownHostsFile={known}"]
+    words += ["-o", "IdentitiesOnly=yes", hosts[0].address, "echo", "in"]
+    for machine in (hosts[1], hosts.controller):
+        assert (done := machine.run(words)).stdout == "in\n", done.stderr
+    assert file.read_text() == before
+
+
+def test_pairing_touches_its_own_lines_only(key: str, tmp_path: Path) -> None:
+    """Each byte of the others stays: options with keys in quotes, other encodings and line ends, no last line end."""
+    file, own = tmp_path / "authorized_keys", login.own_key(key)
+    blob = own.split()[1]
+    others = [
+        b"# " + own.encode() + b" exogym:off", b"", f'command="echo {own}" ssh-ed25519 AAAAother exogym:den'.encode(),
+        b"ssh-rsa AAAA J\xf6rg\r", b"ssh-rsa BBBB form\x0cfeed", "ssh-rsa CCCC one\u2028line".encode(), b"torn \"line",
+    ]  # fmt: skip
+    ours = [f'restrict,from="10.0.0.{n}" {own} exogym:laptop'.encode() for n in (1, 2, 3)]
+    file.write_bytes(b"\n".join([ours[0], *others[:3], ours[1], *others[3:]]))
+    assert login.authorize(str(file), own, "10.0.0.3", "laptop")
+    assert file.read_bytes() == b"\n".join([*others, ours[2], b""])
+    for mine in (
+        own, f"{own} ann@laptop", f"ssh-ed25519\t{blob}",
+        f'from="10.0.0.9",environment="A=\\"b c" {own} not-exogym:x y', f"  {own} ann exogym: ",
+        f"{own} exogym:laptop and more",
+    ):  # fmt: skip
+        for text in (f"{mine}\n", f"{ours[0].decode()}\n{mine}\r\n# end"):
+            file.write_bytes(text.encode())
+            assert not login.authorize(str(file), own, "10.0.0.3", "laptop")
+            assert file.read_bytes() == text.encode()
 
 
 def test_a_host_key_comes_with_the_code_and_is_asked_for_ever_after(hosts: Hosts, key: str, tmp_path: Path) -> None:

@@ -62,7 +62,6 @@ def discover(
     if code is not None and pair_with is None:
         raise ArgumentError("--code needs --pair: say which computer shows it")
     from exogym.discovery import enrol, pair
-    from exogym.discovery.login import own_key
 
     found = agents(seconds, at or [])
     if pair_with is not None:
@@ -70,7 +69,7 @@ def discover(
         if code is None and not sys.stdin.isatty():
             raise ArgumentError(f"--pair {pair_with} needs --code CODE where there is no terminal to ask in")
         typed = code or typer.prompt(f"Code that {target.name} at {target.address} shows")
-        paired = pair(target.address, target.port, typed, own_key(key))
+        paired = pair(target.address, target.port, typed, key)
         enrol(paired, hosts, key, ssh_config)
         print(f"paired with {paired.name}: {described(paired.facts)}; it stands in {hosts}")
         return

@@ -84,14 +84,13 @@ class Finder:
     def _pair(self, one: Found, codes: Mapping[str, str]) -> None:
         from exogym.discovery import enrol, pair
         from exogym.discovery.channel import PairingError, typed_code
-        from exogym.discovery.login import own_key
 
         given = codes.get(one.name, codes.get(one.address))
         for left in reversed(range(TRIES)):
             question = f"Code that {one.name} at {one.address} shows:"
             code = given or self.asker.text(f"--code {one.name}=CODE", question, typed_code)
             try:
-                paired = pair(one.address, one.port, code, own_key(self.key))
+                paired = pair(one.address, one.port, code, self.key)
                 break
             except PairingError as error:
                 if given is not None or not left:

@@ -13,11 +13,11 @@ On one computer an agent waits; on another somebody types the code that it shows
 ...     agent = Agent(name, address, 0, user=getpass.getuser(), facts=facts())
 ...     with announced(name, address, agent.port):
 ...         agent.serve()
->>> def take_in(code: str, key: str, public_key: str):
+>>> def take_in(code: str, key: str):
 ...     found: Found = find(seconds=1.0)[0]
-...     paired: Paired = pair(found.address, found.port, code, public_key)
+...     paired: Paired = pair(found.address, found.port, code, key)
 ...     return enrol(paired, "distributed_hosts.json", key)
->>> pair("127.0.0.1", 9, "not a code", "ssh-ed25519 AAAA")
+>>> pair("127.0.0.1", 9, "not a code", "~/.ssh/exogym_ed25519")
 Traceback (most recent call last):
 ...
 exogym.errors.ArgumentError: ...

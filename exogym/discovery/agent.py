@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import sys
@@ -139,10 +138,10 @@ class Agent:
         if not self.codes.redeem(code, proves):
             self.show(f"{address} tried to pair, with a wrong code")
             return line.tell({"refused": "code"})
-        exchange.seal(self._welcome(request, address))
+        exchange.seal(self._welcome(exchange, request, address))
 
-    def _welcome(self, request: dict[str, Any], address: str) -> dict[str, Any]:
-        """Return the sealed answer to a caller that knew the code, and let it log in."""
+    def _welcome(self, exchange: Exchange, request: dict[str, Any], address: str) -> dict[str, Any]:
+        """Return the answer to seal for a caller that knew the code, and let it log in."""
         name = plain_name(str(request.get("name"))[:100])
         told = (request.get("address"), request.get("agent_address"))
         if told != (address, self.address):
@@ -150,16 +149,21 @@ class Agent:
             return {"refused": "address"}
         try:
             key = login.public_key(request.get("public_key"))
-            ipaddress.ip_address(address)
-            login.authorize(self._authorized_keys, key, address, name)
+            if not login.signed(key, exchange.statement(key), request.get("signature")):
+                self.show(
+                    f"not paired with {name} at {address}: it did not prove that the key which it sent is its own"
+                )
+                return {"refused": "key"}
+            added = login.authorize(self._authorized_keys, key, address, name)
         except (OSError, ArgumentError) as error:
             self.show(f"not paired with {name} at {address}: {error}")
             return {"refused": "login"}
-        where = os.path.expanduser(self._authorized_keys)
-        self.show(
-            f"paired with {name} at {address}: it may log in as {self._login['user']}, with the key exogym:{name} in "
-            f"{where}; remove that line to take it back"
-        )
+        where, user = os.path.expanduser(self._authorized_keys), self._login["user"]
+        if added:
+            how = f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to take it back"
+        else:
+            how = f"a line of yours in {where} lets its key in already; that line stays as it is, and none is added"
+        self.show(f"paired with {name} at {address}: {how}")
         return {**self._login, "facts": self._facts}
 
 

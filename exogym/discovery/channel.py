@@ -1,10 +1,10 @@
 """What two computers say to each other that share a short code, and what nobody else can read, change or guess.
 
-    caller -> agent  {"exogym": 1, "want": "name" or "pair"}
+    caller -> agent  {"exogym": 2, "want": "name" or "pair"}
     agent -> caller  {"name": NAME}, and for "name" that is all
     caller -> agent  SPAKE2's message of side A
     agent -> caller  SPAKE2's message of side B
-    caller -> agent  sealed: the request
+    caller -> agent  sealed: the request, with a public key, and a signature over the session made with its private key
     agent -> caller  sealed: the answer, or {"refused": WHY} where the seal is not of this code
 
 SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key that both have only
@@ -12,6 +12,10 @@ if both had the same code. Who listens learns nothing; who takes part in place o
 exchange, and none afterwards. Side A proves first that it has the key, so an agent says nothing under the key to who
 does not. HKDF-SHA256 makes a key for each direction, and ChaCha20-Poly1305 seals the messages, numbered from 0 (both
 of `cryptography`).
+
+A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session:
+a third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
+made in one session is worth nothing in another.
 
 Each message has its length in four bytes in front, at most `MOST_BYTES`; all of an exchange must be done by a deadline.
 """
@@ -27,7 +31,7 @@ from typing import Any
 
 from exogym.errors import ArgumentError, ExoGymError
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 16384
 LENGTH_BYTES = 4
 DIGITS = 6
@@ -35,6 +39,7 @@ CALLER, AGENT = "caller", "agent"
 REFUSALS = {
     "code": "the code is not the one that is shown there now: look again, and type it as it stands there",
     "closed": "too many wrong codes were tried there: start exogym agent there again",
+    "key": "this computer did not prove that it holds the private key of what it sent: give a key of yours with --key",
     "address": "somebody between the two computers changes addresses: pair them in one network, without NAT between",
     "login": "its authorized_keys could not be written: it says there why",
 }
@@ -178,6 +183,7 @@ class Exchange:
             code.encode(), idA=f"exogym {VERSION} caller".encode(), idB=f"exogym {VERSION} agent {name}".encode()
         )
         self._keys: dict[str, bytes] = {}
+        self._session = ""
         self._count = {CALLER: 0, AGENT: 0}
 
     def meet(self) -> None:
@@ -201,8 +207,12 @@ class Exchange:
             raise ProtocolError("a message is none of SPAKE2's") from None
         if self.side == AGENT:
             self.line.send(own)
-        made = HKDF(SHA256(), 64, salt=None, info=f"exogym pairing {VERSION}".encode()).derive(shared)
-        self._keys = {CALLER: made[:32], AGENT: made[32:]}
+        made = HKDF(SHA256(), 96, salt=None, info=f"exogym pairing {VERSION}".encode()).derive(shared)
+        self._keys, self._session = {CALLER: made[:32], AGENT: made[32:64]}, made[64:].hex()
+
+    def statement(self, public_key: str) -> str:
+        """Return what a caller signs to prove that the private key of `public_key` takes part in this very session."""
+        return f"exogym pairing {VERSION}\nsession {self._session}\n{public_key}\n"
 
     def seal(self, value: dict[str, Any]) -> None:
         """Send `value`, readable for the other end only."""

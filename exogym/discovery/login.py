@@ -8,6 +8,7 @@ import ipaddress
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ KINDS = (
     *("sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"),
 )
 MOST_KEY = 4096  # characters of a public key
+NAMESPACE = "exogym-pairing"  # of signatures, so that one made for something else proves nothing here
+OURS = re.compile(r"[ \t]exogym:[A-Za-z0-9._-]+$")  # how the lines of `authorized_keys` end that pairing wrote
 SCAN_S = 5
 NO_SSHD = (
     "no SSH server answers at {address} port {port} of this computer: start one (Debian: apt-get install "
@@ -66,10 +69,40 @@ def own_key(path: str) -> str:
     return public_key(_run("ssh-keygen", "-y", "-P", "", "-f", file).strip())
 
 
-def authorize(path: str, key: str, address: str, name: str) -> None:
-    """Let who has `key` log in from `address`: a line of `authorized_keys`, in place of an earlier one of that key.
+def sign(path: str, statement: str) -> str:
+    """Return a signature over `statement` by the private key `path`: only who holds that key can make it.
 
-    The line gives a login and commands, but no forwarding, no tunnel, no terminal.
+    Raises:
+        ExoGymError: ssh-keygen cannot sign with it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "key")  # ssh-keygen reads the public key beside the private one, if it is there
+        os.symlink(os.path.abspath(os.path.expanduser(path)), file)
+        Path(f"{file}.pub").write_text(own_key(path) + "\n", "utf-8")
+        return _run("ssh-keygen", "-Y", "sign", "-n", NAMESPACE, "-f", file, told=statement)
+
+
+def signed(key: str, statement: str, signature: object) -> bool:
+    """Say whether `signature` is over `statement`, and by the private key that belongs to the public `key`."""
+    if not isinstance(signature, str) or not signature.isascii():
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        known, given = os.path.join(folder, "known"), os.path.join(folder, "signature")
+        Path(known).write_text(f"caller {key}\n", "ascii")
+        Path(given).write_text(signature, "ascii")
+        words = ["ssh-keygen", "-Y", "verify", "-n", NAMESPACE, "-f", known, "-I", "caller", "-s", given]
+        return _run(*words, fails=False, told=statement).startswith("Good ")
+
+
+def authorize(path: str, key: str, address: str, name: str) -> bool:
+    """Let who has `key` log in from `address`: write a line of `authorized_keys` that ends in `exogym:NAME`.
+
+    The line gives a login and commands, but no forwarding, no tunnel, no terminal. It replaces the lines of that key
+    that pairing wrote before; no other line changes. If the user has let the key in by a line of their own, the file
+    stays as it is: that line says what the key may do, and a line of ours must give it neither less nor more.
+
+    Returns:
+        whether there is a line of ours now; False: the user's own line stands.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -77,13 +110,33 @@ def authorize(path: str, key: str, address: str, name: str) -> None:
     file = Path(os.path.realpath(os.path.expanduser(path)))
     if not file.parent.exists():
         file.parent.mkdir(mode=0o700, parents=True)
-    before = file.read_text("utf-8", "surrogateescape").splitlines() if file.exists() else []
-    kept = [line for line in before if f" {key}" not in f" {line}"]
-    options = f'restrict,from="{ipaddress.ip_address(address)}"'
-    text = "\n".join([*kept, f"{options} {key} exogym:{re.sub('[^A-Za-z0-9._-]', '-', name)}"]) + "\n"
-    with replacing(file) as out:
+    text = file.read_bytes().decode("utf-8", "surrogateescape") if file.exists() else ""
+    lines = text.removesuffix("\n").split("\n") if text else []
+    of_key = [line for line in lines if _authorizes(line, key)]
+    if any(not OURS.search(line.rstrip()) for line in of_key):
+        return False
+    own = f'restrict,from="{ipaddress.ip_address(address)}" {key} exogym:{re.sub("[^A-Za-z0-9._-]", "-", name)}'
+    text = "\n".join([*(line for line in lines if line not in of_key), own]) + "\n"
+    with replacing(file) as out, open(out.fileno(), "wb", closefd=False) as raw:
         os.fchmod(out.fileno(), 0o600)
-        out.write(text)
+        raw.write(text.encode("utf-8", "surrogateescape"))
+    return True
+
+
+def _authorizes(line: str, key: str) -> bool:
+    """Say whether a line of `authorized_keys` is about `key`: "[OPTIONS] KIND BASE64 [COMMENT]", no comment.
+
+    Options may hold spaces and keys between quotes.
+
+    >>> key = "ssh-ed25519 AAAAC3"
+    >>> lines = (f'command="echo {key}" {key} ann', f'command="{key}" ssh-rsa AAAA', f"#{key}")
+    >>> [_authorizes(line, key) for line in lines]
+    [True, False, False]
+    """
+    line = line.strip()
+    words = re.findall(r'(?:"(?:\\"|[^"])*"|[^\s"])+', line)
+    at = 0 if words and words[0] in KINDS else 1
+    return not line.startswith("#") and words[at : at + 2] == key.split(" ")
 
 
 def host_keys(address: str, port: int) -> list[str]:
@@ -134,10 +187,10 @@ def remember(host: Host, keys: Sequence[str]) -> bool:
     return bool(there - set(keys))
 
 
-def _run(*words: str, fails: bool = True) -> str:
-    """Run one of OpenSSH's programs; return what it printed."""
+def _run(*words: str, fails: bool = True, told: str = "") -> str:
+    """Run one of OpenSSH's programs, with `told` on its standard input; return what it printed."""
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, input=told, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise ArgumentError(f"there is no {words[0]} on this machine: install the OpenSSH client") from None
     if done.returncode and fails:

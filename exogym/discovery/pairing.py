@@ -43,14 +43,17 @@ class Paired:
     facts: dict[str, Any]
 
 
-def pair(address: str, port: int, code: str, public_key: str, *, name: str | None = None) -> Paired:
-    """Pair with the agent at `address`, which shows `code`; afterwards who has `public_key` may log in there.
+def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
+    """Pair with the agent at `address`, which shows `code`; afterwards who has the private key `key` may log in there.
+
+    Args:
+        key: the file of the private key, made where it is not there. It signs the session, and is not sent.
 
     Raises:
-        ArgumentError: `code` is none.
+        ArgumentError: `code` is none, or `key` is no private key.
         PairingError: the codes differ, somebody stood between, or the agent could not; the message says what to do.
     """
-    code = typed_code(code)
+    code, public_key = typed_code(code), login.own_key(key)
     try:
         connection = socket.create_connection((address, port), timeout=PAIR_S)
     except OSError as error:
@@ -67,6 +70,7 @@ def pair(address: str, port: int, code: str, public_key: str, *, name: str | Non
             raise PairingError(f"{agent} at {address} did not pair: {error}") from None
         exchange.seal({
             "name": name or plain_name(socket.gethostname()), "public_key": public_key,
+            "signature": login.sign(key, exchange.statement(public_key)),
             "address": connection.getsockname()[0], "agent_address": address,
         })  # fmt: skip
         message = line.receive()
@@ -102,7 +106,7 @@ def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_conf
     In a file that is not there it becomes the master; in one that is, a worker, in place of an entry of its address.
 
     Args:
-        key: the private key whose public part was given to `pair`.
+        key: the private key that was given to `pair`.
         ssh_config: a file for `ssh -F` instead of the user's own config.
 
     Raises:
