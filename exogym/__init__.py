@@ -1,11 +1,8 @@
 """ExoGym: simulate distributed training on one machine, and measure what each method costs and gives."""
 
-from exogym.compute.train_node import TrainNode
-from exogym.distributed_trainer import DistributedTrainer
-from exogym.mesh import NodeMesh, PipelineParallel, Stage
-from exogym.remote.network_trainer import NetworkTrainer
-from exogym.saving.export import load_model, save_model
-from exogym.trainer import LocalTrainer, Trainer
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,3 +18,13 @@ __all__ = [
     "load_model",
     "save_model",
 ]
+
+if TYPE_CHECKING:
+    from exogym.compute.train_node import TrainNode
+    from exogym.distributed_trainer import DistributedTrainer
+    from exogym.mesh import NodeMesh, PipelineParallel, Stage
+    from exogym.remote.network_trainer import NetworkTrainer
+    from exogym.saving.export import load_model, save_model
+    from exogym.trainer import LocalTrainer, Trainer
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -10,31 +10,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from exogym.balance import Balance
 from exogym.base.devices import OneThread, resolve_device
 from exogym.base.rng import preserved_state
-from exogym.callbacks import Callback
-from exogym.clock import TIMELINE, Clock, save_spans
-from exogym.communicator import Wire
-from exogym.compute.memory import check_rows
-from exogym.data.partition import Partitioner
-from exogym.engine import Engine
-from exogym.engine.world import local_device
 from exogym.errors import ArgumentError, Stopped, checked
-from exogym.faults import Faults
-from exogym.mesh import NodeMesh
-from exogym.network import Network
 from exogym.record.history import History
-from exogym.record.metrics import Metric
-from exogym.strategy.strategy import Strategy
-from exogym.training.assembly import Subject, assemble
-from exogym.training.options import FitOptions, asked_to_go_on, option_names
-from exogym.training.placement import run_placed
+from exogym.training.subject import Subject
+
+if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
+    from exogym.balance import Balance
+    from exogym.clock import Clock
+    from exogym.communicator import Wire
+    from exogym.data.partition import Partitioner
+    from exogym.engine import Engine
+    from exogym.faults import Faults
+    from exogym.mesh import NodeMesh
+    from exogym.network import Network
+    from exogym.record.metrics import Metric
+    from exogym.strategy.strategy import Strategy
+    from exogym.training.options import FitOptions
 
 
 class _Turn:
@@ -288,12 +286,16 @@ class LocalTrainer(Trainer):
         `engine="ray"` both are as they were before.
         """
         given = locals()
+        from exogym.training.options import FitOptions, asked_to_go_on, option_names
+
         given["resume"] = asked_to_go_on(given)
         options = FitOptions(**{name: given[name] for name in option_names()})
         self._place(options)
         return self.model
 
     def _place(self, options: FitOptions) -> None:
+        from exogym.engine.world import local_device
+
         # Of an engine elsewhere no process is here: each looks for the device of its own machine.
         place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(place), OneThread(place):
@@ -305,6 +307,8 @@ class LocalTrainer(Trainer):
                     module.training = training
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
+        from exogym.training.placement import run_placed
+
         if options.engine is None:
             body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
             run_placed(self.subject, options, device, body, self.engine)
@@ -319,6 +323,8 @@ class LocalTrainer(Trainer):
 
     def _take(self, left: Left | None, options: FitOptions) -> None:
         """Take over what a run elsewhere has come to."""
+        from exogym.callbacks import Callback
+
         assert left is not None
         self.history, self.description, self.traffic, self.clock = (
             left.history,
@@ -333,6 +339,9 @@ class LocalTrainer(Trainer):
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
+        from exogym.clock import TIMELINE, save_spans
+        from exogym.training.assembly import assemble
+
         loop = assemble(self.subject, options, device, self.max_stretch, wire)
         self.history, self.description = loop.history, loop.description
         self.clock = None if loop.timing is None else loop.timing.clock
@@ -360,6 +369,9 @@ class Left:
 
 def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
     """Train, in a process elsewhere, the rows that `wire` says are there; return what process 0 has come to."""
+    from exogym.callbacks import Callback
+    from exogym.compute.memory import check_rows
+
     trainer = LocalTrainer(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
     place = resolve_device(options.device)

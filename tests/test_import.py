@@ -101,6 +101,25 @@ def effects() -> dict[str, str]:
     return dict(zip(codes, done.stdout.split("==\n")[1:], strict=True))
 
 
+def test_an_import_loads_what_is_used_and_no_more() -> None:
+    """The trainer and one strategy, without the others, what a fit is made of, hosts, or a node of several devices."""
+    code = (
+        "from exogym import LocalTrainer; from exogym.strategy import DiLoCoStrategy; import sys; print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {"exogym.trainer", "exogym.strategy.diloco"} <= set(loaded)
+    unwanted = ("exogym.strategy.demo", "exogym.training.assembly", "exogym.remote", "exogym.compare", "exogym.advise")
+    assert not {*unwanted, "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"} & set(loaded)
+
+
+def test_every_name_and_module_of_the_root_is_there_when_it_is_used() -> None:
+    code = "import exogym; print(exogym.strategy.DiLoCoStrategy.name, exogym.errors.ArgumentError, exogym.runs.load)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said.startswith("diloco <class 'exogym.errors.ArgumentError'> <function load")
+    with pytest.raises(ImportError, match="LocalTrainr"):
+        exec("from exogym import LocalTrainr")
+
+
 def test_importing_does_nothing_else(effects: dict[str, str]) -> None:
     assert effects["import exogym"] == ""
 
@@ -128,8 +147,10 @@ def flaws(module: ModuleType) -> list[str]:
     lines = [f"{name} is listed twice" for name in sorted({name for name in listed if listed.count(name) > 1})]
     lines += [f"{name} is listed and not there" for name in listed if not hasattr(module, name)]
     offered = set()
-    for node in ast.parse(file.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+    body = ast.parse(file.read_text("utf-8")).body
+    lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # under TYPE_CHECKING
+    for node in body + lazy:
+        if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "exogym.base.lazy"):
             offered |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             offered.add(node.name)

@@ -1,8 +1,23 @@
-"""The ways of computing local steps, by the names that `fit(compute=)` takes; a further one is an entry here."""
+"""The ways of computing local steps, by the names that `fit(compute=)` takes; a further one is an entry here.
 
-from exogym.compute.compiled import Compiled
-from exogym.compute.graphs import Graphs
-from exogym.compute.loop import Loop
-from exogym.compute.vmap import Vmap
+Each is loaded when a run asks for it.
+"""
 
-WAYS: dict[str, type[Loop]] = {"loop": Loop, "vmap": Vmap, "compiled": Compiled, "graphs": Graphs}
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from exogym.compute.loop import Loop
+
+WAYS = {"loop": "Loop", "vmap": "Vmap", "compiled": "Compiled", "graphs": "Graphs"}  # module of this folder: its class
+
+
+def way_of(name: str) -> type[Loop]:
+    """Return the class of a way of computing.
+
+    >>> way_of("loop").__name__
+    'Loop'
+    """
+    return getattr(importlib.import_module(f"exogym.compute.{name}"), WAYS[name])

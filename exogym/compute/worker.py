@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from exogym.base import pulse
 from exogym.base.rng import seed_python, seed_torch, stream_seed
 from exogym.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.compute.attributes import Attributes, refuse_carried
-from exogym.compute.insides import Insides
 from exogym.compute.outputs import Loss, batch_examples, map_tensors
 from exogym.compute.weights import CLOSE, Weights
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.state import Tensors
+
+if TYPE_CHECKING:
+    from exogym.compute.insides import Insides
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000

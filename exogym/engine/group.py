@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from exogym.communicator import Wire
 from exogym.engine.hangs import watched
-from exogym.engine.mesh import MeshWire
 from exogym.engine.protocol import EngineOptions, Result
 from exogym.engine.wire import ProcessWire
 from exogym.engine.world import join_world, world_size
@@ -37,6 +36,8 @@ class Group:
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
             if options.meshes:
+                from exogym.engine.mesh import MeshWire
+
                 wire = MeshWire(options.placement, options.meshes, options.native)
                 found = body(wire)
                 wire.leave()  # after a failure others may be at work in them, and the process mostly ends

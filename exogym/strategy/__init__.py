@@ -1,6 +1,7 @@
 """The strategies: each algorithm one short file that reads like its paper.
 
-Every file of this folder is imported, so that a class with a `name` is known by it, and can be imported from here.
+A class with a `name` in any file of this folder can be imported from here, and is known by its name; a file is loaded
+when one of its names is used (all of them where strategies are looked up by name).
 
 A strategy of one's own is made of modules: gradients go through `GradientModule`s at every step, parameters through
 `CommunicationModule`s now and then; what they may know of the run is a `Run`.
@@ -30,44 +31,9 @@ A strategy of one's own is made of modules: gradients go through `GradientModule
 ['tree broadcast']
 """
 
-import importlib
-import pkgutil
+from typing import TYPE_CHECKING
 
-from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-from exogym.strategy.averaging import NormCap
-from exogym.strategy.communicate_optimize import (
-    CommunicateOptimizeStrategy,
-    CommunicationModule,
-    GradientModule,
-    PeriodicModule,
-)
-from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
-from exogym.strategy.demo import DeMoStrategy
-from exogym.strategy.desloc import DESLOCStrategy
-from exogym.strategy.diloco import DiLoCoStrategy
-from exogym.strategy.federated_averaging import FedAvgStrategy
-from exogym.strategy.fednova import FedNovaStrategy
-from exogym.strategy.fedopt import FedOptStrategy
-from exogym.strategy.fedprox import FedProxStrategy
-from exogym.strategy.gossip import GossipStrategy
-from exogym.strategy.gradient_push import GradientPushStrategy
-from exogym.strategy.muloco import MuLoCoStrategy
-from exogym.strategy.noloco import NoLoCoStrategy
-from exogym.strategy.optim import OptimSpec
-from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
-from exogym.strategy.powersgd import PowerSGDStrategy
-from exogym.strategy.privacy import DifferentialPrivacy
-from exogym.strategy.qsgd import QSGDStrategy
-from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
-from exogym.strategy.scaffold import ScaffoldStrategy
-from exogym.strategy.signsgd import SignSGDStrategy
-from exogym.strategy.simple_reduce import SimpleReduceStrategy
-from exogym.strategy.slowmo import SlowMoStrategy
-from exogym.strategy.sparseloco import SparseLoCoStrategy
-from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
-from exogym.strategy.strategy import STRATEGIES, Run, Strategy
-from exogym.strategy.streaming_diloco import StreamingDiLoCoStrategy
-from exogym.strategy.topk import TopKStrategy
+from exogym.base.lazy import lazily
 
 __all__ = [
     "AsyncDiLoCoStrategy",
@@ -107,8 +73,54 @@ __all__ = [
     "TopKStrategy",
 ]
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
-_named = {kind.__name__: kind for kind in STRATEGIES.values() if kind.__module__.startswith(f"{__name__}.")}
-globals().update(_named)
-__all__ += [name for name in sorted(_named) if name not in __all__]
+if TYPE_CHECKING:
+    from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
+    from exogym.strategy.averaging import NormCap
+    from exogym.strategy.communicate_optimize import (
+        CommunicateOptimizeStrategy,
+        CommunicationModule,
+        GradientModule,
+        PeriodicModule,
+    )
+    from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
+    from exogym.strategy.demo import DeMoStrategy
+    from exogym.strategy.desloc import DESLOCStrategy
+    from exogym.strategy.diloco import DiLoCoStrategy
+    from exogym.strategy.federated_averaging import FedAvgStrategy
+    from exogym.strategy.fednova import FedNovaStrategy
+    from exogym.strategy.fedopt import FedOptStrategy
+    from exogym.strategy.fedprox import FedProxStrategy
+    from exogym.strategy.gossip import GossipStrategy
+    from exogym.strategy.gradient_push import GradientPushStrategy
+    from exogym.strategy.muloco import MuLoCoStrategy
+    from exogym.strategy.noloco import NoLoCoStrategy
+    from exogym.strategy.optim import OptimSpec
+    from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
+    from exogym.strategy.powersgd import PowerSGDStrategy
+    from exogym.strategy.privacy import DifferentialPrivacy
+    from exogym.strategy.qsgd import QSGDStrategy
+    from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
+    from exogym.strategy.scaffold import ScaffoldStrategy
+    from exogym.strategy.signsgd import SignSGDStrategy
+    from exogym.strategy.simple_reduce import SimpleReduceStrategy
+    from exogym.strategy.slowmo import SlowMoStrategy
+    from exogym.strategy.sparseloco import SparseLoCoStrategy
+    from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
+    from exogym.strategy.strategy import Run, Strategy
+    from exogym.strategy.streaming_diloco import StreamingDiLoCoStrategy
+    from exogym.strategy.topk import TopKStrategy
+else:
+    _listed, __dir__ = lazily(__name__)
+
+    def __getattr__(name):
+        try:
+            return _listed(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            from exogym.strategy.registry import STRATEGIES
+
+            named = {kind.__name__: kind for kind in STRATEGIES.values() if kind.__module__.startswith(f"{__name__}.")}
+            if name not in named:
+                raise
+            return named[name]

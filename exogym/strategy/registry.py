@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
+import sys
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
+
+for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # a class enters `STRATEGIES` when it is made
+    if _file.name != "registry":
+        importlib.import_module(f"{__package__}.{_file.name}")
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
 _WORDS = {"none": None, "true": True, "false": False}

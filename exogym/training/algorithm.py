@@ -11,7 +11,7 @@ from torch import Tensor
 from exogym.compute.finite import Watch
 from exogym.compute.inner import Correction, InnerOptimizer
 from exogym.compute.spans import Compute, Losses, Span
-from exogym.compute.ways import WAYS
+from exogym.compute.ways import way_of
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.faults import Attendance
@@ -59,7 +59,7 @@ class Setting:
         if optimizer is not None:
             optimizer.corrections += corrections
         overlapping = bucket_bytes if self.attendance is None else None
-        return WAYS[self.how](self.worker, self.stream, optimizer, self.watch, overlapping)
+        return way_of(self.how)(self.worker, self.stream, optimizer, self.watch, overlapping)
 
 
 class Algorithm:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ from exogym.base.rng import seed_torch, stream_seed
 from exogym.callbacks import Callback
 from exogym.clock import StepTime
 from exogym.communicator import Wire
-from exogym.compute.choosing import choose
 from exogym.compute.finite import Watch
-from exogym.compute.insides import Insides
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
-from exogym.compute.split_worker import SplitWorker
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -38,7 +35,7 @@ from exogym.fleet.store import Store
 from exogym.logger import combine
 from exogym.progress import Progress, notice
 from exogym.record.history import History
-from exogym.record.metrics import Evaluator, Metric
+from exogym.record.metrics import Evaluator
 from exogym.record.observers import Logging, Observer, Observers, Showing
 from exogym.record.run_folder import RunFolder
 from exogym.record.steps import steps_here
@@ -49,34 +46,21 @@ from exogym.strategy.communicate_optimize import NEVER
 from exogym.strategy.strategy import Run
 from exogym.training.agenda import Agenda
 from exogym.training.algorithm import Algorithm, Setting
-from exogym.training.by_clock import ByClock
-from exogym.training.compositions import Compositions
 from exogym.training.driver import Driver
 from exogym.training.loop import TrainingLoop
 from exogym.training.options import FitOptions
-from exogym.training.programs import Programs
 from exogym.training.resuming import Refused, agree, matching_snapshot, open_folder
 from exogym.training.speeds import node_speeds
+from exogym.training.subject import Subject
 from exogym.training.timing import Timing
 
 KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
 EVALUATION_BATCH = 256
-ALGORITHMS: dict[str, Callable[[Any, Setting], Algorithm]] = {  # by what a strategy says in `driven_by`
-    "rounds": Compositions,
-    "programs": Programs,
-    "clock": ByClock,
+ALGORITHMS = {  # by what a strategy says in `driven_by`: the module and class of its adapter, loaded when it is needed
+    "rounds": ("exogym.training.compositions", "Compositions"),
+    "programs": ("exogym.training.programs", "Programs"),
+    "clock": ("exogym.training.by_clock", "ByClock"),
 }
-
-
-@dataclass
-class Subject:
-    """What is trained: the model, the data sets, and how losses and metrics are found."""
-
-    model: nn.Module
-    train_dataset: Any
-    val_dataset: Any = None
-    loss_fn: Callable[..., Tensor] | None = None
-    metrics: dict[str, Metric] | None = None
 
 
 def assemble(
@@ -215,14 +199,19 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    kind = Worker if wire.devices.parts == 1 else SplitWorker
+    kind: Any = Worker
+    if wire.devices.parts > 1:
+        from exogym.compute.split_worker import SplitWorker as kind
     worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
-    worker.insides = Insides(model, options.meshes) if options.meshes else None
+    if options.meshes:
+        from exogym.compute.insides import Insides
+
+        worker.insides = Insides(model, options.meshes)
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
-    parts = worker.divide(options.meshes, wire) if isinstance(worker, SplitWorker) else None
+    parts = worker.divide(options.meshes, wire) if wire.devices.parts > 1 else None
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
@@ -291,7 +280,9 @@ def make_driver(
     if strategy.asks_clients:
         fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
     setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch, store, arrived)
-    return Driver(ALGORITHMS[strategy.driven_by](strategy, setting), setting)
+    home, name = ALGORITHMS[strategy.driven_by]
+    algorithm: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
+    return Driver(algorithm, setting)
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
@@ -353,6 +344,8 @@ def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
     compute = options.compute
     if compute == "auto":
+        from exogym.compute.choosing import choose
+
         compute = choose(worker, stream, options.strategy, options.total_steps(stream.steps_per_epoch))
     return {"compute": compute, "micro_batch_size": micro}
 

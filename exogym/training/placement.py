@@ -25,10 +25,11 @@ from exogym.engine.world import world_size
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
 from exogym.fleet.seats import rows_for
 from exogym.progress import notice
-from exogym.training.assembly import Subject, workplace
+from exogym.training.assembly import workplace
 from exogym.training.options import FitOptions
 from exogym.training.speeds import step_seconds
 from exogym.training.splits import check_split
+from exogym.training.subject import Subject
 from exogym.training.trials import chosen_processes
 
 Result = TypeVar("Result")

@@ -17,8 +17,9 @@ from exogym.engine.forked import Forked
 from exogym.engine.forks import can_fork
 from exogym.engine.protocol import EngineOptions
 from exogym.progress import notice
-from exogym.training.assembly import Subject, assemble
+from exogym.training.assembly import assemble
 from exogym.training.options import FitOptions
+from exogym.training.subject import Subject
 
 # What is reckoned with; measured, see benchmarks/RESULTS.md.
 START_S, MEETING_S, SHARED_BYTES_PER_S = 0.1, 3e-4, 1.5e9

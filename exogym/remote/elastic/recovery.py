@@ -37,7 +37,7 @@ from exogym.training.options import FitOptions
 from exogym.training.resuming import FREE
 
 if TYPE_CHECKING:
-    from exogym.training.assembly import Subject
+    from exogym.training.subject import Subject
 
 ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
 KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another
