@@ -406,6 +406,127 @@ def test_fednova_is_a_plain_loop() -> None:
     unlike(train(uniform, data, steps=14).rows, rows)
 
 
+WORK = [1, 4, 2, 3]
+RHO = 0.9
+CLIENTS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int], float]]] = {
+    # what SGD is given, what FedNova is given, and the paper's a_i of t steps
+    "plain": ({}, {}, lambda t: t),
+    "momentum": (
+        {"momentum": RHO}, {"keep_inner_state": False}, lambda t: (t - RHO * (1 - RHO**t) / (1 - RHO)) / (1 - RHO),
+    ),
+    "nesterov": (
+        {"momentum": RHO, "nesterov": True},
+        {"keep_inner_state": False},
+        lambda t: sum(sum(RHO**k for k in range(j + 1)) for j in range(1, t + 1)),  # 1 + rho + ... + rho^j at step j
+    ),
+    "proximal": ({}, {"mu": 8.0}, lambda t: (1 - (1 - LR * 8.0) ** t) / (LR * 8.0)),
+    "decay": ({"weight_decay": 0.1}, {}, lambda t: t),
+    "schedule": ({}, {"lr_scheduler": "linear"}, lambda t: 0.0),  # below
+}  # fmt: skip
+
+
+def nova(name: str, a_of: Callable[[int, int], float], work: list[int] = WORK, steps: int = 12) -> Tensor:
+    """Rounds in plain torch, in fp64: clients that begin each round afresh, and the paper's step of the server.
+
+    `a_of(r, t)` is a_i of t steps in round r.
+    """
+    sgd_options, options, _ = CLIENTS[name]
+    data = [examples(BATCH * (2 + i), i, 0.3 * i) for i in range(4)]
+    weights = torch.tensor([len(d) for d in data]).double()
+    weights /= weights.sum()
+    made: list[torch.optim.Optimizer] = []
+    rounds = 0
+
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=LR, foreach=False, **sgd_options))
+        return made[-1]
+
+    def update(theta: Tensor, found: dict[int, Tensor]) -> Tensor:
+        nonlocal rounds
+        a = [a_of(rounds, t) for t in work]
+        tau = sum(w * x for w, x in zip(weights, a, strict=True))
+        rounds += 1
+        return theta - tau * sum(weights[i] * (theta - y) / a[i] for i, y in found.items())
+
+    server = Server(everyone(4), update)
+
+    def before(models: Models, step: int) -> None:
+        for i, m in enumerate(models):
+            if "mu" in options and (step - 1) % H < work[i]:
+                add_to_grads(m, options["mu"] * (vector(m) - server.theta))
+            if "lr_scheduler" in options:
+                own = (step - 1) // H * work[i] + (step - 1) % H
+                made[i].param_groups[0]["lr"] = LR * (1 - own / steps)
+
+    def after(models: Models, step: int) -> None:
+        server.after(models, step)
+        if step % H == 0:
+            for optimizer in made:
+                optimizer.state.clear()
+
+    return plain(data, steps, build, before=before, after=after, acts=lambda i, step: (step - 1) % H < work[i])
+
+
+@pytest.mark.parametrize("name", [name for name in CLIENTS if name != "schedule"])
+def test_fednova_divides_by_the_papers_a_i(name: str) -> None:
+    sgd_options, options, paper = CLIENTS[name]
+    data = [examples(BATCH * (2 + i), i, 0.3 * i) for i in range(4)]
+    strategy = FedNovaStrategy(OptimSpec("sgd", lr=LR, **sgd_options), H, local_steps=WORK, **options)
+    ours = train(strategy, data).rows
+    same(ours, nova(name, lambda r, t: paper(t)))
+    unlike(ours, nova(name, lambda r, t: t if name not in ("plain", "decay") else t + 1))  # not by steps
+
+
+def test_fednova_counts_a_step_as_its_rate() -> None:
+    data = [examples(BATCH * (2 + i), i, 0.3 * i) for i in range(4)]
+    ours = train(FedNovaStrategy(SGD, H, local_steps=WORK, lr_scheduler="linear"), data).rows
+    same(ours, nova("schedule", lambda r, t: sum(1 - (r * t + k) / 12 for k in range(t))))
+    unlike(ours, nova("schedule", lambda r, t: t))
+
+
+def test_fednova_with_momentum_comes_to_rest_near_the_optimum_that_fedavg_misses() -> None:
+    """Two quadratic clients with exact gradients; a count of steps as a_i (2 to 10; right is 1 to 14) ends 0.1 off."""
+    data = [examples(12, k) for k in range(2)]
+    (A, a), (B, b) = map(quadratic, data)
+    best = torch.linalg.solve(A + B, A @ a + B @ b)[:, 0]
+    momentum = OptimSpec("sgd", lr=0.005, momentum=RHO)
+    given: dict[str, Any] = {"local_steps": [2, 10], "keep_inner_state": False}
+
+    def off(strategy: CommunicateOptimizeStrategy) -> float:
+        model = train(strategy, data, 2, model=Line(), steps=600, batch_size=12).model
+        return float((model - best).norm())
+
+    assert off(FedNovaStrategy(momentum, 10, **given)) < 0.03 and off(FedAvgStrategy(momentum, H=10, **given)) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FedNovaStrategy("adamw"), "none is known for AdamW: take inner_optim='sgd'"),
+        (lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9)), "give keep_inner_state=False"),
+        (
+            lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9), mu=0.1, keep_inner_state=False),
+            "leave mu or momentum out",
+        ),
+        (lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9, dampening=0.1)), "with dampening=0.1: leave it out"),
+        (lambda: FedNovaStrategy(mu=0.1, max_norm=1.0), "leave mu or max_norm out"),
+        (
+            lambda: FedNovaStrategy(OptimSpec("sgd", groups=[("*.bias", {"momentum": 0.5})])),
+            r"groups make several of it \(momentum\)",
+        ),
+        (
+            lambda: FedNovaStrategy(OptimSpec("sgd", groups=[("*.bias", {"lr": 0.5})]), mu=0.1),
+            r"groups make several of it \(lr with mu\)",
+        ),
+        (lambda: FedNovaStrategy(mu=-1), "mu=-1 must be a number of at least 0"),
+    ],
+)
+def test_fednova_refuses_clients_without_a_known_a_i(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        make()
+    FedNovaStrategy(OptimSpec("sgd", groups=[("*.bias", {"lr": 0.5, "weight_decay": 0.0})], weight_decay=0.1))
+
+
 def test_more_steps_give_no_more_weight() -> None:
     """Two constant pulls: FedAvg goes along their sum weighed by work, FedNova along their mean."""
     fleet = fleet_of(torch.zeros(2, P, dtype=torch.float64))

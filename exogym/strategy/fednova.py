@@ -1,12 +1,25 @@
 """FedNova: FedAvg that does not favour clients which take more steps.
 
-Wang et al., arXiv:2007.07481, for plain local SGD, where the norm of a client's weights of its gradients is their
-number a_i:
+Wang et al., arXiv:2007.07481. The change of client i in a round is -gamma (a weighted sum of the round's gradients);
+a_i is the sum of these weights (the paper's 1-norm of its vector a_i). With FedAvg's weights w_i over the round's
+clients
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
-with FedAvg's weights w_i over the round's clients. So each client is brought to theta - (tau / a_i) (theta - theta_i)
-before the mean. a_i counts the steps that a client has really taken, whatever was planned.
+So each client is brought to theta - (tau / a_i) (theta - theta_i) before the mean. For t local steps the paper gives
+
+    SGD                       a_i = t
+    SGD with momentum rho     a_i = (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho)
+    SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
+
+Here the weights are added up step by step, by a rule that gives these sums: with momentum c <- rho c + 1, a_i <- a_i +
+c (Nesterov: a_i + 1 + rho c); with a proximal term a_i <- |1 - gamma mu| a_i + 1. A schedule's step k counts gamma_k /
+gamma in the place of 1, gamma being the rate at factor 1. t counts the steps that a client has really taken, whatever
+was planned. Weight decay is part of the gradient.
+
+The sums are of one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
+published code. For other optimizers, dampening, and momentum with a proximal term the paper gives no a_i; clipping
+would cut the proximal term. All these are refused.
 
 Payload P b + 8 bytes per client every H steps: a_i goes along. With absent nodes: as FedAvg; one whose synchronisation
 was lost has taken the more steps next time.
@@ -22,23 +35,58 @@ import torch
 from torch import Tensor
 
 from exogym.base.torch_private import copy_
-from exogym.errors import checked
+from exogym.errors import ArgumentError, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.federated_rounds import RoundModule, views
+from exogym.strategy.fedprox import ProximalTerm
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import Inner, Run
 from exogym.strategy.traffic import Traffic
 
 
 class EqualisedWork(RoundModule):
     """Scales what each client has come to by tau / a_i; before the averaging.
 
-    State: where a client began its round, (rows, P), and the steps since, (rows, 1).
+    Args:
+        inner: the strategy's inner optimizer.
+        mu: of the proximal term.
+
+    State: where a client began its round, (rows, P), and a_i, (rows, 1); with momentum its weight c, and with a
+    schedule the client's steps since the run began, (rows, 1).
+
+    Raises:
+        ArgumentError: the paper gives no a_i for what the clients do.
     """
+
+    def __init__(self, average: AveragingCommunicator, inner: Inner, mu: float):
+        super().__init__(average)
+        self.inner, self.mu = inner, mu
+        given = inner.spec.kwargs
+        self.momentum, self.nesterov = float(given.get("momentum", 0)), bool(given.get("nesterov"))
+        if (unknown := self._unknown()) is not None:
+            raise ArgumentError(f"FedNova divides by a_i, the sum of the weights of a round's gradients, and {unknown}")
+
+    def _unknown(self) -> str | None:
+        """Return for what the clients do no a_i is known, and what to do."""
+        spec = self.inner.spec
+        if spec.cls is not torch.optim.SGD:
+            return f"none is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"
+        if spec.kwargs.get("dampening"):
+            return f"none is known with dampening={spec.kwargs['dampening']}: leave it out"
+        uneven = {name for _, options in spec.groups for name in options} - {"weight_decay", "lr"}
+        if uneven or (self.mu and any("lr" in options for _, options in spec.groups)):
+            return f"groups make several of it ({', '.join(sorted(uneven)) or 'lr with mu'}): let all groups be alike"
+        if self.momentum and self.mu:
+            return "the paper gives none for momentum with a proximal term: leave mu or momentum out"
+        if self.momentum and not self.average.fresh_inner_state:
+            return "momentum that is kept adds gradients of earlier rounds: give keep_inner_state=False"
+        if self.mu and self.inner.max_norm is not None:
+            return f"max_norm={self.inner.max_norm} cuts the proximal term, too: leave mu or max_norm out"
+        return None
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [replace(traffic, payload_bytes=8) for traffic in self.average.traffic(P, N, b)]
@@ -46,29 +94,43 @@ class EqualisedWork(RoundModule):
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self.layouts = [block.layout for block in fleet.blocks]
+        self.schedule = self.inner.schedule(run.total_steps)
         self.began = [block.params.clone() for block in fleet.blocks]
-        self.taken = torch.zeros(len(fleet), 1, dtype=torch.float64)
-        self.row_state = {f"began.{b}": began for b, began in enumerate(self.began)} | {"taken": self.taken}
+        self.a, self.velocity, self.steps = (torch.zeros(len(fleet), 1, dtype=torch.float64) for _ in range(3))
+        self.row_state = {f"began.{b}": began for b, began in enumerate(self.began)} | {"a": self.a}
+        if self.momentum:
+            self.row_state["velocity"] = self.velocity
+        if not self.schedule.is_constant:
+            self.row_state["steps"] = self.steps
 
     @torch.no_grad()
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        if not self.taken[row]:
+        if not self.a[row]:
             copy_(views(self.began, self.layouts, row), list(parameters))
-        self.taken[row] += 1
+        base, rate = self.inner.base_lr, 1.0
+        if not self.schedule.is_constant:
+            rate = self.schedule.lr(int(self.steps[row])) / base if base else 1.0
+            self.steps[row] += 1
+        one = 1.0
+        if self.momentum:
+            self.velocity[row] = self.momentum * self.velocity[row] + 1
+            one = float(1 + self.momentum * self.velocity[row] if self.nesterov else self.velocity[row])
+        self.a[row] = abs(1 - rate * base * self.mu) * self.a[row] + rate * one
 
     def communicate(self, fleet: Fleet, step: int) -> None:
+        self.velocity.zero_()  # as every client's momentum, also of one whose synchronisation was lost
         members = self.members(fleet, step)
         if not members:
             return
-        tau = float(self.all_reduce(fleet, self.taken[:, 0], "mean", members, self.average.weights_among(members)))
-        rows = [row for row in rows_of(fleet, members) if self.taken[row]]
+        tau = float(self.all_reduce(fleet, self.a[:, 0], "mean", members, self.average.weights_among(members)))
+        rows = [row for row in rows_of(fleet, members) if self.a[row]]
         for block, began in zip(fleet.blocks, self.began, strict=True):
-            scale = (tau / self.taken[rows]).to(began)
+            scale = (tau / self.a[rows]).to(began)
             block.params[rows] = began[rows] - scale * (began[rows] - block.params[rows])
-        self.taken[rows] = 0
+        self.a[rows] = 0
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self.taken[rows_of(fleet, nodes)] = 0
+        self.a[rows_of(fleet, nodes)] = 0
 
 
 class FedNovaStrategy(CommunicateOptimizeStrategy):
@@ -78,13 +140,22 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
             deadline_s, min_reports: as `AveragingCommunicator`; without
             `local_steps` or `local_epochs` (or slow nodes) all take the same number of steps, and it is FedAvg.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; for plain SGD.
+        mu: of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: none.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; SGD, without
+            momentum, or with momentum and keep_inner_state=False.
+
+    Raises:
+        ArgumentError: the paper gives no a_i for what the clients do (another optimizer, momentum that is kept or has a
+            proximal term beside it).
 
     >>> strategy = FedNovaStrategy(inner_optim='sgd', local_epochs=1, lr=0.01)
     """
 
     name, title, paper, payload = "fednova", "FedNova", "arXiv:2007.07481", "(P b + 8) / H"
-    equation = "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i being the steps of client i"
+    equation = (
+        "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i: the sum of the weights of client i's "
+        "gradients, for plain SGD its steps"
+    )
     needs = "all nodes every H steps; with client_fraction a server and those clients"
     not_taken: ClassVar = {
         "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
@@ -110,13 +181,16 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         over_sampling: float = 0.0,
         deadline_s: float | None = None,
         min_reports: int = 1,
+        mu: float = 0.0,
     ):
         average = AveragingCommunicator(
             H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
             local_epochs=local_epochs, keep_inner_state=keep_inner_state,
             over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
         )  # fmt: skip
+        proximal = ProximalTerm(average, mu)
+        inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
         super().__init__(
-            inner_optim, [EqualisedWork(average), average], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
-            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
+            inner_optim, [EqualisedWork(average, inner, proximal.mu), average, *([proximal] if mu else [])], lr=lr,
+            inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
         )  # fmt: skip
