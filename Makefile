@@ -38,7 +38,7 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-table: $(VENV)/.stamp-dev ## write the table of strategies in docs/strategies.md anew, from what they say of themselves
+table: $(VENV)/.stamp-dev ## write the tables in docs/strategies.md anew: strategies, and what cannot be combined
 	$(BIN)/python tests/strategies.py
 
 pictures: $(VENV)/.stamp-dev ## take the pictures of docs/ui.md anew; needs chromium and chromium-driver

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from exogym import combinations
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
@@ -264,10 +265,10 @@ STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, 
 }
 
 
-def table_of_the_page():
-    """Return docs/strategies.md before its table of strategies, the table, and what follows."""
+def table_of_the_page(first="| name | class |"):
+    """Return docs/strategies.md before its table that begins with `first`, the table, and what follows."""
     page = PAGE.read_text("utf-8")
-    start = page.index("| name | class |")
+    start = page.index(first)
     end = page.index("\n\n", start) + 1
     return page[:start], page[start:end], page[end:]
 
@@ -309,5 +310,6 @@ class Broken(PeriodicModule):
 
 
 if __name__ == "__main__":  # make table
-    before, _, after = table_of_the_page()
-    PAGE.write_text(before + table() + after, "utf-8")
+    for text in (table(), combinations.table()):
+        before, _, after = table_of_the_page(text.partition("\n")[0])
+        PAGE.write_text(before + text + after, "utf-8")

@@ -15,7 +15,7 @@ import exogym
 
 # The table. A new top-level file or folder of `exogym` gets its place here.
 FLOORS: list[set[str]] = [
-    {"errors", "base", "progress"},
+    {"errors", "base", "combinations", "progress"},
     {"fleet", "communicator", "network", "mesh", "clock", "faults", "balance"},
     {"strategy", "compress", "data", "models", "engine"},
     {"compute", "record", "saving", "training", "logger", "callbacks"},

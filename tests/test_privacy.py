@@ -11,6 +11,7 @@ from battery import outcome, plain_model, train
 from dp_accounting import rdp
 from problems import Regressor, dyadic, fleet_of, run_of
 
+from exogym.balance import Balance
 from exogym.data import QuantitySkew
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
@@ -22,6 +23,7 @@ from exogym.strategy import (
     FedProxStrategy,
     ScaffoldStrategy,
 )
+from exogym.strategy.averaging import NormCap
 from exogym.strategy.privacy import DifferentialPrivacy
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
@@ -177,6 +179,31 @@ def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> 
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         private(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"robust": "krum"},
+        {"robust": "median"},
+        {"robust": "trimmed_mean"},
+        {"robust": "norm_cap"},
+        {"robust": NormCap(1.0)},
+        {"tuner": "drift"},
+        {"tuner": 1e9},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [FedAvgStrategy, FedProxStrategy, FedOptStrategy])
+def test_what_epsilon_does_not_count_is_refused(make: Any, options: dict[str, Any]) -> None:
+    """A rule takes the value of one client, so one changes it by C and not C/(qN); a tuner reads without noise."""
+    with pytest.raises(ArgumentError, match=f"privacy=.* with {next(iter(options))}=.*; leave "):
+        make(H=2, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1e-9), **options)
+
+
+def test_clients_that_weigh_more_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"balance='batch' with privacy=.* changes the mean by more than C"):
+        train(private(), model=plain_model(), balance=Balance("batch", [1, 1, 1, 5]))
 
 
 def test_what_would_be_seen_in_the_clear_is_refused() -> None:

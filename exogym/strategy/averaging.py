@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from exogym.combinations import check
 from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.strategy.traffic import Traffic
@@ -77,20 +78,11 @@ class Averaging:
             check_choice("robust", self.robust, [*RULES, "norm_cap"])
         elif not isinstance(self.robust, Rule | NormCap | None):
             raise ArgumentError(f"robust={self.robust!r} must be a name, such as 'median', or a rule, such as Krum()")
-        if self.rule is not None and self.transport in ("ring", "tree"):
-            raise ArgumentError(
-                f"robust={self.robust!r} needs the nodes' own values, and transport={self.transport!r} adds them up on "
-                "the way: leave transport out, or take 'server'"
-            )
         if not isinstance(self.secure_aggregation, bool | SecureAggregation):
             raise ArgumentError(
                 f"secure_aggregation={self.secure_aggregation!r} must be True, False or a SecureAggregation"
             )
-        if self.secure is not None and (self.robust is not None or self.transport in ("ring", "tree")):
-            raise ArgumentError(
-                "secure_aggregation goes through a server, which sees nobody's own values: leave "
-                + (f"robust={self.robust!r} out" if self.robust else f"transport={self.transport!r} out")
-            )
+        check(self.features())
 
     @property
     def rule(self) -> Rule | None:
@@ -108,34 +100,18 @@ class Averaging:
         """The cap on the norms of updates."""
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
-    def check(self, name: str, traffic: Iterable[Traffic], is_known: bool, own_ways: list[str]) -> None:
-        """Raise ArgumentError where strategy `name` cannot average so.
-
-        Args:
-            traffic: what it sends, if that `is_known`.
-            own_ways: its modules that average in a way of their own.
-        """
-        kinds = {t.kind for t in traffic}
-        if self.rule is not None and own_ways:
-            raise ArgumentError(
-                f"robust={self.robust!r}: {name} averages in a way of its own ({', '.join(own_ways)}), and a rule "
-                "takes the place of means: leave robust out, or take 'norm_cap'"
-            )
-        if self.secure is not None and (own_ways or kinds - {"all_reduce"}):
-            raise ArgumentError(
-                f"secure_aggregation: {name} does not send sums alone, but {', '.join([*own_ways, *sorted(kinds)])}, "
-                "which others read: leave it out"
-            )
-        if self.transport is not None and is_known and "all_reduce" not in kinds:
-            raise ArgumentError(
-                f"transport={self.transport!r}: {name} has no all-reduce, which may go in several ways; it sends "
-                f"{', '.join(sorted(kinds)) or 'nothing'}: leave transport out"
-            )
-        if self.transport in ("ring", "tree") and any(t.algorithm == "server" for t in traffic):
-            raise ArgumentError(
-                f"transport={self.transport!r}: the clients of the next round get the parameters from a server, since "
-                "they may not have been among those who averaged: leave transport out, or client_fraction"
-            )
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.combinations.FEATURES` these options are, as name to what was given."""
+        found = {}
+        if self.robust is not None:
+            found['robust="norm_cap"' if self.rule is None else "robust"] = f"robust={self.robust!r}"
+        if self.secure is not None:
+            found["secure_aggregation"] = f"secure_aggregation={self.secure_aggregation!r}"
+        if self.transport is not None:
+            found["transport"] = f"transport={self.transport!r}"
+        if self.transport in ("ring", "tree"):
+            found['transport="ring" or "tree"'] = f"transport={self.transport!r}"
+        return found
 
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
         """Return what the collectives of a strategy become, with b bytes per element on N nodes."""

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.combinations import check
 from exogym.communicator import Rule, SecureAggregation
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
@@ -142,12 +143,32 @@ class CommunicateOptimizeStrategy(Strategy):
         """
         self.averaging = Averaging(**options)
         self._look_at_updates()
+        check(self.features())
+
+    def features(self) -> dict[str, str]:
+        name, found = type(self).__name__, super().features()
+        own = [type(m).__name__ for m in self.modules if not m.weighted_means]
+        parts = [type(m).__name__ for m in self.modules if m.only_means]
+        found.pop("a mean of its own", None)  # a robust rule is a feature of its own
+        found |= {"a mean of its own": f"{name}, which averages in a way of its own ({', '.join(own)})"} if own else {}
+        found |= (
+            {"parts of a mean": f"{name}, which averages in a way of its own ({', '.join(parts)})"} if parts else {}
+        )
+        found |= {"gradient_modules": f"gradient_modules of {name}"} if self.gradient_modules else {}
+        found |= {"corrections": f"{name}, which corrects gradients"} if self.corrections else {}
+        found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
+        for module in self.modules:
+            found |= module.features()
         try:
-            traffic, is_known = [t for module in self.modules for t in module.traffic(1e6, 1000, 4)], True
-        except ArgumentError:
-            traffic, is_known = [], False
-        own_ways = [type(m).__name__ for m in self.modules if m.only_means or not m.weighted_means]
-        self.averaging.check(type(self).__name__, traffic, is_known, own_ways)
+            kinds = {t.kind for module in self.modules for t in module.traffic(1e6, 1000, 4)}
+        except ArgumentError:  # no formula
+            return found | ({"packed values": _packed(name, [*own, *parts])} if own or parts else {})
+        if own or parts or kinds - {"all_reduce"}:
+            found["packed values"] = _packed(name, [*own, *parts, *sorted(kinds)])
+        if "all_reduce" not in kinds:
+            sends = ", ".join(sorted(kinds)) or "nothing"
+            found["no all-reduce"] = f"{name}, which has no all-reduce (it sends {sends})"
+        return found
 
     def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:
         other = copy.copy(self)
@@ -162,6 +183,7 @@ class CommunicateOptimizeStrategy(Strategy):
             ArgumentError: no module follows it, or more than one takes part in what it measures.
         """
         self.tuning = tuning
+        check(self.features())
         self.tuned = [
             m for m, module in enumerate(self.communication_modules)
             if (tuning.rounds is None or getattr(module, "rounds", None) is tuning.rounds)
@@ -208,11 +230,6 @@ class CommunicateOptimizeStrategy(Strategy):
                 "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
                 "nodes rest (client_fraction, local_steps, local_epochs): use one or the other"
             )
-        if self.gradient_modules and self.corrections:
-            raise ArgumentError(
-                "gradient modules act on the gradients of all nodes at every step, but a communication module corrects "
-                "each node's own: use one or the other"
-            )
 
     def _given(
         self, module: Module, fleet: Fleet, gradients: bool = False
@@ -253,20 +270,11 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def weighted_means(self) -> bool:  # type: ignore[override]
-        return not self.unweighted()
+        return self.averaging.rule is None and all(module.weighted_means for module in self.modules)
 
     def check_parts(self) -> None:
-        if self.averaging.secure is not None:
-            raise ArgumentError(
-                "secure_aggregation looks at all of a node's row, and with node= in several processes each has a part "
-                "of it: leave it out, or train in one process"
-            )
         for module in self.modules:
             module.check_parts()
-
-    def unweighted(self) -> list[str]:
-        own_ways = [type(module).__name__ for module in self.modules if not module.weighted_means]
-        return own_ways + ([] if self.averaging.rule is None else [str(self.averaging.rule)])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
@@ -424,3 +432,7 @@ class CommunicateOptimizeStrategy(Strategy):
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
         clip_rows(grads, self.inner.max_norm, stacked=True, inside=fleet.comm.wire.inside)
+
+
+def _packed(name: str, what: Sequence[str]) -> str:
+    return f"{name}, which does not send sums alone, but {', '.join(what)}"

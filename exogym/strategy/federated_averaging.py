@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from exogym.base.rng import numpy_generator
+from exogym.combinations import check
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
@@ -116,10 +117,10 @@ class AveragingCommunicator(PeriodicModule):
         check_count("min_reports", min_reports)
         self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
-        if self.asks and (client_fraction == 1 or island_size is not None or privacy is not None):
+        if self.asks and client_fraction == 1:
             raise ArgumentError(
                 "over_sampling, deadline_s and min_reports are of a server that asks some of the clients: give "
-                "client_fraction under 1, and leave island_size and privacy out"
+                "client_fraction under 1"
             )
         self.participation: Participation | None = None
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
@@ -128,11 +129,22 @@ class AveragingCommunicator(PeriodicModule):
         self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
         if not isinstance(privacy, DifferentialPrivacy | None):
             raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
-        if privacy is not None and island_size is not None:
-            raise ArgumentError("privacy is of a server's mean, and islands have none: leave island_size out")
         self.privacy, self.released, self.rounds_ended = privacy, 0, 0
         if privacy is not None:
             self.counters = ("released",)  # rounds whose mean was given to clients
+        check(self.features())
+
+    def features(self) -> dict[str, str]:
+        given = {
+            "privacy": self.privacy,
+            "client_fraction": self.client_fraction if self.client_fraction < 1 else None,
+            "island_size": self.island_size,
+        }
+        found = {name: f"{name}={value!r}" for name, value in given.items() if value is not None}
+        if self.asks:
+            asked = f"over_sampling={self.over_sampling}, deadline_s={self.deadline_s}, min_reports={self.min_reports}"
+            found["over_sampling, deadline_s or min_reports"] = asked
+        return found
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None:

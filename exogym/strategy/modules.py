@@ -76,6 +76,10 @@ class Module(Stateful, ABC):
         """
         return False
 
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.combinations.FEATURES` it has beside those that its attributes say: name to text."""
+        return {}
+
     def check_parts(self) -> None:
         """Raise ArgumentError unless it says what it acts on where each of several processes has a part of a row."""
         foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]

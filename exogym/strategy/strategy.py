@@ -225,9 +225,14 @@ class Strategy:
             "FedAvg, SPARTA, ...), or leave node= out"
         )
 
-    def unweighted(self) -> list[str]:
-        """Return the names of the modules that average in a way of their own (`weighted_means` is False)."""
-        return []
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.combinations.FEATURES` this strategy has, as name to what was given."""
+        name = type(self).__name__
+        found = {"a clock of its own": name} if self.driven_by == "clock" else {}
+        if self.needs_gradients:
+            found["gradients at every step"] = f"{name}, whose nodes meet at every step"
+        own = {} if self.weighted_means else {"a mean of its own": f"{name}, which averages in a way of its own"}
+        return found | own
 
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
         """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""

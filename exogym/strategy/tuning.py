@@ -251,6 +251,11 @@ class Tuning(Stateful):
         self.drift = self.correlation = math.nan
         self._sent = 0.0
 
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.combinations.FEATURES` the tuner is."""
+        given = f"tuner={self.tuner!r}"
+        return {"tuner": given} | ({'tuner="drift"': given} if self.tuner.sees == "drift" else {})
+
     def factor(self, round_: int) -> float:
         """The outer rate's factor, as `outer_lr_scheduler`."""
         return self.value

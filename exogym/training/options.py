@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
+from exogym.combinations import check
 from exogym.compute.finite import POLICIES
 from exogym.compute.ways import WAYS
 from exogym.compute.worker import check_precision
@@ -170,7 +171,6 @@ class FitOptions:
             object.__setattr__(self, "balance", Balance.of(self.balance))
             if self.weighs_nodes:
                 self.balance.check_speeds(self.num_nodes, "nodes")
-                check_weighted(self.strategy, self.balance.kind)
         if self.client_state_memory is not None:
             if not (is_number(self.client_state_memory) and 0 <= self.client_state_memory < math.inf):
                 raise ArgumentError(
@@ -186,28 +186,30 @@ class FitOptions:
                 raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
         if self.node is not None:
             object.__setattr__(self, "node", _one_each(self.node, self.num_nodes))
-            self._check_node()
+            for mesh in self.meshes:
+                mesh.check_batch(self.batch_size)
+        check(self.features())
 
-    def _check_node(self) -> None:
-        """Refuse what does not go with nodes of several devices, whether in one process or in one for each device."""
-        if self.compute != "loop":
-            raise ArgumentError(
-                f"compute={self.compute!r} with node=: a model that is split over devices computes step by step; leave "
-                "compute out"
-            )
-        if self.processes != 1 or self.engine is not None:
-            asked = f"processes={self.processes!r}" if self.engine is None else f"engine={self.engine!r}"
-            raise ArgumentError(
-                f"{asked} with node=: one process stands for all devices, or one for each of them under python -m "
-                f"exogym.launch; leave {asked.partition('=')[0]} out"
-            )
-        for mesh in self.meshes:
-            mesh.check_batch(self.batch_size)
-            if mesh.depth > 1 and self.chosen_precision == "fp16":
-                raise ArgumentError(
-                    "precision='fp16' with stages: the scale of the loss is not known to the stages before it; use "
-                    "'bf16' or 'fp32'"
-                )
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.combinations.FEATURES` this run has, the strategy's among them."""
+        found = self.strategy.features()
+        given = {
+            "compute": self.compute != "loop",
+            "processes": self.processes != 1,
+            "engine": self.engine is not None,
+            "max_memory_usage": self.max_memory_usage is not None,
+        }
+        found |= {name: f"{name}={getattr(self, name)!r}" for name, is_given in given.items() if is_given}
+        if self.chosen_precision == "fp16":
+            found['precision="fp16"'] = "precision='fp16'"
+        if self.meshes:
+            found["node"] = "node="
+        if any(mesh.depth > 1 for mesh in self.meshes):
+            found["stages"] = "node= with stages"
+        if self.weighs_nodes:
+            what = f"balance={self.balance.kind!r}"
+            found |= {'balance="batch" or "steps"': what} | ({what.replace("'", '"'): what})
+        return found
 
     @property
     def may_be_away(self) -> bool:
@@ -269,27 +271,6 @@ def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
     if len(found) != num_nodes:
         raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
     return tuple(found)
-
-
-def check_weighted(strategy: Strategy, kind: str) -> None:
-    """Raise ArgumentError unless nodes of `strategy` can take other batches ("batch") or fewer steps ("steps")."""
-    what = f"balance={kind!r} with {type(strategy).__name__}"
-    if strategy.driven_by == "clock":
-        raise ArgumentError(
-            f"{what}: there no node waits for another, and dylu=True gives slow nodes fewer steps: leave balance out"
-        )
-    if kind == "steps" and strategy.needs_gradients:
-        raise ArgumentError(
-            f"{what}: it takes every step of all nodes together; use balance='batch' or 'nodes', or a strategy with "
-            "local steps (DiLoCo, FedAvg, SPARTA)"
-        )
-    if not strategy.weighted_means:
-        whose = f" ({', '.join(modules)})" if (modules := strategy.unweighted()) else ""
-        raise ArgumentError(
-            f"{what}: nodes would weigh what they have done, and it averages in a way of its own{whose}; use "
-            "balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. In a class of yours "
-            "weighted_means = True says that all it averages are means of the communicator (op='mean')"
-        )
 
 
 def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:

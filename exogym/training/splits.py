@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from exogym.combinations import check
 from exogym.errors import ArgumentError
 from exogym.mesh import NodeMesh
 from exogym.training.options import FitOptions
@@ -19,10 +20,6 @@ def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:
             f"balance={balance.kind!r} with node= in several processes: each node has its own there, and its speed is "
             "not known before the model is split; give speeds, as in Balance('batch', speeds=[1, 2]), or leave it out"
         )
-    if options.max_memory_usage is not None:
-        raise ArgumentError(
-            "max_memory_usage with node= in several processes: what a step takes is not known before the model is "
-            "split; give minibatch_size instead"
-        )
+    check(options.features() | {"node in several processes": "node= in several processes"})
     options.strategy.check_parts()
     return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()

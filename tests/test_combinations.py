@@ -1,0 +1,28 @@
+"""One table of what cannot be combined."""
+
+import pytest
+from strategies import table_of_the_page
+
+from exogym.combinations import FEATURES, REFUSED, check, table
+from exogym.errors import ArgumentError
+
+
+def test_the_table_names_each_pair_once_and_known_features_only() -> None:
+    pairs = [frozenset((row.one, row.other)) for row in REFUSED]
+    assert len(set(pairs)) == len(pairs) and all(len(pair) == 2 for pair in pairs)
+    assert set().union(*pairs) == FEATURES.keys()
+    assert all(row.reason and row.instead for row in REFUSED)
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.one} with {row.other}")
+def test_a_pair_says_what_was_given_why_and_what_to_do(row) -> None:
+    for alone in (row.one, row.other):
+        check({alone: "first"})
+    with pytest.raises(ArgumentError) as raised:
+        check({row.other: "second", "other": "third", row.one: "first"})
+    assert str(raised.value) == f"first with second: {row.reason}; {row.instead}"
+
+
+def test_the_page_has_the_table() -> None:
+    first = table().partition("\n")[0]
+    assert table_of_the_page(first)[1] == table(), "run: make table"
