@@ -1,6 +1,7 @@
 """The run folder: it holds what happened, in whole lines at every moment, and tells a killed run from a living one."""
 
 import contextlib
+import csv
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from exogym.base.processes import described
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
+from exogym.logger import CSVLogger
 from exogym.record.observers import Observer
 from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
@@ -125,6 +127,65 @@ def test_a_stopped_run_goes_on_in_its_folder(tmp_path):
     kinds = [event["kind"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert [kind for kind in kinds if kind in ("start", "stopped", "done")] == ["start", "stopped", "start", "done"]
     assert any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+MEASURED = ("wall_s", "examples_per_s", "device_use", "memory_bytes")
+
+
+def told(path: Path) -> list[dict]:
+    """The records of a file, without what is measured and what is missing."""
+    return [{name: x for name, x in row.items() if name not in MEASURED} for row in known(lines(path))]
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory):
+    """(the records of a run that nobody stopped, the folder of the same run stopped after step 8, with a log)."""
+    top = tmp_path_factory.mktemp("halfway")
+    train(top / "whole")
+    stop = Every(4, lambda loop: os.kill(os.getpid(), signal.SIGINT) if loop.step == 8 else None)
+    train(top / "run", checkpoint_interval=4, callbacks=[stop], logger=CSVLogger(top / "run" / "log.csv"))
+    return told(top / "whole" / "records.jsonl"), top / "run"
+
+
+def records_after_going_on(halfway: Path, folder: Path, file: str, content: bytes) -> Path:
+    """Go on in a copy of the folder, of which one file holds only this content; return the records of that file."""
+    shutil.copytree(halfway, folder)
+    (folder / file).write_bytes(content)
+    ended = train(folder, checkpoint_interval=4, resume=True, logger=CSVLogger(folder / "log.csv")).ended
+    assert ended is None, ended
+    return folder / file
+
+
+@pytest.mark.parametrize("every", [97, pytest.param(1, marks=pytest.mark.slow)])
+def test_records_that_the_disk_has_lost_are_written_again(every, halfway, tmp_path):
+    """A checkpoint is on the disk when it is there, a record is not: a power cut may take any number of last bytes."""
+    wanted, run = halfway
+    whole = (run / "records.jsonl").read_bytes()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == 10]
+    for cut in {0, ends[-9], *range(ends[-3], len(whole), every)}:
+        path = records_after_going_on(run, tmp_path / str(cut), "records.jsonl", whole[:cut])
+        assert told(path) == wanted, cut
+        shutil.rmtree(tmp_path / str(cut))
+
+
+def test_records_that_are_unreadable_or_gone_are_written_again(halfway, tmp_path):
+    wanted, run = halfway
+    whole = (run / "records.jsonl").read_bytes()
+    hole = whole[:900] + bytes(300) + whole[1200:]  # as a file system leaves blocks that it had not written
+    assert told(records_after_going_on(run, tmp_path / "hole", "records.jsonl", hole)) == wanted
+    shutil.copytree(run, tmp_path / "gone")
+    (tmp_path / "gone" / "records.jsonl").unlink()
+    assert train(tmp_path / "gone", checkpoint_interval=4, resume=True).ended is None
+    assert told(tmp_path / "gone" / "records.jsonl") == wanted
+
+
+def test_a_log_that_the_disk_has_cut_is_whole_again(halfway, tmp_path):
+    wanted, run = halfway
+    whole = (run / "log.csv").read_bytes()
+    for cut in (0, len(whole) // 2, len(whole) - 3):
+        path = records_after_going_on(run, tmp_path / str(cut), "log.csv", whole[:cut])
+        rows = [(int(row["step"]), row["node"]) for row in csv.DictReader(path.read_text().splitlines())]
+        assert rows == [(row["step"], str(row.get("node", ""))) for row in wanted], cut
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from exogym.base.files import make_folder
@@ -33,6 +33,12 @@ class Logger:
 
         Raises:
             ArgumentError: what this logger writes to cannot be written.
+        """
+
+    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
+        """Repair what a crash has taken, after `start` of a run that goes on; the default does nothing.
+
+        `records()` yields every record from the run's start up to `run["resumed_step"]`, as the checkpoint has them.
         """
 
     def log(self, record: Record) -> None:
@@ -67,6 +73,10 @@ class _Several(Logger):
             for logger in started:
                 logger.finish({})
             raise
+
+    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
+        for logger in self.loggers:
+            logger.restore(records)
 
     def log(self, record: Record) -> None:
         for logger in self.loggers:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,7 +40,7 @@ class OnDisk(Logger):
 
 
 class FileLogger(OnDisk):
-    """Lines in a text file: a new run takes the file's place; a resumed one drops what came after its step and goes on.
+    """Lines in a text file. A new run replaces the file; a resumed one writes it anew up to its step, and goes on.
 
     The file is opened at the first record, and each record is in it, whole, when `log` returns.
     """
@@ -94,6 +94,15 @@ class FileLogger(OnDisk):
 
     _keep: Any  # (step) -> None: drop the records after step
 
+    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
+        """Write these records in place of the file's: a power cut may have taken some that a checkpoint still has."""
+        with self._writing(self.path):
+            if not self._given_up:
+                self._replace(records)
+                self._begun = True
+
+    _replace: Any  # (records) -> None: let the file hold what `records()` yields, and no more
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
         with self._writing(self.path):
@@ -121,7 +130,7 @@ class CSVLogger(FileLogger):
     """Writes records to a CSV file with a header; missing values are empty.
 
     A metric that comes late makes a new column: the file is rewritten then, and only then, so its header is right at
-    every moment. A file that is there already is replaced by a new run, and gone on with by a resumed one.
+    every moment. A new run replaces a file that is there already; a resumed run writes its earlier records anew.
 
     Args:
         path: the file, or a folder for `<experiment_name>.csv`; default: that file in the current folder.
@@ -143,7 +152,7 @@ class CSVLogger(FileLogger):
             self._columns += new
             if self._begun:
                 self.finish({})
-                self._rewrite()
+                self._replace(self._rows)
             else:
                 csv.writer(self._opened(), lineterminator="\n").writerow(self._columns)
         row = [plain(record.get(name)) for name in self._columns]
@@ -154,22 +163,27 @@ class CSVLogger(FileLogger):
         if self._columns and "step" not in self._columns:
             raise ValueError("it has no column 'step'")
         self._begun = bool(self._columns)
-        self._rewrite(step)
+        self._replace(lambda: (row for row in self._rows() if not row.get("step") or int(row["step"]) <= step))
 
-    def _rewrite(self, last: float = math.inf) -> None:
-        """Write the file anew with the columns of now and the rows up to step `last`."""
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        yield from csv.DictReader(self._whole_lines())
+
+    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
+        for record in itertools.islice(records(), 1):
+            self._columns += [name for name in record if name not in self._columns]
+        super().restore(records)
+
+    def _replace(self, records: Callable[[], Iterable[Record]]) -> None:
         with replacing(self.path) as file:
             writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
             writer.writeheader()
-            for row in csv.DictReader(self._whole_lines()):
-                if not row.get("step") or int(row["step"]) <= last:
-                    writer.writerow(row)
+            writer.writerows(records())
 
 
 class JSONLinesLogger(FileLogger):
     """Writes each record as one line of JSON; numbers that JSON lacks are the texts "NaN", "Infinity", "-Infinity".
 
-    A file that is there already is replaced by a new run, and gone on with by a resumed one.
+    A new run replaces a file that is there already; a resumed run writes its earlier records anew.
 
     >>> logger = JSONLinesLogger("runs/diloco.jsonl")
     """
@@ -181,14 +195,21 @@ class JSONLinesLogger(FileLogger):
         super().__init__(path, experiment_name)
 
     def _add(self, record: Record) -> None:
-        try:
-            line = _encode(dict(record))
-        except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
-            line = json.dumps(in_json(record), allow_nan=False)
-        self._opened().write(line + "\n")
+        self._opened().write(_line(record))
+
+    def _replace(self, records: Callable[[], Iterable[Record]]) -> None:
+        with replacing(self.path) as file:
+            file.writelines(map(_line, records()))
 
     def _keep(self, step: int) -> None:
         with replacing(self.path) as file:
             for line in self._whole_lines():
                 if (json.loads(line).get("step") or 0) <= step:
                     file.write(line)
+
+
+def _line(record: Record) -> str:
+    try:
+        return _encode(dict(record)) + "\n"
+    except (TypeError, ValueError):  # a tensor, or a number that JSON lacks
+        return json.dumps(in_json(record), allow_nan=False) + "\n"

@@ -7,7 +7,7 @@ Callbacks are none either, since they may stop a run and ask all processes for s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from exogym.logger import Logger
@@ -27,6 +27,9 @@ class Observer:
 
     def start(self, run: Fields) -> None:
         """The run is about to train; `run` describes it, and `run["resumed_step"]`, if there, is where it goes on."""
+
+    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+        """After `start` of a run that goes on: `rows()` yields the records up to `resumed_step`, told once already."""
 
     def record(self, row: Fields) -> None:
         """Take a record, a row of the history, in the order of steps."""
@@ -62,6 +65,10 @@ class Observers(Observer):
                 undo.callback(observer.finish, {})
             undo.pop_all()
 
+    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+        for observer in self.all:
+            observer.restore(rows)
+
     def record(self, row: Fields) -> None:
         for observer in self.all:
             observer.record(row)
@@ -88,6 +95,9 @@ class Logging(Observer):
 
     def start(self, run: Fields) -> None:
         self.logger.start(run)
+
+    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+        self.logger.restore(rows)
 
     def record(self, row: Fields) -> None:
         self.logger.log(row)

@@ -9,7 +9,8 @@
 
 and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`), hosts.json (`exogym.remote.health`).
 
-A run that goes on in its folder adds to the events, and drops the records after the step that it goes on from.
+A run that goes on in its folder adds to the events. It writes the records anew, up to the step from which it goes on,
+from the checkpoint's history: a checkpoint on the disk is complete, but a power cut may take the newest records.
 
 While it goes on it holds the folder (see `exogym.base.locks`), so no two runs write to one. A disk that is full, or a
 folder that is taken away, does not end the training: that is said once, here and as `trouble` in status.json as soon as
@@ -25,7 +26,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,7 +119,7 @@ class RunFolder(Observer):
         self._check_same(in_json(described))
         if "resumed_step" not in run:
             self._check_nothing_is_lost()
-        self._records.start(run)
+        self._records.start(described)
         self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._end_torn_line()
         (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
@@ -140,6 +141,9 @@ class RunFolder(Observer):
                 f"run_dir={str(self.folder)!r} holds another run: give another folder. They differ in\n  "
                 + "\n  ".join(unlike)
             )
+
+    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+        self._records.restore(rows)
 
     def record(self, row: Fields) -> None:
         if self._trouble is None:

@@ -168,6 +168,8 @@ def _assemble(
             fleet.state.shared()
         worker.begin(first_batch)
         observers.start(description | ({} if snapshot is None else {"resumed_step": loop.reports.logged}))
+        if snapshot is not None:
+            loop.reports.restore(loop.history)
         undo.pop_all()
     return loop
 

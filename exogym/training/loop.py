@@ -489,6 +489,7 @@ class TrainingLoop:
         observer.start({**run, "resumed_step": step})
         self.observers.add(observer)
         self.reports.logged = step
+        self.reports.restore(self.history)
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
         """Write checkpoints into `folder`, kept by `keepers` where these are known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ class Reports:
                     break
                 self.observers.record(record)
         self.logged = last
+
+    def restore(self, history: History) -> None:
+        """Of a run that goes on: give observers anew what they were told of this history, up to `logged`."""
+        self.observers.restore(lambda: itertools.takewhile(lambda row: row["step"] <= self.logged, history))
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
         self.observers.event({"kind": kind, "step": step, **fields})
