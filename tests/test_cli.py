@@ -12,7 +12,7 @@ import pytest
 from processes import python
 
 import exogym
-from exogym.cli import main
+from exogym.cli import COMMANDS, main
 from exogym.cli.live import LiveTable, print_table
 from exogym.compare import Standing
 from exogym.compare.comparison import FILES, Comparison
@@ -375,6 +375,26 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: exogym" in capsys.readouterr().out
     assert main(["compre"]) == 2
     assert "compare" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from exogym.cli import main; main(['--help']); main(['compre']); assert 'torch' not in sys.modules"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "did you mean 'compare'" in said.stderr.lower()
+    control = subprocess.run([sys.executable, "-c", code.replace("--help", "compare', '--help")], capture_output=True)
+    assert control.returncode and b"AssertionError" in control.stderr
+
+
+def test_every_command_is_listed_with_a_line_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.partition("Commands:\n")[2].splitlines())
+    assert told == {name: line for name, (_, line) in COMMANDS.items()}
+    assert all(len(f"  {'distributed-train'}  {line}") <= 80 for line in told.values())
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0, name
+        assert f"Usage: exogym {name} " in capsys.readouterr().out
 
 
 def test_the_installed_command_answers(folder: Path) -> None:

@@ -5,6 +5,7 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 import warnings
@@ -13,51 +14,75 @@ from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
-from exogym.cli.advise import advise as advise_command
-from exogym.cli.agent import agent as agent_command
-from exogym.cli.benchmark import benchmark as benchmark_command
-from exogym.cli.cluster import app as cluster_app
-from exogym.cli.compare import compare as compare_command
-from exogym.cli.demo import PASSED_ON
-from exogym.cli.demo import demo as demo_command
-from exogym.cli.discover import discover as discover_command
-from exogym.cli.distributed import distributed_train as distributed_train_command
-from exogym.cli.doctor import doctor as doctor_command
-from exogym.cli.reproduce import reproduce as reproduce_command
-from exogym.cli.runs import app as runs_app
-from exogym.cli.sweep import sweep as sweep_command
-from exogym.cli.ui import ui as ui_command
 from exogym.cli.values import INTERRUPTED
-from exogym.cli.wizard import wizard as wizard_command
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
 
 # Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+# Each command: its file in this folder, and its line in `exogym --help`. A file is loaded when its command runs, so
+# help does not wait for torch.
+COMMANDS = {
+    "demo": ("demo", "Compare six ways to train four nodes, in half a minute."),
+    "compare": ("compare", "Train one model under several strategies; compare them."),
+    "sweep": ("sweep", "Train with every combination of the options you list."),
+    "ui": ("ui", "Show runs in the browser, and start new ones."),
+    "advise": ("advise", "Recommend a strategy for a network."),
+    "distributed-train": ("distributed", "Train on several hosts over SSH."),
+    "doctor": ("doctor", "Check the hosts: login, Python, versions, ports, clocks."),
+    "wizard": ("wizard", "Train on the computers of this network, step by step."),
+    "agent": ("agent", "Let other computers find this one and pair with it."),
+    "discover": ("discover", "List computers that run exogym agent; pair with one."),
+    "reproduce": ("reproduce", "Train the claims of papers again, at a small size."),
+    "benchmark": ("benchmark", "Measure bytes, quality and speed of every method."),
+    "runs": ("runs", "List, show, compare, export and remove run folders."),
+    "cluster": ("cluster", "Write job files for SLURM and Kubernetes."),
+}
+
+
+SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands of `COMMANDS`, each loaded when it is used."""
+
+    def __init__(self, **given: Any):
+        super().__init__(**given)
+        self.commands: Any = dict.fromkeys(COMMANDS)  # their names, among which the nearest is sought
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"exogym.cli.{COMMANDS[cmd_name][0]}")
+        parent = typer.Typer(**SETTINGS, context_settings=HELP, callback=lambda: None)
+        if hasattr(module, "app"):
+            parent.add_typer(module.app, name=cmd_name)
+        else:
+            settings = getattr(module, "PASSED_ON", HELP)
+            parent.command(cmd_name, context_settings=settings)(getattr(module, cmd_name.replace("-", "_")))
+        group: Any = typer.main.get_command(parent)
+        return group.commands[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
 app = typer.Typer(
+    **SETTINGS,
     name="exogym",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    cls=_Commands,
+    context_settings=HELP,
     help="Simulate distributed training on one machine, and measure what each method costs and gives.",
 )
-app.command("demo", context_settings=PASSED_ON)(demo_command)
-app.command("compare")(compare_command)
-app.command("sweep")(sweep_command)
-app.command("ui")(ui_command)
-app.command("advise")(advise_command)
-app.command("distributed-train")(distributed_train_command)
-app.command("doctor")(doctor_command)
-app.command("wizard")(wizard_command)
-app.command("agent")(agent_command)
-app.command("discover")(discover_command)
-app.add_typer(runs_app, name="runs")
-app.add_typer(cluster_app, name="cluster")
-app.command("reproduce")(reproduce_command)
-app.command("benchmark")(benchmark_command)
 
 
 def _version(wanted: bool) -> None:
