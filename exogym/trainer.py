@@ -215,9 +215,15 @@ class LocalTrainer(Trainer):
             num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
                 whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
             batch_size, gradient_accumulation: a step of a node consumes their product in examples; of a node that has
-                fewer, all it has.
-            minibatch_size: examples computed at once; changes memory, not results beyond rounding.
+                fewer, all it has. The step's gradient is the mean over `gradient_accumulation` batches, whatever the
+                loss. Where targets are below 0, a batch counts as many as it has of the others.
+            minibatch_size: examples computed at once. Changes memory, not results beyond rounding: before training a
+                few examples are computed together and in parts, and a loss that is not a mean over examples (a sum,
+                class weights, pairs inside a batch) is refused where these show it. Torch's `CrossEntropyLoss` and
+                `NLLLoss` as `loss_fn` are taken with `weight` and `ignore_index`: a part counts what its classes
+                weigh. BatchNorm takes its statistics, and dropout its draws, in each minibatch.
             max_memory_usage: fraction of the memory (0 to 1) to stay in; a minibatch_size that fits is found and said.
+                Refused as there where batches must be split.
             shuffle, partitioner: which examples a node gets (see `exogym.data`); None deals them anew each epoch.
             val_size: evaluate on at most so many examples.
             val_interval: steps between evaluations; None: after each epoch. Also at the start and the end.

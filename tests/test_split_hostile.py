@@ -40,6 +40,16 @@ def weighted(p, y):
     return nn.functional.cross_entropy(p.view(-1, 4), y.reshape(-1), weight=torch.tensor([0.1, 1.0, 2.0, 5.0]))
 
 
+def by_class(**given):
+    """Train with torch's own class weights, which are known."""
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(2)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 6, generator=draw), torch.randint(4, (32,), generator=draw))
+    weights = torch.tensor([0.1, 1.0, 2.0, 5.0])
+    made = LocalTrainer(nn.Linear(6, 4), data, data, loss_fn=nn.CrossEntropyLoss(weights))
+    return fit(made, SimpleReduceStrategy("sgd", lr=0.1), **{"num_nodes": 1, "max_steps": 4} | given)
+
+
 def run(loss, strategy=None, **given):
     """Train on targets of which some are left out, of one example all; in the first batch none is."""
     torch.manual_seed(0)
@@ -59,7 +69,7 @@ LOSSES = {"targets": over_targets, "examples": over_examples}
 def in_two(tmp_path_factory):
     """What nodes of two processes come to, or say."""
     body = """
-from test_split_hostile import LOSSES, Experts, Mixed, Normed, Penalty, Restless, run, trained, weighted
+from test_split_hostile import LOSSES, Experts, Mixed, Normed, Penalty, Restless, by_class, run, trained, weighted
 from exogym.errors import ModelError
 found = {}
 for name, loss in LOSSES.items():
@@ -73,6 +83,7 @@ tries = {
     "mixed": lambda: trained(Mixed, node=NodeMesh(shard=2)),
     "penalty": lambda: trained(Penalty, node=NodeMesh(stages=2)),
 }
+found["by class"] = by_class(node=NodeMesh(shard=2))
 found["normed"] = trained(Normed, save_dir="normed", node=NodeMesh(stages=2, microbatches=2))
 for name, act in tries.items():
     try:
@@ -111,8 +122,16 @@ def test_a_graph_leaves_such_batches_to_the_loop(capfd, monkeypatch):
 def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):
     """Where classes weigh differently a part counts as its weights do, which nobody knows but the loss."""
     assert "split by shard=2 the model has other gradients" in in_two["said", "weighted"]
-    with pytest.raises(ModelError, match="its loss is not their mean: with targets below 0"):
+    with pytest.raises(ModelError, match="their gradients do not make up the whole batch's"):
         run(weighted, minibatch_size=4)
+    with pytest.raises(ModelError, match="its loss is not their mean: with targets below 0"):
+        run(weighted, batch_size=4, gradient_accumulation=2)
+
+
+def test_torchs_own_class_weights_weigh_the_shares(in_two):
+    dense, found = by_class(), in_two["by class"]
+    assert apart(found, dense) < 1e-6
+    assert found[1]["val_loss"] == pytest.approx(dense[1]["val_loss"], rel=1e-5)
 
 
 def test_models_that_shift_their_targets_are_known_by_it():

@@ -214,12 +214,12 @@ class SplitWorker(Worker):
         with self._gathered():
             return super().ask(batch)
 
-    def own_share(self, batch: Any) -> tuple[Any, float]:
+    def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
         part, parts = self.split.evaluated
         total = batch_examples(batch)
         shares = even(total, parts)
         ((found, weight),) = self.weights.parts(self.ask, batch, _bounds(sum(shares[:part]), shares[part : part + 1]))
-        return found, weight * total
+        return [(found, weight * total)]
 
 
 def _bounds(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:

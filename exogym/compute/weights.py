@@ -2,7 +2,7 @@
 
 A loss is a mean over examples, or, where targets below 0 are left out (torch's `ignore_index`, the -100 of Hugging
 Face), over the targets that are not. Which of these it is, is not known from a batch; so the loss is asked, with two
-examples that differ in it, once.
+examples that differ in it, once. Torch's own losses over classes are not asked: each target counts as its class weighs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from exogym.compute.outputs import batch_examples, slice_batch, take_examples, targets_of
 from exogym.errors import ModelError
 
 Ask = Callable[[Any], float]
+Counting = Callable[[Tensor], Tensor]  # of targets: what each counts
 Bounds = Sequence[tuple[int, int]]  # (start, stop) of the examples of each part
 CLOSE = 1e-5  # relative; what counts as the same loss
 MOST_ASKED = 8  # times, where all examples have the same loss, as with a head of zeros
@@ -28,17 +29,41 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
+    """Return what each target counts in the mean of torch's losses over classes; None: of another loss.
+
+    With class weights w the mean is sum_i w[y_i] l_i / sum_i w[y_i] over the targets y_i that are not `ignore_index`.
+
+    >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
+    tensor([0., 3., 3.])
+    """
+    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or loss_fn.reduction != "mean":
+        return None
+    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss):  # a subclass may do as it likes
+        return None
+    weight, ignored = loss_fn.weight, loss_fn.ignore_index
+
+    def counts(targets: Tensor) -> Tensor:
+        there = targets != ignored
+        return there.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * there
+
+    return counts
+
+
 class Weights:
     """Weighs the parts of batches so that the sum of their losses is the loss of the batch.
 
     Args:
         close: how far two losses that are the same may be apart, relative to them.
 
+    Attributes:
+        counting: what each target counts; None: it is found by asking.
+
     `ask`, which the methods take, finds the loss of a batch, without gradients and in evaluation mode.
     """
 
     def __init__(self, close: float = CLOSE):
-        self._close = close
+        self._close, self.counting = close, None  # type: float, Counting | None
         self._left, self._asked = list(KINDS), 0  # kinds that it can be
 
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
@@ -58,8 +83,8 @@ class Weights:
             stands_in = 0
             weights = [(stop - start) / total for start, stop in bounds]
         else:
-            stands_in, sums = int(counts.argmax()), [int(counts[start:stop].sum()) for start, stop in bounds]
-            weights = [one / int(counts.sum()) for one in sums]
+            stands_in, sums = int(counts.argmax()), [float(counts[start:stop].sum()) for start, stop in bounds]
+            weights = [one / float(counts.sum()) for one in sums]
         return [
             (slice_batch(batch, start, stop) if weight else slice_batch(batch, stands_in, stands_in + 1), weight)
             for (start, stop), weight in zip(bounds, weights, strict=True)
@@ -74,11 +99,16 @@ class Weights:
         targets = targets_of(batch)
         if targets is None or targets.is_floating_point() or targets.is_complex() or not targets.dim():
             return None
-        if len(targets) != batch_examples(batch) or not bool((targets < 0).any()):
+        if len(targets) != batch_examples(batch):
             return None
-        valid = (targets >= 0).reshape(len(targets), -1).long()
-        counts = KINDS[self._found(ask, batch, valid)](valid).cpu()
-        return counts if bool(counts.any()) and int(counts.min()) < int(counts.max()) else None
+        if self.counting is not None:
+            counts = self.counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
+        elif bool((targets < 0).any()):
+            valid = (targets >= 0).reshape(len(targets), -1).long()
+            counts = KINDS[self._found(ask, batch, valid)](valid).cpu()
+        else:
+            return None
+        return counts if bool(counts.any()) and bool(counts.min() < counts.max()) else None
 
     def _found(self, ask: Ask, batch: Any, valid: Tensor) -> str:
         """Ask the loss of which kind it is, until only one is left; of several that it cannot tell apart, the first."""

@@ -105,7 +105,7 @@ class Worker:
     def _trial_step(self, batch: Any) -> Tensor:
         seed_torch(0, self.device)
         seed_python(0)
-        states = self._random_states()
+        states = self.random_states()
         frozen = {name: (p, _mark(p)) for name, p in self.model.named_parameters() if not p.requires_grad}
         before = {name: (b, version(b), b.detach().clone()) for name, b in self.model.named_buffers()}
         try:
@@ -113,7 +113,7 @@ class Worker:
         finally:
             self.clear_grads(list(self.model.parameters()))
             self._undo(before)
-        self.draws_torch, self.draws_python = (a != b for a, b in zip(states, self._random_states(), strict=True))
+        self.draws_torch, self.draws_python = (a != b for a, b in zip(states, self.random_states(), strict=True))
         for name, (p, mark) in frozen.items():
             if _mark(p) != mark:
                 raise ModelError(
@@ -158,10 +158,30 @@ class Worker:
                 own_buffers(owner)[attribute] = was
                 was.copy_(value)
 
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Be in evaluation mode, with generators at a fixed place; drop gradients and undo what buffers took after."""
+        seed_torch(0, self.device)
+        seed_python(0)
+        kept = [(*self._owner(name), b, b.detach().clone()) for name, b in self.model.named_buffers()]
+        mode = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(mode)
+            self.clear_grads(list(self.model.parameters()))
+            with torch.no_grad():
+                for owner, attribute, buffer, value in kept:
+                    own_buffers(owner)[attribute] = buffer
+                    if not _same(buffer, value):
+                        buffer.copy_(value)
+
     def _buffer_shapes(self) -> dict[str, torch.Size]:
         return {name: buffer.shape for name, buffer in self.model.named_buffers()}
 
-    def _random_states(self) -> tuple[bytes, Any]:
+    def random_states(self) -> tuple[bytes, Any]:
+        """Return where the generators stand: torch's, and Python's and numpy's."""
         states = [torch.default_generator.get_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
@@ -369,9 +389,13 @@ class Worker:
         """Return whether each micro-batch of a batch weighs as many examples as it has."""
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
-    def own_share(self, batch: Any) -> tuple[Any, float]:
-        """Return what of a batch is evaluated in this process, and for how many examples it counts."""
-        return batch, batch_examples(batch)
+    def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
+        """Return what of a batch is evaluated in this process, one part after the other, and for how many examples the
+        loss of each counts."""
+        total = batch_examples(batch)
+        size = self.micro_batch_size or max(1, total)
+        bounds = [(start, min(start + size, total)) for start in range(0, total, size)]
+        return [(part, share * total) for part, share in self.weights.parts(self.ask, batch, bounds)]
 
     def clear_grads(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         for p in self.parameters if parameters is None else parameters:

@@ -51,22 +51,27 @@ class Evaluator:
             for batch in self._batches():
                 pulse.beat()
                 worker.reseed(-1, 0)
-                part, size = worker.own_share(batch)
-                output = worker.loss.of(worker.model, worker.to_device(part))
-                add("val_loss", output.loss, size)
-                right = accuracy(output)
-                if right is not None:
-                    add("val_accuracy", right[0] / max(1, right[1]), right[1] if size else 0)
-                for name, value in output.metrics.items():
-                    add(f"val_{name}", value, size)
-                for name, function in self.metrics.items():
-                    if output.predictions is None or output.targets is None:
-                        raise TrainingError(
-                            f"metric {name!r} needs predictions and targets, but the model's output has none: return "
-                            "a mapping with 'logits' beside 'loss', or use loss_fn="
-                        )
-                    add(f"val_{name}", function(output.predictions, output.targets), size)
+                for part, size in worker.own_shares(batch):
+                    self._part(part, size, add)
         return _means(sums, weights, worker.fleet.comm.wire.devices)
+
+    def _part(self, part: Any, size: float, add: Callable[[str, Any, float], None]) -> None:
+        """Add what a part of a batch comes to; its loss counts for `size` examples."""
+        worker, count = self.worker, batch_examples(part) if size else 0
+        output = worker.loss.of(worker.model, worker.to_device(part))
+        add("val_loss", output.loss, size)
+        right = accuracy(output)
+        if right is not None:
+            add("val_accuracy", right[0] / max(1, right[1]), right[1] if size else 0)
+        for name, value in output.metrics.items():
+            add(f"val_{name}", value, count)
+        for name, function in self.metrics.items():
+            if output.predictions is None or output.targets is None:
+                raise TrainingError(
+                    f"metric {name!r} needs predictions and targets, but the model's output has none: return a mapping "
+                    "with 'logits' beside 'loss', or use loss_fn="
+                )
+            add(f"val_{name}", function(output.predictions, output.targets), count)
 
     def _batches(self) -> Iterator[Any]:
         left = self.limit

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from exogym.communicator import Wire
 from exogym.compute.finite import Watch
 from exogym.compute.memory import fitting_micro_batch
 from exogym.compute.outputs import Loss
+from exogym.compute.weights import counting
 from exogym.compute.worker import Worker
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError, ModelError
@@ -125,6 +126,11 @@ def _assemble(
         if worker.insides is not None:
             worker.insides.count(fleet.comm.ledger, worker.micro_batch_size)
             spread = worker.insides.spread(np.broadcast_to(sizes, options.num_nodes).tolist())
+        if (asked := _parts_asked(options, worker, int(np.max(sizes)))) is not None:
+            from exogym.compute.parts import check_parts
+
+            looks = _looks(subject, stream, first_batch)
+            on_main(wire, lambda: check_parts(worker, looks, *asked))
         step_s = None if options.step_seconds is None else _step_seconds(options, spread)
         availability = None if options.faults is None else options.faults.trace
         run = Run(
@@ -205,6 +211,8 @@ def workplace(
     if wire.devices.parts > 1:
         from exogym.compute.split_worker import SplitWorker as kind
     worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
+        worker.weights.counting = counting(subject.loss_fn)
     if options.meshes:
         from exogym.compute.insides import Insides
 
@@ -342,7 +350,8 @@ def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
         limit = options.max_memory_usage * total_memory_bytes(worker.device)
-        micro = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
+        found = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
+        micro = found if micro is None else min(found, micro)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
     compute = options.compute
     if compute == "auto":
@@ -352,10 +361,41 @@ def _choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
     return {"compute": compute, "micro_batch_size": micro}
 
 
+def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[int, str] | None:
+    """Return how many of a step's `examples` are computed at once, and the option that asks for it, where it may change
+    results; None where a step is computed whole, or in the batches that `gradient_accumulation` takes the mean of.
+
+    In several processes of a node its split is compared with the whole model, micro-batches included.
+    """
+    if worker.fleet.comm.wire.devices.parts > 1:
+        return None
+    size = worker.micro_batch_size or examples
+    asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
+    option = f"{asked}={getattr(options, asked)}"
+    option += f" (micro-batches of {size})" if asked == "max_memory_usage" else ""
+    for mesh in dict.fromkeys(options.meshes):
+        if mesh.probe is not False and (at_once := mesh.at_once(min(examples, size))) < size:
+            size, option = at_once, f"node={mesh}"
+    wanted = options.batch_size if options.gradient_accumulation > 1 else examples
+    return None if size == wanted or size >= examples == wanted else (size, option)
+
+
+def _looks(subject: Subject, stream: Stream, first_batch: Any) -> Iterator[Any]:
+    """Yield the first batch, and a few of other steps and nodes; a factory's other data sets are left alone."""
+    yield first_batch
+    steps = stream.steps_per_epoch
+    for step in (steps // 2, steps - 1):
+        if step > 0:
+            yield next(iter(stream.batches(0, step, 1)))
+    if not is_factory(subject.train_dataset):
+        for node in (stream.num_nodes // 3, 2 * stream.num_nodes // 3, stream.num_nodes - 1):
+            yield next(iter(stream.batches(node, 0, 1)))
+
+
 def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluator | None:
     if subject.val_dataset is None:
         return None
-    size = worker.micro_batch_size or max(EVALUATION_BATCH, options.step_examples)
+    size = max(EVALUATION_BATCH, options.step_examples)  # the worker computes it in its micro-batches
     nodes = options.num_nodes if is_factory(subject.val_dataset) else 1
     stream = Stream(
         subject.val_dataset, nodes, batch_size=size, seed=options.seed, shuffle=False, is_train=False,
