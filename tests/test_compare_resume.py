@@ -285,3 +285,4 @@ def test_a_run_under_way_is_not_removed_by_another_comparison(tmp_path: Path) ->
 
     folder = ask(tmp_path, watch=look).folder
     assert refused and folder is not None and read_status(folder / "mine-seed-0")["state"] == "done"
+    assert refused[0].startswith(f"out={str(folder)!r} is in use")  # the comparison's own folder, before any run's

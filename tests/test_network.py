@@ -382,7 +382,7 @@ def test_presets_are_in_their_order():
 @pytest.mark.parametrize(
     ("text", "same"),
     [
-        ("100Mbps,20ms", Network("100Mbps", "20ms")), ("1Gbps", Network("1Gbps")), ("1e6,0.5", Network(1e6, 0.5)),
+        ("100Mbps,20ms", Network("100Mbps", "20ms")), ("1Gbps", Network("1Gbps")), ("1e6bps,0.5s", Network(1e6, 0.5)),
         ("up=20Mbps,down=100Mbps,latency=15ms", Network(up="20Mbps", down="100Mbps", latency="15ms")),
         ("lan-1g, loss=0.01,seed=3", Network("941Mbps", "100us", loss=0.01, seed=3)),
         ("home,jitter=0,server=1Gbps", Network(up="20Mbps", down="100Mbps", latency="15ms", server="1Gbps")),
@@ -400,6 +400,10 @@ def test_text(text, same):
         ("1Gbps,bandwidth=2", "should be a preset"), ("1Gbps,loss=half", "loss='half'"), ("", "network"),
         ("no/such.json", "cannot be read"),
         ("1Gbps,seed=1.5", "seed=1.5"),
+        ("100", "bandwidth='100' has no unit: write '100Mbps' .*, '100MB/s' .* or '100bps'"),
+        ("100Mbps,20", "latency='20' has no unit: write '20ms' .*, '20s' .* or '20us'"),
+        ("wifi,jitter=2", "jitter='2' has no unit"), ("wifi,server=10", "server='10' has no unit"),
+        ("up=20,down=100Mbps", "up='20' has no unit"),
     ],
 )  # fmt: skip
 def test_wrong_text_is_refused(text, message):

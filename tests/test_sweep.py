@@ -113,6 +113,21 @@ def test_a_folder_of_something_else_is_left_alone(undisturbed: Swept, tmp_path: 
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_sweep_in_the_folder_is_refused_while_the_first_runs(resume: bool, tmp_path: Path) -> None:
+    said = []
+
+    def start_another(ended: object) -> None:
+        with pytest.raises(ArgumentError) as error:
+            sweep("digits", {"H": [2, 5]}, seeds=1, out=tmp_path / "sweep", resume=resume, **SMALL)
+        said.append(str(error.value))
+
+    result = sweep("digits", {"H": [2, 5]}, seeds=1, out=tmp_path / "sweep", watch=start_another, **SMALL)
+    assert len(result.rows) == len(said) == 2
+    assert all("is in use by another run, process" in text and "choose another folder" in text for text in said)
+    sweep("digits", {"H": [2, 5]}, seeds=1, out=tmp_path / "sweep", resume=True, **SMALL)  # it is free again
+
+
 KILLED = """
 import sys
 from exogym.sweep import sweep

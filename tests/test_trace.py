@@ -11,7 +11,7 @@ from exogym.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 
-FILE = "time_s,who,rate\n0,*,8Mbps\n3,*,4e6\n10,1,0\n12,1,16Mbps\n"
+FILE = "time_s,who,rate\n0,*,8Mbps\n3,*,4Mbps\n10,1,0\n12,1,16Mbps\n"
 
 
 def ends(network, sizes, nodes=2, steps=0):
@@ -99,12 +99,13 @@ def test_advice_says_that_it_does_not_follow():
         ([], "has no rows"),
         ([(0, "x", "1Mbps")], "who='x' must be a node"),
         ([(0, "0-1-2", "1Mbps")], "must be a node"),
-        ([(-1, "0", "1Mbps")], "time_s=-1.0 must be"),
+        ([(-1, "0", "1Mbps")], "time_s=-1 must be"),
         ([(0, "0", "fast")], "rate='fast'"),
-        ([(0, "0", -1)], "rate=-1.0 must be"),
+        ([(0, "0", -1)], "rate=-1 must be"),
         ([(0, "0", 0)], "line of '0' is down for ever"),
         ([(0, "0")], "must be time_s, who, rate"),
         (["0,0,1"], "must be time_s, who, rate"),
+        ([(0, "0", "100")], r"row 1: rate='100' has no unit: write '100Mbps'"),
         ("absent.csv", "cannot be read"),
     ],
 )

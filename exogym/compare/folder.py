@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.base.files import missing_folders, new_folder, replacing
-from exogym.base.locks import acquire
+from exogym.base.locks import Lock, acquire
 from exogym.clock import Span
 from exogym.compare.comparison import plain_name
 from exogym.compare.plots import Strip
@@ -48,10 +48,10 @@ class Outcome:
 
 
 class Folder:
-    """The folder of one comparison of the strategies `labels`."""
+    """The folder of one comparison of the strategies `labels`; `lock` keeps other processes out of it."""
 
-    def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = ()) -> None:
-        self.path, self._made, self._names = path, list(made), dict[str, str]()
+    def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = (), lock: Lock | None = None) -> None:
+        self.path, self.lock, self._made, self._names = path, lock, list(made), dict[str, str]()
         for label in labels:
             name = plain_name(label)
             while name in self._names.values():
@@ -71,14 +71,15 @@ class Folder:
             )
         above = missing_folders(Path(out).expanduser())
         path = new_folder(out, plain_name(name))
-        return cls(path, labels, [path, *above])
+        return cls(path, labels, [path, *above], lock_of(path))
 
     @classmethod
     def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
         """Return the folder `out` of a comparison that was asked for the same.
 
         Raises:
-            ArgumentError: there is none, or one that was asked for something else; the message lists what.
+            ArgumentError: there is none, another process writes there, or it was asked for something else; the message
+                lists what.
         """
         saved = saved_in(out)
         unlike = differences({key: saved.get(key) for key in asked}, json.loads(json.dumps(asked)))
@@ -87,7 +88,18 @@ class Folder:
                 f"out={os.fspath(out)!r} is of a comparison that differs, and only one that is the same can be gone on "
                 "with:\n  " + "\n  ".join(unlike)
             )
-        return cls(Path(out).expanduser(), labels)
+        path = Path(out).expanduser()
+        return cls(path, labels, lock=lock_of(path))
+
+    def beat(self) -> None:
+        """Say that this process still works in the folder."""
+        if self.lock is not None:
+            self.lock.beat()
+
+    def release(self) -> None:
+        """Let other processes work in the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write what is compared."""
@@ -148,6 +160,15 @@ class Folder:
             with contextlib.suppress(OSError):
                 above.rmdir()
         return True
+
+
+def lock_of(path: Path) -> Lock:
+    """Keep other comparisons and sweeps out of the folder `path`, the argument `out`.
+
+    Raises:
+        ArgumentError: another process works there, or the folder cannot be written.
+    """
+    return acquire(path, secrets.token_hex(8), "out")
 
 
 def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:

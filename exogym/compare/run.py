@@ -141,10 +141,14 @@ def compare(
         "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
-    if out is not None:
-        session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
+    if out is None:
+        return _carried_out(session, description, target_loss)
+    session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
+    try:
         session.folder.describe(description | {"state": "running", "runs": []})
-    return _carried_out(session, description, target_loss)
+        return _carried_out(session, description, target_loss)
+    finally:
+        session.folder.release()
 
 
 def session_of(

@@ -106,6 +106,11 @@ class Session:
             self.folder.keep(label, seed, outcome)
         return outcome
 
+    def beat(self) -> None:
+        """Say that this process still works in the folder, if there is one."""
+        if self.folder is not None:
+            self.folder.beat()
+
     @property
     def histories(self) -> dict[tuple[str, int], History]:
         """Of the runs that ended well."""
@@ -176,6 +181,7 @@ class _At:
         if self.step >= 0:
             self.session._node_steps += (loop.step - self.step) * self.nodes
         self.step = loop.step
+        self.session.beat()
         self.session._tell(self.label, self.number, loop.step, loop.history)
         if self.saves and loop.step < self.session.setting.steps and time.perf_counter() - self.saved_at > SAVE_S:
             loop.save()

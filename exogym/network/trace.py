@@ -1,8 +1,9 @@
 """Links that change: rates over time, from a CSV file, and how long a collective takes while they do.
 
 A file has the columns `time_s`, `who` and `rate`: from that virtual second on, a node's line ("3"), the way from one
-node to another ("0-3"), or every line ("*") has that rate each way, until its next row. A rate is bits per second or
-text as "20Mbps"; 0 is a line that is down. Before its first row a line is as the network has it.
+node to another ("0-3"), or every line ("*") has that rate each way, until its next row. A rate is text with a unit, as
+"20Mbps"; 0 is a line that is down. In rows given from Python a number is bits per second. Before its first row a line
+is as the network has it.
 
 A collective under way keeps its share of progress when rates change: with c_k the seconds that it would take if links
 stayed as they are in interval k, and d_k those that it spends there, it ends when sum of d_k / c_k = 1.
@@ -150,16 +151,8 @@ def _rows(given: str | Path | Iterable[Any]) -> list[Row]:
         if who != "*" and not (len(parts) <= 2 and all(part.isdecimal() for part in parts)):
             raise ArgumentError(f"trace, row {number}: who={who!r} must be a node as '3', a pair as '0-3', or '*'")
         down = str(rate).strip() in ("0", "0.0")
-        bps = 0.0 if down else parse_bandwidth(_number(rate), f"trace, row {number}: rate")
-        rows.append((parse_seconds(_number(time), f"trace, row {number}: time_s"), who, bps))
+        bps = 0.0 if down else parse_bandwidth(rate, f"trace, row {number}: rate")
+        rows.append((parse_seconds(time, f"trace, row {number}: time_s"), who, bps))
     if not rows:
         raise ArgumentError("the trace has no rows: leave it out")
     return rows
-
-
-def _number(given: Any) -> Any:
-    """Return the number that a text of a file is, or the text with its unit."""
-    try:
-        return float(given)
-    except (TypeError, ValueError):
-        return given

@@ -22,10 +22,14 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
     with powers of 1000. A small b is a bit and a capital B a byte; the prefix may be written either way.
 
     Raises:
-        ArgumentError: no number, an unknown unit, or not over 0.
+        ArgumentError: no number, text without a unit, an unknown unit, or not over 0.
 
     >>> parse_bandwidth("1Gbps"), parse_bandwidth("12.5 MB/s"), parse_bandwidth(1e6)
     (1000000000.0, 100000000.0, 1000000.0)
+    >>> parse_bandwidth("100")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: bandwidth='100' has no unit: write '100Mbps' (megabits per second), '100MB/s' (megabytes) or '100bps'
     >>> parse_bandwidth("1Gb")
     Traceback (most recent call last):
     ...
@@ -42,6 +46,11 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
                 "KB/s, MB/s, GB/s (bytes), as in '1Gbps'"
             )
         scale = PREFIXES[prefix] * (8 if base in BYTES else 1)
+    elif isinstance(given, str) and 0 < value < math.inf:
+        n = given.strip()
+        raise ArgumentError(
+            f"{name}={given!r} has no unit: write '{n}Mbps' (megabits per second), '{n}MB/s' (megabytes) or '{n}bps'"
+        )
     if not 0 < value < math.inf:
         raise ArgumentError(f"{name}={given!r} must be over 0 and finite, in bits per second or as '1Gbps'")
     return value * scale
@@ -50,13 +59,24 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
 def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> float:
     """Return seconds, at least `least`, from a number of them or from text: ns, us, ms, s, min, h.
 
+    Text needs a unit, except for 0, or where `name` says the unit: it ends in "_s" or "seconds".
+
     Raises:
-        ArgumentError: no number, an unknown unit, negative or not finite.
+        ArgumentError: no number, text without a unit, an unknown unit, negative or not finite.
 
     >>> parse_seconds("0.5ms"), parse_seconds(2), parse_seconds("50 us")
     (0.0005, 2.0, 5e-05)
-    """
+    >>> parse_seconds("20")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: latency='20' has no unit: write '20ms' (milliseconds), '20s' (seconds) or '20us' (microseconds)
+    """  # noqa: E501
     value, unit = _split(given, name, "'0.5ms'")
+    if isinstance(given, str) and not unit and 0 < value < math.inf and not name.endswith(("_s", "seconds")):
+        n = given.strip()
+        raise ArgumentError(
+            f"{name}={given!r} has no unit: write '{n}ms' (milliseconds), '{n}s' (seconds) or '{n}us' (microseconds)"
+        )
     if unit and unit not in SECONDS:
         raise ArgumentError(f"{name}={given!r} has no known unit: wanted ns, us, ms, s, min or h, as in '0.5ms'")
     seconds = value / PER_SECOND[unit] if unit in PER_SECOND else value * SECONDS.get(unit, 1.0)

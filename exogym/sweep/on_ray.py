@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from exogym.base.locks import BEAT_S
 from exogym.compare.folder import OUTCOME
 from exogym.engine.ray.cluster import check_machines, connect, machines
 from exogym.errors import ArgumentError, WorkerError
@@ -41,7 +42,11 @@ def train_all_on_ray(jobs: Sequence[Job], processes: int | None, ended: Callable
             while waiting and (processes is None or len(running) < processes):
                 job = waiting.pop(0)
                 running[task.remote(ray.put(_packed(job)), job[1], job[2])] = job
-            (done, *_), _ = ray.wait(list(running), num_returns=1)
+            found, _ = ray.wait(list(running), num_returns=1, timeout=BEAT_S)
+            jobs[0][0].beat()
+            if not found:
+                continue
+            (done,) = found
             job = running.pop(done)
             try:
                 _write(job, ray.get(done))

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from exogym.base.devices import resolve_device
 from exogym.base.files import replacing
+from exogym.base.locks import LOCK, Lock
 from exogym.base.processes import described
 from exogym.compare.comparison import MEASURES, TIMED, summarise
-from exogym.compare.folder import Folder, Outcome
+from exogym.compare.folder import Folder, Outcome, lock_of
 from exogym.compare.plots import check_matplotlib
 from exogym.compare.run import Problem, asked_of, session_of, task_of, versions_here
 from exogym.compare.session import Session
@@ -146,7 +147,9 @@ def sweep(
             run.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="exogym-sweep-")))
         else:
             check_matplotlib()
-            run.path = _folder(Path(out).expanduser(), asked, resume)
+            run.path = Path(out).expanduser()
+            run.lock = _locked(run.path, asked, resume)
+            cleanup.callback(run.lock.release)
         arguments = asked["given"] | {"problem": problem if isinstance(problem, str) else type(problem).__name__}
         run.description = asked | {
             "versions": versions_here(), "arguments": arguments | {"axes": asked["axes"], "search": search},
@@ -176,15 +179,30 @@ def _carrier(engine: str | None, processes: int | str, device: str) -> Carrier:
     return lambda jobs, ended: train_all_on_ray(jobs, at_once, ended)
 
 
-def _folder(path: Path, asked: dict[str, Any], resume: bool) -> Path:
-    """Return the folder of the sweep: a new one, or that of an interrupted one that was asked for the same."""
+def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
+    """Lock the sweep's folder: a new one, or that of an interrupted sweep that was asked for the same."""
+    if (path / LOCK).exists():  # another sweep works there, or one was killed: `acquire` knows
+        lock = lock_of(path)
+    else:
+        _check_folder(path, asked, resume)
+        check_writable(path, "out")
+        lock = lock_of(path)
+    try:
+        _check_folder(path, asked, resume)  # again: another sweep may have come and gone
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
+    """Refuse a folder that holds something already, or with `resume` one that holds no sweep asked for the same."""
     before = read_object(path / SWEEP)
     if not resume:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(not file.name.startswith(LOCK) for file in path.iterdir())):
             hint = "go on there with resume (--resume), or " if before else ""
             raise ArgumentError(f"out={str(path)!r} holds something already: {hint}give another folder")
-        check_writable(path, "out")
-        return path
+        return
     if not before:
         raise ArgumentError(f"out={str(path)!r} holds no sweep to go on with: give the folder of one")
     if unlike := differences({key: before.get(key) for key in asked}, json.loads(json.dumps(asked))):
@@ -192,7 +210,6 @@ def _folder(path: Path, asked: dict[str, Any], resume: bool) -> Path:
             f"out={str(path)!r} is of a sweep that differs, and only one that is the same can be gone on with:\n  "
             + "\n  ".join(unlike)
         )
-    return path
 
 
 class _Sweep:
@@ -203,6 +220,7 @@ class _Sweep:
     ) -> None:
         self.task, self.axes, self.strategy, self.shared, self.watch = task, axes, strategy, shared, watch
         self.search, self.path, self.description = search, Path(), dict[str, Any]()
+        self.lock: Lock | None = None
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
         self.outcomes: dict[tuple[str, int], Outcome] = {}
@@ -247,7 +265,7 @@ class _Sweep:
 
     def _train(self, labels: Sequence[str], carry: Carrier) -> None:
         """Take the runs of some cells to their end; what the folder already has is not trained again."""
-        folder, jobs = Folder(self.path, self.cells), list[Job]()
+        folder, jobs = Folder(self.path, self.cells, lock=self.lock), list[Job]()
         for label in labels:
             session = self.sessions[label]
             session.folder = folder

@@ -82,6 +82,7 @@ def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None])
                         lost.append(f"{job[1]}, seed {job[2]} ({_why(status)})")
                     else:
                         ended(job)
+            jobs[0][0].beat()
             time.sleep(POLL_S)
     finally:
         for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
