@@ -89,12 +89,16 @@ class Stopped(KeyboardInterrupt):
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return "did you mean 'x'?" for the nearest known name, whatever its case, or a list of the known ones.
 
-    >>> nearest("h", ["H", "lr"]), nearest("quorum", ["H", "lr"])
-    ("did you mean 'H'?", 'known: H, lr')
+    The one name that ends in the given word comes first: for "nodes" that is "num_nodes", and not "node".
+
+    >>> nearest("h", ["H", "lr"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
+    ("did you mean 'H'?", 'known: H, lr', "did you mean 'num_nodes'?")
     """
     names = sorted(known)
     small = {name.lower(): name for name in reversed(names)}
-    close = difflib.get_close_matches(given.lower(), small, n=1, cutoff=0.6)
+    close = [name for name in small if name.endswith("_" + given.lower())]
+    if len(close) != 1:
+        close = difflib.get_close_matches(given.lower(), small, n=1, cutoff=0.6)
     if close:
         return f"did you mean {small[close[0]]!r}?"
     return "known: " + ", ".join(names)

@@ -1,11 +1,15 @@
-"""A progress bar for a run, and one-line notices that do not break it. Both go to stderr."""
+"""A progress bar for a run, one-line notices that do not break it, and warnings. All go to stderr."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
+import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +18,7 @@ LEAST_PAUSE_S = 0.1
 LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
 SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
+_NOT_THE_USERS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, contextlib.__file__, functools.__file__)
 _entered: list[Progress] = []  # inside one that is on, others stay quiet
 _silent: list[None] = []
 
@@ -45,6 +50,25 @@ def notice(text: str) -> None:
             progress._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
     print(line, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Warn of `text` at the line of the caller's own code that led here: the first frame outside ExoGym.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn("H=100 exceeds the run")
+    >>> caught[0].filename == __file__
+    False
+    """
+    frame = inspect.currentframe()
+    assert frame is not None, "CPython has frames"
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    about, where = frame.f_globals, (frame.f_code.co_filename, frame.f_lineno)
+    registry = about.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, *where, module=about.get("__name__"), registry=registry)
 
 
 def readable_bytes(count: float) -> str:

@@ -202,6 +202,8 @@ MISSPELT = {
     "num_node": "did you mean 'num_nodes'",
     "epochs": "did you mean 'num_epochs'",
     "batchsize": "did you mean 'batch_size'",
+    "nodes": "did you mean 'num_nodes'",
+    "steps": "did you mean 'max_steps'",
     "lr": "fit\\(\\) has no argument 'lr'",
     "checkpoint_every": "did you mean 'checkpoint_interval'",
     "loggers": "did you mean 'logger'",
@@ -504,13 +506,29 @@ def test_an_error_of_a_checkpoint_is_raised_before_training(tmp_path):
         folder.rmdir()
 
 
-def test_more_nodes_than_examples_is_a_warning():
-    def fit(nodes, count=8):
-        with torch.random.fork_rng():
-            model = nn.Linear(6, 2)
-        trainer = LocalTrainer(model, examples(count), loss_fn=F.cross_entropy)
-        trainer.fit(SimpleReduceStrategy(lr=0.1), num_nodes=nodes, max_steps=1, batch_size=1, device="cpu")
+def fit(strategy=None, count=8, **options):
+    with torch.random.fork_rng():
+        model = nn.Linear(6, 2)
+    trainer = LocalTrainer(model, examples(count), loss_fn=F.cross_entropy)
+    options = {"num_nodes": 2, "max_steps": 1, "batch_size": 1, "device": "cpu"} | options
+    trainer.fit(strategy or SimpleReduceStrategy(lr=0.1), **options)
 
-    with pytest.warns(UserWarning, match="20 nodes share 8 examples: some train on the same ones at every step"):
-        fit(20)
-    fit(8)
+
+WARNED = {
+    "20 nodes share 8 examples: some train on the same ones at every step": {"num_nodes": 20},
+    "batch_size=9 is more than the 8 examples of all nodes: every step takes all .* (4 at most)": {"batch_size": 9},
+    "batch_size=3 x gradient_accumulation=3 is more than the 8": {"batch_size": 3, "gradient_accumulation": 3},
+    "first communicates after step 30, but the run has 1 step": {"strategy": DiLoCoStrategy(H=30)},
+}
+
+
+@pytest.mark.parametrize("words", WARNED)
+def test_what_can_hardly_be_meant_is_a_warning_at_the_callers_line(words):
+    with pytest.warns(UserWarning, match=words.replace("(", r"\(").replace(")", r"\)")) as caught:
+        fit(**WARNED[words])
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_as_many_nodes_or_a_batch_as_large_as_the_examples_are_no_warning():
+    fit(num_nodes=8)
+    fit(batch_size=8)

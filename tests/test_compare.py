@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from exogym.base.files import new_folder
 from exogym.compare import DEFAULT_STRATEGIES, Standing, compare, plots
 from exogym.compare.comparison import FILES, Comparison, find
 from exogym.compare.plots import Curve, plot_against_bytes, plot_against_steps
+from exogym.compare.run import session_of
+from exogym.compare.session import Session
 from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
@@ -247,6 +251,44 @@ def test_a_problem_and_strategies_of_the_users_own() -> None:
     assert [at.label for at in seen if at.is_last] == ["mine", "theirs"]
     assert seen[0].left_s is None and seen[1].left_s > seen[-1].left_s == 0  # type: ignore[operator]
     assert seen[-1].val_loss == result.rows[1]["val_loss"] and seen[-1].tx_bytes == result.rows[1]["tx_bytes"]
+
+
+STEP_S = {"single": 0.4, "ddp": 1.0, "diloco": 0.5, "demo": 1.6}  # of all nodes
+FIRST_START_S, START_S = 60.0, 2.0
+
+
+def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only training moves; the first start is the longest, as imports are."""
+    now_s, seen, entered = [0.0], list[tuple[float, float | None]](), list[str]()
+    monkeypatch.setattr("exogym.compare.session.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    session = session_of(TASK, list(STEP_S), nodes=NODES, steps=STEPS, seeds=3)
+    session.watch = lambda at: seen.append((now_s[0], at.left_s))
+
+    class Working:
+        def __init__(self) -> None:
+            self.step = -1
+
+        def __call__(self, loop: Any) -> None:
+            label = entered[-1]
+            if loop.step == 0:
+                now_s[0] += START_S if len(entered) > 1 else FIRST_START_S
+            now_s[0] += (loop.step - max(self.step, 0)) * STEP_S[label] if loop.step else 0.0
+            self.step = loop.step % STEPS
+
+    train = Session._train
+
+    def noted(self: Session, label: str, *rest: Any) -> Any:
+        entered.append(label)
+        return train(self, label, *rest)
+
+    monkeypatch.setattr(Session, "_train", noted)
+    session.callbacks = (Working(),)
+    session.train_all()
+    work_s = now_s[0] - FIRST_START_S
+    after = [(at - FIRST_START_S, left_s) for at, left_s in seen if at - FIRST_START_S > work_s / 10]
+    assert len(after) > 50 and seen[0][1] is None
+    for at, left_s in after:
+        assert left_s is not None and (work_s - at) / 2 <= left_s <= 2 * (work_s - at), (at, left_s, work_s)
 
 
 def test_a_run_that_diverges_is_left_out() -> None:

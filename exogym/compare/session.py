@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 from exogym.compare.entries import Entry, Setting
 from exogym.compare.folder import Folder, Outcome
 from exogym.compare.forecast import Forecast
+from exogym.compare.pace import Pace
 from exogym.compare.plots import Strip
 from exogym.data.partition import Partitioner
 from exogym.errors import TrainingError
@@ -83,8 +86,9 @@ class Session:
     folder: Folder | None
     callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-    _node_steps: int = 0  # trained since the start, of all nodes
-    _start: float = field(default_factory=time.perf_counter)
+    _pace: Pace = field(default_factory=lambda: Pace(unknown=max))  # dear strategies mostly come last
+    _ended_at: float | None = None  # when the last run of this process ended, in seconds of time.perf_counter()
+    _starts_s: list[float] = field(default_factory=list)  # from there to the next run's first evaluation
 
     def train_all(self) -> None:
         """Take every run to its end; what the folder already has is not trained again."""
@@ -137,12 +141,13 @@ class Session:
                 seed=seed, batch_size=self.setting.batch_size, val_interval=self.val_interval, device=self.place,
                 partitioner=FirstShard(self.split, self.setting.nodes) if entry.alone else self.split,
                 processes=1 if entry.alone else self.processes, progress=False,
-                callbacks=[*self.callbacks, _At(self, label, entry, number, saved)], **timing, **saving,
+                callbacks=[*self.callbacks, _At(self, label, number, saved)], **timing, **saving,
             )  # fmt: skip
             _check_finite(trainer.history, seed)
         except TrainingError as failure:
             error = str(failure)
-        wall_s = max(time.perf_counter() - start, *trainer.history.column("wall_s")[1][-1:], 0.0)
+        self._ended_at = time.perf_counter()
+        wall_s = max(self._ended_at - start, *trainer.history.column("wall_s")[1][-1:], 0.0)
         strip = Strip.of(entry.title, trainer.clock) if timed and trainer.clock is not None and not error else None
         return Outcome(None if error else trainer.history, error, wall_s, trainer.description, strip)
 
@@ -150,37 +155,69 @@ class Session:
         if self.watch is None:
             return
         row = next(iter(history.rows_after(step - 1, None)))
-        setting, left_s = self.setting, None
-        if self._node_steps:
-            left_s = (time.perf_counter() - self._start) / self._node_steps * self._node_steps_left(label, number, step)
-        place = label, number, len(setting.seeds), step, setting.steps
+        place = label, number, len(self.setting.seeds), step, self.setting.steps
+        left_s = self._left_s(label, number, step)
         self.watch(Standing(*place, row["val_loss"], row["tx_bytes"], left_s))
 
-    def _node_steps_left(self, label: str, number: int, step: int) -> int:
-        """Return the steps of all nodes that are still to be trained, `step` being taken in a run of `label`."""
-        left = 0
+    def _left_s(self, label: str, number: int, step: int) -> float | None:
+        """Return the seconds until all runs have ended, `step` being taken in a run of `label`; None: not known.
+
+        The first run's start is in none of it: what Python and torch load then is loaded once.
+        """
+        left_s = 0.0
+        start_s = fmean(self._starts_s) if self._starts_s else 0.0
         for other, entry in self.entries.items():
             for k, seed in enumerate(self.setting.seeds, 1):
-                if (other, seed) not in self.outcomes:
-                    taken = step if (other, k) == (label, number) else 0
-                    left += (self.setting.steps - taken) * self._nodes(entry)
-        return left
+                if (other, seed) in self.outcomes:
+                    continue
+                here = (other, k) == (label, number)
+                left_s += self._seconds(other, entry, self.setting.steps - (step if here else 0))
+                left_s += 0.0 if here else start_s
+        return None if math.isnan(left_s) else left_s
 
-    def _nodes(self, entry: Entry) -> int:
-        return 1 if entry.alone else self.setting.nodes
+    def _seconds(self, label: str, entry: Entry, steps: int) -> float:
+        """Return how long steps of a strategy take.
+
+        A step of N nodes takes between one and N times as long as that of a node alone. While only the other is known,
+        the factor is the square root of N, which is wrong by no more than that.
+        """
+        if not steps:
+            return 0.0
+        found_s = self._pace.seconds(_group(entry), label, steps)
+        if math.isnan(found_s):
+            known_s = self._pace.seconds(_group(entry, other=True), label, steps)
+            found_s = known_s * self.setting.nodes ** (-0.5 if entry.alone else 0.5)
+        return found_s
+
+    def took(self, label: str, steps: int, seconds: float) -> None:
+        """Take notice that steps of a strategy took so long, with what was evaluated meanwhile."""
+        self._pace.add(_group(self.entries[label]), label, steps, seconds)
+
+    def began(self) -> None:
+        """Take notice that a run has begun to train."""
+        if self._ended_at is not None:
+            self._starts_s.append(time.perf_counter() - self._ended_at)
+
+
+def _group(entry: Entry, other: bool = False) -> str:
+    """Return whose runs are alike in what a step costs."""
+    return "alone" if entry.alone != other else "fleet"
 
 
 class _At:
     """At each evaluation of a run: says how far it is, and saves a long one."""
 
-    def __init__(self, session: Session, label: str, entry: Entry, number: int, saves: bool) -> None:
+    def __init__(self, session: Session, label: str, number: int, saves: bool) -> None:
         self.session, self.label, self.number, self.saves = session, label, number, saves
-        self.nodes, self.step, self.saved_at = session._nodes(entry), -1, time.perf_counter()
+        self.step, self.then, self.saved_at = -1, 0.0, time.perf_counter()
 
     def __call__(self, loop: Any) -> None:
-        if self.step >= 0:
-            self.session._node_steps += (loop.step - self.step) * self.nodes
-        self.step = loop.step
+        now = time.perf_counter()
+        if self.step < 0:
+            self.session.began()
+        elif loop.step > self.step:
+            self.session.took(self.label, loop.step - self.step, now - self.then)
+        self.step, self.then = loop.step, now
         self.session.beat()
         self.session._tell(self.label, self.number, loop.step, loop.history)
         if self.saves and loop.step < self.session.setting.steps and time.perf_counter() - self.saved_at > SAVE_S:

@@ -57,6 +57,7 @@ class Stream:
     Attributes:
         examples: (N,) examples of each node in one own epoch; 0 where it is not known.
         empty: the nodes that are known to have none.
+        is_shared: whether the nodes share one data set; a factory gives each its own.
         total: examples of all nodes, D where they share one data set.
         batch_sizes: (N,) examples of a step of each node: `batch_size`, or as `share_out` was told.
         steps_per_epoch: ceil(total / (N * batch_size)); 0 where not all lengths are known.
@@ -126,6 +127,7 @@ class Stream:
                 self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
                 self.total = int(self.examples.sum())
         self._private = isinstance(self._datasets, Made)  # each node has a data set of its own
+        self.is_shared = not self._private
         self._dealt = not self._private and self._shards is None
         self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
         self.share_out([batch_size] * num_nodes)

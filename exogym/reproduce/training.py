@@ -24,6 +24,7 @@ from exogym.compare.comparison import plain_name
 from exogym.compare.entries import setting_of
 from exogym.compare.folder import OUTCOME, Folder, Outcome
 from exogym.compare.forecast import measured_step_s
+from exogym.compare.pace import Pace
 from exogym.compare.run import asked_of, session_of
 from exogym.compare.session import Session, Standing
 from exogym.errors import ArgumentError, DataError
@@ -87,8 +88,7 @@ class Reproduction:
         self._cells: list[Cell] = []
         self._before = ("", -1, 0, 0.0)  # cell, seed, step and time of the last evaluation
         self._left: dict[str, int] = {}  # key of a cell to its runs that had not ended when it was last looked at
-        self._spent_s: dict[str, float] = {}  # of a task; and what was foreseen for it
-        self._foreseen_s: dict[str, float] = {}
+        self._pace = Pace()  # seconds for each that was foreseen, by task and cell
 
     # ---------------------------------------------------------------- what is to be done
 
@@ -124,9 +124,8 @@ class Reproduction:
         return self._left[cell.key]
 
     def _late(self, cell: Cell) -> float:
-        """Return the seconds that training on the task of a cell has taken, over those foreseen."""
-        spent_s = self._spent_s.get(cell.task, 0.0)
-        return spent_s / self._foreseen_s[cell.task] if spent_s > LEAST_SPENT_S else 1.0
+        """Return the seconds that a cell takes, or the mean of its task's cells that have run, over those foreseen."""
+        return self._pace.seconds(cell.task, cell.key, 1.0) if self._pace.spent(cell.task) > LEAST_SPENT_S else 1.0
 
     def run_seconds(self, cell: Cell) -> float:
         """Return how long a run of a cell is foreseen to take, in one process."""
@@ -208,8 +207,7 @@ class Reproduction:
         foreseen_s = self.run_seconds(cell)
         if run == [cell.key, seed] and at.step > step:
             share = (at.step - step) / at.steps
-            self._spent_s[cell.task] = self._spent_s.get(cell.task, 0.0) + now - then
-            self._foreseen_s[cell.task] = self._foreseen_s.get(cell.task, 0.0) + share * foreseen_s
+            self._pace.add(cell.task, cell.key, share * foreseen_s, now - then)
         self._before = cell.key, seed, at.step, now
         if self.watch is not None:
             cells = self._cells or [cell]

@@ -25,7 +25,6 @@ import json
 import os
 import shlex
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from torch import Tensor
 from exogym.base.locks import LOCK, is_old
 from exogym.communicator import Wire, ship
 from exogym.errors import CheckpointError
+from exogym.progress import warn
 from exogym.saving.checkpoint_files import (
     FORMAT,
     SHARED,
@@ -183,7 +183,7 @@ def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepe
             left.append(f"{old} could not be removed ({error}): it takes up room; remove it, or see who may")
     wire.barrier()
     for text in left:
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def _last_count(folder: Path, step: int) -> int:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import hashlib
 import importlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -34,7 +33,7 @@ from exogym.fleet import Fleet
 from exogym.fleet.state import Shared
 from exogym.fleet.store import Store
 from exogym.logger import combine
-from exogym.progress import Progress, notice
+from exogym.progress import Progress, notice, warn
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator
 from exogym.record.observers import Logging, Observer, Observers, Showing
@@ -144,13 +143,8 @@ def _assemble(
         undo.callback(driver.close)
         if wire.is_main and options.faults is None:
             _warn_if_never(driver, total_steps, options)
-        acting = len(driver.seated)
-        if wire.is_main and not is_factory(subject.train_dataset) and acting > stream.total:
-            warnings.warn(
-                f"{acting:,} nodes share {stream.total:,} examples: some train on the same ones at every "
-                "step, and an epoch is one step; lower num_nodes, or bring more data",
-                stacklevel=4,
-            )
+        if wire.is_main:
+            _warn_of_few_examples(stream, len(driver.seated), options)
         agenda = Agenda(
             total_steps, steps_per_epoch, val_interval=options.val_interval, log_interval=options.log_interval,
             checkpoint_interval=options.checkpoint_interval, save_dir=folder,
@@ -404,11 +398,25 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluat
     return Evaluator(worker, stream, subject.metrics or {}, options.val_size)
 
 
+def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> None:
+    if stream.is_shared and acting > stream.total:
+        warn(
+            f"{acting:,} nodes share {stream.total:,} examples: some train on the same ones at every "
+            "step, and an epoch is one step; lower num_nodes, or bring more data"
+        )
+    elif 0 < stream.total < options.step_examples:
+        of = "" if options.gradient_accumulation == 1 else f" x gradient_accumulation={options.gradient_accumulation}"
+        warn(
+            f"batch_size={options.batch_size:,}{of} is more than the {stream.total:,} examples of all nodes: every "
+            f"step takes all examples of a node ({stream.examples.max():,} at most), and an epoch is one step; lower "
+            "batch_size, or bring more data"
+        )
+
+
 def _warn_if_never(driver: Driver, total_steps: int, options: FitOptions) -> None:
     first = driver.next_event(0)
     if total_steps < first < NEVER:
-        warnings.warn(
+        warn(
             f"{type(options.strategy).__name__} first communicates after step {first}, but the run has {total_steps} "
-            "steps: nodes meet only in the final synchronisation; lower H or train longer",
-            stacklevel=5,
+            "steps: nodes meet only in the final synchronisation; lower H or train longer"
         )
