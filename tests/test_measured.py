@@ -1,6 +1,8 @@
 """A network from probes of real collectives: between, outside and without them, and what contradicts itself."""
 
+import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from exogym.clock import Clock
 from exogym.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network, algorithms_of
-from exogym.strategy.registry import parse_strategy
+from exogym.network.pricing import LATE, Pricing
+from exogym.strategy.registry import STRATEGIES, parse_strategy
 
 PROBES = {1e6: 0.02, 3e6: 0.04, 9e6: 0.13}
 PAIRS = [[None, [1e8, 0.01], [2e8, 0.01]], [[1e8, 0.01], None, [2e8, 0.02]], [[1e8, 0.01], [2e8, 0.01], None]]
@@ -125,6 +128,57 @@ def test_on_hosts_nothing_overlaps():
         rows += advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0, strategies=[strategy]).rows
     assert ends[0] == pytest.approx(120.0) and ends[1] == pytest.approx(120.0 + 8)
     assert [row.seconds_per_step for row in rows] == pytest.approx([10.0, 10.0 + 2 / 3])
+
+
+ROOT = Path(__file__).parent.parent
+LATE_PAGES = ("network", "strategies", "predictions", "design", "understand/simulated")
+LATE_CODE = [ROOT / "exogym" / name for name in ("clock/clock.py", "training/timing.py", "strategy/traffic.py")]
+LATE_CODE += [
+    path for path in sorted((ROOT / "exogym" / "strategy").glob("*.py")) if "overlap_steps=" in path.read_text("utf-8")
+]
+LATE_OPTIONS = {"delay", "eager", "fragment_sync_delay"}
+
+
+@pytest.mark.parametrize(
+    "path", [*LATE_CODE, *(ROOT / "docs" / f"{page}.md" for page in LATE_PAGES)], ids=lambda path: path.name
+)
+def test_every_page_says_the_same_of_late_averages(path):
+    assert LATE in " ".join(path.read_text("utf-8").split())
+
+
+def test_every_strategy_with_late_averages_says_so():
+    late = [kind for kind in STRATEGIES.values() if LATE_OPTIONS & inspect.signature(kind).parameters.keys()]
+    assert len(late) >= 2
+    for kind in late:
+        assert LATE in " ".join((kind.__doc__ or "").split()), kind
+
+
+@pytest.mark.parametrize("network", ["lan-1g", Network.of(BOTH)], ids=["named", "measured"])
+def test_advice_says_once_whether_late_averages_overlap(network):
+    told = advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0)
+    (line,) = [line for line in told.assumptions if "overlap" in line]
+    assert line == f"reckoned {'with' if network == 'lan-1g' else 'without'} overlap. {LATE}"
+
+
+def test_one_place_says_whether_late_averages_overlap(monkeypatch):
+    """The clock of a run and the advice follow it both."""
+    seen = []
+    for overlaps in (True, False):
+        monkeypatch.setattr(Pricing, "late_overlaps", overlaps)
+        trainer = LocalTrainer(
+            torch.nn.Linear(2, 1),
+            torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)),
+            loss_fn=torch.nn.functional.mse_loss,
+        )
+        trainer.fit(
+            parse_strategy("diloco:H=2:delay=1"), num_nodes=2, batch_size=1, max_steps=6, network="32bps",
+            step_seconds=10.0, final_sync=False,
+        )  # fmt: skip
+        told = advise(
+            parameters=3, num_nodes=2, network="32bps", step_seconds=10.0, strategies=["diloco:H=2:delay=1"],
+        )  # fmt: skip
+        seen.append((trainer.clock.last_s, told.rows[0].seconds_per_step, told.because.count("on hosts")))
+    assert seen == [(60.0, 10.0, 1), (69.0, 11.5, 0)]
 
 
 def test_who_agrees_waits_for_the_latest():

@@ -7,24 +7,33 @@ under way for tau of them,
     seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
     utilisation      = mean step of a node / seconds per step
 
-Where nodes do not wait for each other, node w takes H_w T_w + c_w for a round of H_w steps, and N local steps of
-whichever nodes are a step of the fleet:
+Where each node goes at its own pace, node w takes R_w = H_w T_w + c_w + q_w for a round of H_w steps, q_w being what it
+waits for a quorum, 0 for a quorum of one. N local steps of whichever nodes are a step of the fleet:
 
-    seconds per step = N / sum over w of H_w / (H_w T_w + c_w)
-    utilisation      = mean over w of H_w T_w / (H_w T_w + c_w)
+    seconds per step = N / sum over w of H_w / R_w
+    utilisation      = mean over w of H_w T_w / R_w
+
+Where groups of nodes meet on lines that differ, c is the mean time that a turn loses, over many draws of the groups.
+
+The slowest node decides whether a strategy is good enough. That is the node with the longest step T_w; where each node
+goes at its own pace, the node with the longest T_w + c_w / H_w.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from exogym.advise.failures import Failures
 from exogym.advise.plans import plan_of
+from exogym.base.rng import numpy_generator
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.clock.devices import DEFAULT_UTILISATION
 from exogym.clock.steps import TICKS_PER_S
@@ -33,6 +42,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.mesh import NodeMesh
 from exogym.mesh.traffic import Talk, talk_of_layers
 from exogym.network import Network, readable_seconds
+from exogym.network.pricing import LATE, Members
 from exogym.progress import readable_bytes
 from exogym.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
@@ -54,6 +64,8 @@ DEFAULT_STRATEGIES = (
 # What collectives took over what was predicted of them, by formula and from probes: on links that others measured
 # (docs/predictions.md), warm ones
 SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
+MEETINGS = 400  # groups drawn, of all turns, where some nodes meet and lines differ
+ARRIVALS = 1000  # at a server, or 8 of each node if that is more, from which the wait for a quorum is taken
 LEAST_SAMPLES, DRAWS = 4, 200_000  # stretches where steps differ by chance, and steps drawn, of all nodes and stretches
 
 
@@ -258,7 +270,8 @@ def advise(
     rows = [_row(plan, num_nodes, links, time, algorithm, target_utilisation) for plan in plans]
     if failures is not None:
         rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
-    rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
+    by_time = sorted(zip(rows, plans, strict=True), key=lambda pair: (not pair[0].can_train, pair[0].seconds_per_step))
+    rows = [row for row, _ in by_time]
     good = [row for row in rows if row.meets_target and row.can_train]
     best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
@@ -273,13 +286,15 @@ def advise(
     if network.trace is not None:
         lines.append("links change by a trace: reckoned with as they are at its beginning; a clock follows them")
     lines += _of_probes(network, plans, num_nodes)
+    if any(map(_is_late, plans)):
+        lines.append(f"reckoned {'with' if network.late_overlaps else 'without'} overlap. {LATE}")
     if failures is not None:
         lines += [
             str(failures),
             "learners that meet wait for whichever stood still longest; a waiting one does not fail",
         ]
     if any(plan.local_steps for plan in plans):
-        lines.append("asynchronous nodes wait for no other; a step of the fleet is as many local steps as it has nodes")
+        lines.append("asynchronous nodes wait for a quorum or for no other; N local steps are a step of the fleet")
     if flops is not None:
         name = device if isinstance(device, str) else "the device"
         peak = (DEVICES[device] if isinstance(device, str) else device).flops_per_s
@@ -291,6 +306,10 @@ def advise(
         best = next((row for row in rows if row.can_train), None)
         because = f"{wanted} under no strategy that can be trained here"
         because += "" if best is None else f"; {_caveat(best)}"
+    plan = next((plan for row, plan in by_time if row is best), None)
+    if plan is not None and _is_late(plan) and network.late_overlaps:
+        waiting = replace(plan, traffic=tuple(replace(t, overlap_steps=0) for t in plan.traffic))
+        because += _on_hosts(_row(waiting, num_nodes, links, time, algorithm, target_utilisation))
     return Advice(rows, best, because, lines)
 
 
@@ -334,6 +353,16 @@ def _caveat(row: Row) -> str:
     return text + (" alone: the fleet is slower than that node" if row.speedup < 1 else " alone")
 
 
+def _is_late(plan: Plan) -> bool:
+    return any(traffic.overlap_steps for traffic in plan.traffic)
+
+
+def _on_hosts(row: Row) -> str:
+    """Return how a strategy that was chosen with overlap does on hosts; `row` is without."""
+    step = f"{readable_seconds(row.seconds_per_step)} a step, {row.utilisation:.1%} of the time computing"
+    return f"; on hosts, which wait for late averages, {step}"
+
+
 def _assumptions(
     parameters: float, num_nodes: int, network: Network, time: StepTime, b: float, algorithm: str
 ) -> list[str]:
@@ -344,7 +373,7 @@ def _assumptions(
         f"{num_nodes} nodes, {parameters:.4g} parameters of {b:g} bytes on the wire, {network!r}",
         f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; packing and adding up take no time",
         f"each collective by {how}; links are full duplex and carry nothing else",
-        "gradients are sent after the whole backward pass; only averages that come late overlap with computation",
+        "gradients are sent after the whole backward pass",
         "buffers (BatchNorm's) and the last synchronisation are left out",
         "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
     ]
@@ -359,8 +388,6 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
     lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
     late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
     lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
-    if any(traffic.overlap_steps for plan in plans for traffic in plan.traffic):
-        lines.append("nothing overlaps with computing: on hosts a run waits for a fragment where it is sent")
     beyond = [
         measurement.probes[t.kind].beyond(t.payload_bytes)
         for plan in plans
@@ -389,35 +416,74 @@ def _row_of_fleet(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
 ) -> Row:
     stalls, sent, names = 0.0, 0.0, []
+    mean_s = time.mean_s(num_nodes)
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
     step_s = _slowest_step_s(time, num_nodes, every)
-    for traffic in plan.traffic:
+    for traffic, times in Counter(plan.traffic).items():
         count = min(num_nodes if traffic.members is None else traffic.members, num_nodes)
-        members: Any = count if count == num_nodes else np.linspace(0, num_nodes - 1, count).astype(int).tolist()
-        way = _way(traffic, network, members, algorithm)
-        fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
-        cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
-        idle_s = traffic.every_steps * step_s
-        ramp_s = network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s)
-        cost_s = scale * (network.duration_s(cost) + ramp_s)
-        overlap = min(traffic.overlap_steps, traffic.every_steps) if network.measurement is None else 0
+        turns = _meetings(traffic, network, num_nodes, count)
+        way = _way(traffic, network, turns[0][0] if turns else count, algorithm)
+        alone_s = partial(_cost_s, traffic, network, way, traffic.every_steps * step_s, scale * times)
+        cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
+        overlap = min(traffic.overlap_steps, traffic.every_steps) if network.late_overlaps else 0
         stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
         of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
         factor = _tx_factor(traffic.kind, way, count)
-        sent += factor * traffic.payload_bytes * of_all / traffic.every_steps
-        names.append(f"{way or 'ring'} {traffic.kind}")
+        sent += times * factor * traffic.payload_bytes * of_all / traffic.every_steps
+        names += [f"{way or 'ring'} {traffic.kind}"] * times
     if num_nodes > 1 and math.isfinite(every):
         stalls += scale * AGREEMENTS * network.message_s / every
     seconds = step_s + stalls
-    mean_s = time.mean_s(num_nodes)
-    computing, busiest = float(mean_s.mean()) / seconds, float(mean_s.max()) / seconds
+    computing, busiest = min(1.0, float(mean_s.mean()) / seconds), float(mean_s.max()) / seconds
     return Row(
         plan.name, seconds, sent, 1 - computing, computing, num_nodes * float(mean_s.min()) / seconds,
         plan.couples_every, tuple(names), busiest >= target, plan.can_train,
     )  # fmt: skip
 
 
-def _way(traffic: Traffic, network: Network, members: Any, algorithm: str) -> str | None:
+def _cost_s(
+    traffic: Traffic, network: Network, way: str | None, idle_s: float, times: float, members: Members
+) -> float:
+    """Return `times` the seconds of a collective among `members`, whose lines were idle for `idle_s`."""
+    fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
+    cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
+    return times * (network.duration_s(cost) + network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s))
+
+
+def _meetings(traffic: Traffic, network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
+    """Return the groups that meet in each of several turns, drawn anew; [] where it does not matter who meets.
+
+    A server asks `count` nodes in a turn. Without one, every node is in a group of so many, but for those left over.
+    """
+    if count == num_nodes or network.num_nodes is None:
+        return []
+    starts = [0] if traffic.algorithm == "server" else range(0, num_nodes, count)
+    turns = []
+    for turn in range(max(1, MEETINGS // len(starts))):
+        order = numpy_generator(0, "who meets", turn).permutation(num_nodes).tolist()
+        turns.append([sorted(order[start : start + count]) for start in starts])
+    return turns
+
+
+def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], computing_s: np.ndarray) -> float:
+    """Return the seconds by which a turn takes longer than the slowest node computes.
+
+    Args:
+        turns: the groups of each; a group waits for no other one. A single group is a server's: all wait for it.
+        cost_s: seconds that a group sends.
+        computing_s: (N,) seconds that each node computes in a turn.
+    """
+    now_s = np.zeros(len(computing_s))
+    for groups in turns:
+        now_s += computing_s
+        for group in groups:
+            now_s[group] = now_s[group].max() + cost_s(group)
+        if len(groups) == 1:
+            now_s[:] = now_s[groups[0]].max()
+    return float(now_s.max() / len(turns) - computing_s.max())
+
+
+def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -> str | None:
     """Return how a collective is carried out; as exogym does it, an all-reduce that was measured is the exact one."""
     if traffic.algorithm is not None:
         return traffic.algorithm
@@ -429,26 +495,56 @@ def _way(traffic: Traffic, network: Network, members: Any, algorithm: str) -> st
 def _row_of_rounds(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
 ) -> Row:
-    """Return the row of a strategy whose nodes do not wait for each other."""
-    T, S = time.mean_s(num_nodes), sum(t.payload_bytes for t in plan.traffic if t.kind == "push")
+    """Return the row of a strategy whose nodes go at their own pace: they push to a server, and pull from it."""
     assert plan.local_steps is not None
+    T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
-    own = network.num_nodes is not None  # links differ
-    ways = [
-        [network.duration_s(network.cost(t.kind, t.payload_bytes, [node], t.algorithm)) for t in plan.traffic]
-        for node in (range(num_nodes) if own else [0])
-    ]
-    c = scale * np.array(ways).sum(1) if num_nodes > 1 else np.zeros(1)  # a server beside one node costs nothing
-    round_s = H * T + c
+    push, pull = plan.traffic
+    lines = range(num_nodes) if network.num_nodes is not None else [0]  # those that differ
+
+    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server beside one node costs nothing
+        return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
+
+    to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
+    round_s = own_s = to_server_s + np.array([cost_s(pull, [node]) for node in lines])
+    if plan.quorum > 1:
+        round_s = _rounds_of_quorum(to_server_s, plan.quorum, lambda nodes: cost_s(pull, nodes))
     seconds = num_nodes / float((H / round_s).sum())
     computing = H * T / round_s
-    sent = float((S / round_s).mean()) * seconds if num_nodes > 1 else 0.0
-    utilisation = float(computing.mean())
+    sent = float((push.payload_bytes / round_s).mean()) * seconds if num_nodes > 1 else 0.0
+    utilisation = min(1.0, float(computing.mean()))
+    slowest = int(np.argmax(own_s / H))
     return Row(
         plan.name, seconds, sent, 1 - utilisation, utilisation, num_nodes * float(T.min()) / seconds,
         plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
-        float(computing[np.argmax(T)]) >= target, plan.can_train,
+        float(computing[slowest]) >= target, plan.can_train,
     )  # fmt: skip
+
+
+def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[list[int]], float]) -> np.ndarray:
+    """Return (N,) mean seconds of each node's round, where a server lets those go on together that have come.
+
+    Args:
+        to_server_s: (N,) seconds from the start of a node's round until its push has come.
+        quorum: how many must have come.
+        pull_s: seconds that nodes take to pull together.
+    """
+    here: list[int] = []
+    size, now_s = len(to_server_s), 0.0
+    rounds, ends_s = np.zeros(size), np.zeros(size)
+    on_their_way = sorted((float(to_server_s[node]), node) for node in range(size))
+    for _ in range(max(ARRIVALS, 8 * size)):
+        now_s, node = heapq.heappop(on_their_way)
+        here.append(node)
+        if len(here) < quorum or (on_their_way and on_their_way[0][0] <= now_s):  # who comes at that moment joins
+            continue
+        start_s = now_s + pull_s(here)
+        for other in here:
+            heapq.heappush(on_their_way, (start_s + float(to_server_s[other]), other))
+        rounds[here] += 1
+        ends_s[here] = start_s
+        here = []
+    return ends_s / rounds
 
 
 def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:

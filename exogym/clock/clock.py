@@ -45,8 +45,9 @@ class Clock:
     """Virtual time of each node of a fleet.
 
     Local steps `advance` it, an `event` of the communicator brings its members to the latest of them plus its cost,
-    and one that overlaps with computation is begun with `begin` and paid for at `wait`. A node's line carries one
-    collective at a time: one that finds it busy starts later.
+    and one that overlaps with computing is begun with `begin` and paid for at `wait`. A node's line carries one
+    collective at a time: one that finds it busy starts later. In a simulation's clock, averages that arrive late
+    overlap with computing. On hosts, a run waits for them where it sends them.
 
     Args:
         num_nodes: N.

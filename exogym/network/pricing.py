@@ -20,6 +20,11 @@ from exogym.network.probes import Probes
 from exogym.network.trace import Trace
 
 Members = int | Sequence[int]
+# What every page and docstring says of averages that arrive late; `Pricing.late_overlaps` is the same for the clock
+LATE = (
+    "In a simulation's clock, averages that arrive late overlap with computing. "
+    "On hosts, a run waits for them where it sends them."
+)
 
 
 class Pricing:
@@ -46,6 +51,11 @@ class Pricing:
     def num_nodes(self) -> int | None:
         """How many nodes the network is for; None: any number."""
         return self.links.size if self.measurement is None else self.measurement.num_nodes
+
+    @property
+    def late_overlaps(self) -> bool:
+        """Whether averages that arrive late overlap with computing: not on hosts that were measured (see `LATE`)."""
+        return self.measurement is None
 
     def at(self, time_s: float) -> Self:
         """Return the network with the links that it has at a moment, by its trace; itself where it has none."""

@@ -82,11 +82,10 @@ class ClockedStrategy(Strategy):
         return np.maximum(1, np.floor(share * self.H + 1e-9).astype(np.int64))
 
     def plan(self, P: float, N: int, b: float) -> Plan:
-        """Return what it sends; where nodes are unlike, the time they wait for a quorum is not in it."""
         if self.grace_s:
             raise ArgumentError("no formula is known for nodes that wait for a while: leave out grace_s")
         both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
-        return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps)
+        return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps, quorum=self.quorum_of(N))
 
     def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
         raise StrategyError(

@@ -15,7 +15,8 @@ a function of the round: round r takes H(r) steps, and R counts a last round tha
 Delayed by d steps (0 <= d <= H), the average that is sent after step r H arrives after step r H + d, and theta_i <-
 theta drops what was trained meanwhile. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of
 round r - 1, and 0 in the first; what the nodes trained in round r is on its way, and they go on from theta. What is on
-its way at the end of training arrives then (`final_sync`).
+its way at the end of training arrives then (`final_sync`). In a simulation's clock, averages that arrive late overlap
+with computing. On hosts, a run waits for them where it sends them.
 
 In islands of s nodes, (0, ..., s-1), (s, ..., 2s-1), ..., nodes also average their parameters inside their island after
 every H_island steps, but where an outer step follows at once.
@@ -180,10 +181,13 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
             `OuterRule`; both are constant by default, and there are no restarts.
         weighting: "uniform" or "examples".
         delay: d, steps by which the average comes late; 0 to H.
-        eager: `EagerCommunicator` instead: the average may take a whole round, and each node's own part is fresh.
+        eager: `EagerCommunicator` instead: the average arrives a whole round late, and each node's own part is fresh.
         island_size, island_H: s and H_island, which is below H; None: no islands.
 
     The evaluation model is theta. N=1 is a valid setting (an outer momentum over one node).
+
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
+    sends them.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """

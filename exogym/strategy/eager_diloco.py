@@ -1,4 +1,4 @@
-"""DiLoCo with eager updates: the average may take a whole round, and each node's own part of it is fresh.
+"""DiLoCo with eager updates: the average arrives a whole round late, and each node's own part of it is fresh.
 
 Kale et al., Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv:2502.12996. After the H steps
 of round r, with the outer parameters theta_i that each node has for itself and Delta_i = theta_i - (what it trained):
@@ -7,9 +7,11 @@ of round r, with the outer parameters theta_i that each node has for itself and 
     theta_i <- OuterOpt_i(theta_i, E_i)                                # and training goes on from theta_i
     the mean of Delta_i^(r) is sent, and is needed after the next round
 
-In the first round the others' part is 0. Payload P b bytes per node every H steps, under way for H steps; ring
-all-reduce, tx = rx = 2 (N-1)/N P b. Nodes are never equal; the model is their mean. What is on its way at the end is
-not waited for.
+In the first round the others' part is 0. Payload P b bytes per node every H steps; ring all-reduce, tx = rx =
+2 (N-1)/N P b. Nodes are never equal; the model is their mean. What is on its way at the end is not waited for.
+
+In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
+them.
 
 With absent nodes: the mean is over the n nodes that are there, and 1/N becomes 1/n. A node that is left out keeps what
 it has trained and what it was to receive, and goes on. One that was down comes back with the parameters of one that

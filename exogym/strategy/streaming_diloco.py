@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the model in fragments, each synchronised in its turn while training goes on.
+"""Streaming DiLoCo: the model in fragments, each synchronised in its turn.
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 with the
 outer parameters theta_p is sent after the steps t > 0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
@@ -17,6 +17,9 @@ on their way: all-gather, tx = rx = (N-1) payload; sums are in fp32. Buffers are
 
 What is on its way at the end arrives then, and every fragment is sent once more that was trained since (`final_sync`).
 With absent nodes as DiLoCo, for each fragment by itself.
+
+In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
+them.
 """
 
 from __future__ import annotations
@@ -154,7 +157,7 @@ class StreamingCommunicator(CommunicationModule):
 
 
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
-    """DiLoCo in fragments that are sent one after the other, overlap with training, and may be quantised.
+    """DiLoCo in fragments that are sent one after the other, may arrive late, and may be quantised.
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
@@ -171,6 +174,9 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
 
     The evaluation model is theta.
+
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
+    sends them.
 
     >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, fragment_update_alpha=0.5, bits=4)
     """  # noqa: E501

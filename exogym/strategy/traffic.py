@@ -18,7 +18,8 @@ class Traffic:
         every_steps: steps from one to the next; may be a mean, and so a fraction.
         members: nodes that take part; None: all.
         algorithm: how; None: left to `advise`.
-        overlap_steps: steps it may be under way before it is waited for.
+        overlap_steps: steps from sending to arrival, for averages that arrive late. In a simulation's clock, averages
+            that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
         fan: of a mix, to how many neighbours a giver hands the payload's parts.
     """
 
@@ -40,6 +41,7 @@ class Plan:
         can_train: False where there is only the formula, so that `advise` shows it and never recommends it.
         local_steps: of a strategy whose nodes do not wait for each other, (N,) seconds of a step to (N,) steps of a
             round; `traffic` is then of one node and one round.
+        quorum: of such a strategy, nodes that must have come to the server before any of them goes on.
     """
 
     name: str
@@ -47,3 +49,4 @@ class Plan:
     couples_every: float
     can_train: bool = True
     local_steps: Callable[[np.ndarray], np.ndarray] | None = None
+    quorum: int = 1

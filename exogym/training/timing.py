@@ -25,9 +25,9 @@ from exogym.fleet.state import Shared
 class Timing:
     """Drives a `Clock` with what the nodes of a fleet compute and send.
 
-    A network that was measured stands for hosts on which this library runs. So an all-reduce takes what the run's own
-    takes, the exact one unless it is native, and what may arrive later is waited for where it is sent: between
-    processes the wire carries one collective at a time, and nothing is computed meanwhile.
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
+    sends them. A network that was measured stands for hosts on which this library runs. An all-reduce then takes what
+    the run's own takes, the exact one unless it is native.
 
     Args:
         fleet: its communicator's events are taken into account from here on.
@@ -56,8 +56,7 @@ class Timing:
         are_there = fleet.comm.wire.count > len(fleet.comm.wire.placement)  # the devices, so that they are measured
         self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
-        self._is_on_hosts = self.clock.network.measurement is not None
-        self._is_exact = self._is_on_hosts and not fleet.comm.wire.native
+        self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         if spread is not None:
@@ -91,7 +90,7 @@ class Timing:
         self.clock.agree(agreements)
 
     def _hear(self, event: Event) -> None:
-        if self._is_on_hosts:
+        if not self.clock.network.late_overlaps:
             if event.kind == "arrive":
                 return
             event = replace(event, flight=None)

@@ -1,0 +1,101 @@
+"""What `advise` reckons by formula against the clock of a real run, on lines and nodes that differ."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from exogym import LocalTrainer
+from exogym.advise import advise
+from exogym.callbacks import Every
+from exogym.network import Network
+from exogym.strategy import powersgd
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+
+SIDE, LAYERS = 64, 2
+WARM = 30  # steps, after which the clock is read until twice as many, or thrice; rounds of 5, 6, 15 and 30 end there
+TEXTS = {
+    "post_local_sgd": "post_local_sgd:start_step=0",
+    "streaming_diloco": "streaming_diloco:H=6:num_fragments=2:fragment_sync_delay=1",
+}
+MORE = (
+    "diloco:eager=true", "diloco:delay=2", "noloco:group_size=3", "fedavg:island_size=2", "async_diloco:dylu=true",
+    "decoupled_diloco:quorum=2",
+)  # fmt: skip
+OURS = [TEXTS.get(name, name) for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")]
+# Who meets is drawn; a node's round ends between the readings; a node waits for its neighbours alone; what is sent is
+# drawn, or filled up
+ROUGH = {
+    "noloco": 0.15, "fedavg:island_size=2": 0.15, "async_diloco": 0.1, "decoupled_diloco": 0.1, "gossip": 0.03,
+    "sgp": 0.03, "sparta": 0.03, "sparta_diloco": 0.03, "sparseloco": 0.05,
+}  # fmt: skip
+
+
+def unlike(seed: int) -> tuple[Network, list[float]]:
+    """Return 2 to 5 nodes behind lines of 0.1 to 3 Mbit/s, and the seconds of their steps; of even seeds alike."""
+    draw = np.random.default_rng(seed)
+    size = int(draw.integers(2, 6))
+    lines, latency = 10 ** draw.uniform(5, 6.5, size), draw.uniform(1e-3, 2e-2, (size, size))
+    steps_s = draw.uniform(0.02, 0.2, size) if seed % 2 else np.full(size, 0.05)
+    return Network.matrix(np.minimum.outer(lines, lines), (latency + latency.T) / 2), steps_s.tolist()
+
+
+def by_the_clock(text: str, network: Network, steps_s: list[float], end: int) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return the seconds of a step of the fleet, and (N,) shares of computing and seconds of a node's own step."""
+    torch.manual_seed(0)
+    seen = []
+
+    def look(loop) -> None:
+        clock = loop.timing.clock
+        own_s = clock.seconds("computing") + clock.seconds("sending")
+        seen.append((clock.last_s, clock.time_s, clock.seconds("computing"), own_s, clock.steps.copy()))
+
+    trainer = LocalTrainer(
+        nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS))),
+        TensorDataset(torch.randn(64, SIDE), torch.randint(0, SIDE, (64,))),
+        loss_fn=F.cross_entropy,
+    )
+    trainer.fit(
+        parse_strategy(text, H=5), num_nodes=len(steps_s), max_steps=end, batch_size=1, device="cpu", network=network,
+        step_seconds=steps_s, final_sync=False, callbacks=[Every(WARM, look, may_end=False)],
+    )  # fmt: skip
+    last_s, time_s, computing_s, own_s, steps = (b - a for a, b in zip(seen[0], seen[-1], strict=True))
+    return last_s / (end - WARM), computing_s / time_s, own_s / steps
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("text", [*OURS, *MORE])
+def test_a_row_is_what_the_clock_says_on_unlike_lines(text, seed, monkeypatch):
+    """The time, the share of computing, and whether the slowest node computes enough, which decides the advice."""
+    monkeypatch.setattr(powersgd, "SIDE", SIDE)
+    network, steps_s = unlike(seed)
+    rough = max([ROUGH.get(text, 0.0), ROUGH.get(text.partition(":")[0], 0.0), 0.005])
+    step_s, computing, own_s = by_the_clock(text, network, steps_s, 2 * WARM if rough < 0.1 else 3 * WARM)
+    slowest = computing[np.argmax(own_s if parse_strategy(text).driven_by == "clock" else steps_s)]
+
+    def told(target: float):
+        return advise(
+            parameters=LAYERS * SIDE * SIDE, num_nodes=len(steps_s), network=network, step_seconds=steps_s,
+            strategies=[parse_strategy(text, H=5)], algorithm="recorded", target_utilisation=target,
+        ).rows[0]  # fmt: skip
+
+    enough, too_little = told(slowest * (1 - rough)), told(min(1.0, slowest * (1 + rough)))
+    assert enough.seconds_per_step == pytest.approx(step_s, rel=rough)
+    assert enough.utilisation == pytest.approx(computing.mean(), rel=rough)
+    assert enough.meets_target and not too_little.meets_target
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_node_on_a_slow_line_decides_wherever_it_stands(slow):
+    """Steps are alike, so the line alone says which node is the slowest; it computes 44 % of its time."""
+    lines = np.full(3, 1e9)
+    lines[slow] = 50e6
+    told = advise(
+        parameters=1e7, num_nodes=3, network=Network.matrix(np.minimum.outer(lines, lines), "10ms"), step_seconds=0.1,
+        strategies=["async_diloco:H=100", "diloco:H=1000"],
+    )  # fmt: skip
+    rows = {row.strategy: row for row in told.rows}
+    assert not rows["async_diloco:H=100"].meets_target and rows["diloco:H=1000"].meets_target
+    assert told.recommended is rows["diloco:H=1000"]
