@@ -9,11 +9,18 @@ strategy came to a loss first. `plans` has what each strategy sends.
 (1.0, True)
 """
 
-from exogym.advise.failures import Failures
-from exogym.advise.plans import plan_of
-from exogym.advise.prediction import Advice, Row, advise
-from exogym.advise.simulation import simulate
-from exogym.network import required_bandwidth
-from exogym.strategy.traffic import Plan, Traffic
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["Advice", "Failures", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]
+
+if TYPE_CHECKING:
+    from exogym.advise.failures import Failures
+    from exogym.advise.plans import plan_of
+    from exogym.advise.prediction import Advice, Row, advise
+    from exogym.advise.simulation import simulate
+    from exogym.network import required_bandwidth
+    from exogym.strategy.traffic import Plan, Traffic
+else:
+    __getattr__, __dir__ = lazily(__name__)

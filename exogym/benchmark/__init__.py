@@ -14,7 +14,14 @@ rows of them. `Results` are what the page shows: rows, and what is predicted for
 [('digits', 2, ['ddp', 'diloco:H=10']), ('digits', 4, ['ddp', 'diloco:H=10'])]
 """
 
-from exogym.benchmark.parts import FULL, SHORT, Part, Scope, parts_of
-from exogym.benchmark.results import Results
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["FULL", "SHORT", "Part", "Results", "Scope", "parts_of"]
+
+if TYPE_CHECKING:
+    from exogym.benchmark.parts import FULL, SHORT, Part, Scope, parts_of
+    from exogym.benchmark.results import Results
+else:
+    __getattr__, __dir__ = lazily(__name__)

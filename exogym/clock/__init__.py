@@ -20,10 +20,9 @@ A model of 1e9 operations a step on a device of one's own, and what its nodes di
 ['shares', 'spans', 'title']
 """
 
-from exogym.clock.clock import Clock
-from exogym.clock.devices import DEVICES, Device, flops_of, seconds_of
-from exogym.clock.steps import StepTime
-from exogym.clock.timeline import TIMELINE, Span, draw_timeline, save_spans, save_trace
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "DEVICES",
@@ -38,3 +37,11 @@ __all__ = [
     "save_trace",
     "seconds_of",
 ]
+
+if TYPE_CHECKING:
+    from exogym.clock.clock import Clock
+    from exogym.clock.devices import DEVICES, Device, flops_of, seconds_of
+    from exogym.clock.steps import StepTime
+    from exogym.clock.timeline import TIMELINE, Span, draw_timeline, save_spans, save_trace
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -17,9 +17,16 @@ True
 ...     cancel(number)
 """
 
-from exogym.cluster.kubernetes import Pods, dockerfile, manifests
-from exogym.cluster.slurm import SlurmJob, cancel, job_script, log_of, status_of, submit
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "Pods", "SlurmJob", "cancel", "dockerfile", "job_script", "log_of", "manifests", "status_of", "submit",
 ]  # fmt: skip
+
+if TYPE_CHECKING:
+    from exogym.cluster.kubernetes import Pods, dockerfile, manifests
+    from exogym.cluster.slurm import SlurmJob, cancel, job_script, log_of, status_of, submit
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -17,10 +17,17 @@ takes here.
 [('single', 1), ('ddp', 0)]
 """
 
-from exogym.compare.comparison import ComparisonInterrupted
-from exogym.compare.entries import split_strategies
-from exogym.compare.forecast import measured_step_s
-from exogym.compare.run import DEFAULT_STRATEGIES, compare
-from exogym.compare.session import Standing
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["DEFAULT_STRATEGIES", "ComparisonInterrupted", "Standing", "compare", "measured_step_s", "split_strategies"]
+
+if TYPE_CHECKING:
+    from exogym.compare.comparison import ComparisonInterrupted
+    from exogym.compare.entries import split_strategies
+    from exogym.compare.forecast import measured_step_s
+    from exogym.compare.run import DEFAULT_STRATEGIES, compare
+    from exogym.compare.session import Standing
+else:
+    __getattr__, __dir__ = lazily(__name__)

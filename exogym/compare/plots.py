@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.clock import Clock, Span
 from exogym.errors import ExoGymError
 from exogym.progress import readable_bytes
+
+if TYPE_CHECKING:
+    from exogym.clock import Clock, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

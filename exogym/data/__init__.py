@@ -23,19 +23,9 @@ Traceback (most recent call last):
 exogym.errors.DataError: ...
 """
 
-from exogym.data.bulk import BulkDataset, TokenWindows
-from exogym.data.partition import (
-    IID,
-    ByKey,
-    Dirichlet,
-    LabelShards,
-    Partitioner,
-    QuantitySkew,
-    labels_of,
-    parse_partitioner,
-)
-from exogym.data.sources import Source, cifar10, digits, mnist, shakespeare, speakers
-from exogym.data.stream import Stream
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "IID",
@@ -56,3 +46,20 @@ __all__ = [
     "shakespeare",
     "speakers",
 ]
+
+if TYPE_CHECKING:
+    from exogym.data.bulk import BulkDataset, TokenWindows
+    from exogym.data.partition import (
+        IID,
+        ByKey,
+        Dirichlet,
+        LabelShards,
+        Partitioner,
+        QuantitySkew,
+        labels_of,
+        parse_partitioner,
+    )
+    from exogym.data.sources import Source, cifar10, digits, mnist, shakespeare, speakers
+    from exogym.data.stream import Stream
+else:
+    __getattr__, __dir__ = lazily(__name__)

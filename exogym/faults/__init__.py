@@ -13,8 +13,9 @@
 (5, 0)
 """
 
-from exogym.faults.availability import Availability, Devices, Diurnal, Profile, Trace
-from exogym.faults.planned import ATTACKS, NEVER, Attendance, Faults, Outages
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "ATTACKS",
@@ -28,3 +29,9 @@ __all__ = [
     "Profile",
     "Trace",
 ]  # fmt: skip
+
+if TYPE_CHECKING:
+    from exogym.faults.availability import Availability, Devices, Diurnal, Profile, Trace
+    from exogym.faults.planned import ATTACKS, NEVER, Attendance, Faults, Outages
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -5,9 +5,9 @@
 0
 """
 
-from exogym.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
-from exogym.launch.config import LaunchConfig
-from exogym.launch.launcher import DistributedLauncher, launch_distributed_training
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "BACKEND_VARIABLE",
@@ -17,3 +17,10 @@ __all__ = [
     "check_backend",
     "launch_distributed_training",
 ]
+
+if TYPE_CHECKING:
+    from exogym.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
+    from exogym.launch.config import LaunchConfig
+    from exogym.launch.launcher import DistributedLauncher, launch_distributed_training
+else:
+    __getattr__, __dir__ = lazily(__name__)

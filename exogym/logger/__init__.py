@@ -12,9 +12,9 @@ logger is a function of a record, or a class with `log`, and with `start` and `f
 ...     check_writable(f"{folder}/runs")  # an ArgumentError where it cannot be
 """
 
-from exogym.logger.base import NOT_IN_JSON, Logger, check_writable, combine, in_json
-from exogym.logger.files import CSVLogger, JSONLinesLogger
-from exogym.logger.services import TensorBoardLogger, TrackioLogger, WandbLogger
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "NOT_IN_JSON",
@@ -28,3 +28,10 @@ __all__ = [
     "combine",
     "in_json",
 ]
+
+if TYPE_CHECKING:
+    from exogym.logger.base import NOT_IN_JSON, Logger, check_writable, combine, in_json
+    from exogym.logger.files import CSVLogger, JSONLinesLogger
+    from exogym.logger.services import TensorBoardLogger, TrackioLogger, WandbLogger
+else:
+    __getattr__, __dir__ = lazily(__name__)

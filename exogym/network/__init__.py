@@ -10,11 +10,9 @@ by name, `layerwise` the compute utilisation of training whose communication ove
 (6, 0.12, 0.12, 0.24)
 """
 
-from exogym.network.costs import NAMES, Cost, algorithms_of
-from exogym.network.layerwise import compute_utilisation, required_bandwidth
-from exogym.network.network import Network
-from exogym.network.presets import PRESETS, Preset
-from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = [
     "NAMES",
@@ -30,3 +28,12 @@ __all__ = [
     "readable_seconds",
     "required_bandwidth",
 ]
+
+if TYPE_CHECKING:
+    from exogym.network.costs import NAMES, Cost, algorithms_of
+    from exogym.network.layerwise import compute_utilisation, required_bandwidth
+    from exogym.network.network import Network
+    from exogym.network.presets import PRESETS, Preset
+    from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -1,9 +1,16 @@
 """Real hosts over SSH: the hosts file, the look at the hosts before a run, the launcher, and the trainer on top."""
 
-from exogym.remote.hosts import Host, HostsConfig
-from exogym.remote.inspection import Check
-from exogym.remote.launcher import SSHLauncher
-from exogym.remote.network_trainer import NetworkTrainer
-from exogym.remote.preflight import check_hosts
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["Check", "Host", "HostsConfig", "NetworkTrainer", "SSHLauncher", "check_hosts"]
+
+if TYPE_CHECKING:
+    from exogym.remote.hosts import Host, HostsConfig
+    from exogym.remote.inspection import Check
+    from exogym.remote.launcher import SSHLauncher
+    from exogym.remote.network_trainer import NetworkTrainer
+    from exogym.remote.preflight import check_hosts
+else:
+    __getattr__, __dir__ = lazily(__name__)

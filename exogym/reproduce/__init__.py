@@ -20,9 +20,16 @@ A claim of one's own, on a task of 20 steps, and what its check saw:
 ['Seen']
 """
 
-from exogym.reproduce.catalogue import CLAIMS, claims_of
-from exogym.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict
-from exogym.reproduce.page import Page
-from exogym.reproduce.training import Reproduction
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["CLAIMS", "Cell", "Claim", "Found", "Page", "Reproduction", "Run", "Seen", "Verdict", "claims_of"]
+
+if TYPE_CHECKING:
+    from exogym.reproduce.catalogue import CLAIMS, claims_of
+    from exogym.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict
+    from exogym.reproduce.page import Page
+    from exogym.reproduce.training import Reproduction
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from exogym.compare.entries import Setting
 from exogym.errors import ArgumentError
-from exogym.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from exogym.compare.entries import Setting
+    from exogym.strategy.strategy import Strategy
 
 SEEDS = (0, 1, 2)
 

@@ -11,7 +11,14 @@
 None
 """
 
-from exogym.sweep.result import Swept
-from exogym.sweep.run import SweepInterrupted, sweep
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["SweepInterrupted", "Swept", "sweep"]
+
+if TYPE_CHECKING:
+    from exogym.sweep.result import Swept
+    from exogym.sweep.run import SweepInterrupted, sweep
+else:
+    __getattr__, __dir__ = lazily(__name__)

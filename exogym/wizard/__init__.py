@@ -18,7 +18,14 @@ A plan for two measured computers, and the folder that repeats it:
 training took 5 s where 10 s were estimated, 50 % less; 20 s with starting and copying
 """
 
-from exogym.wizard.proposal import Proposal, propose
-from exogym.wizard.session import Session, Taken, make_session
+from typing import TYPE_CHECKING
+
+from exogym.base.lazy import lazily
 
 __all__ = ["Proposal", "Session", "Taken", "make_session", "propose"]
+
+if TYPE_CHECKING:
+    from exogym.wizard.proposal import Proposal, propose
+    from exogym.wizard.session import Session, Taken, make_session
+else:
+    __getattr__, __dir__ = lazily(__name__)
