@@ -1,18 +1,28 @@
 """Self-tuning: what is chosen keeps its promise, is the same everywhere, and survives a stop."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from battery import outcome, train
+from battery import outcome, plain_model, train
 from problems import Regressor, dyadic, fleet_of, run_of
 
+from exogym.balance import Balance
+from exogym.data import QuantitySkew
 from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Faults
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SPARTADiLoCoStrategy, SPARTAStrategy
+from exogym.strategy import (
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    OptimSpec,
+    SlowMoStrategy,
+    SPARTADiLoCoStrategy,
+    SPARTAStrategy,
+)
 from exogym.strategy.registry import parse_strategy
-from exogym.strategy.tuning import Autocorrelation, ByteBudget, Drift, TunedRounds, Tuner
+from exogym.strategy.tuning import Autocorrelation, ByteBudget, Drift, TunedRounds, Tuner, Tuning
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
 PLAIN = OptimSpec(torch.optim.SGD, lr=1.0)
@@ -99,6 +109,61 @@ def test_drift_is_the_share_that_is_not_common(make: Any, n: int) -> None:
     assert torch.equal(fleet.blocks[0].params, plain.blocks[0].params)  # measuring changes nothing
     extra = 2 * (2 * (n - 1) / n * 16)
     assert (fleet.comm.ledger.tx_bytes - plain.comm.ledger.tx_bytes).tolist() == pytest.approx([extra] * n)
+
+
+def drifts(strategy: Any, monkeypatch: Any, **options: Any) -> list[float]:
+    """Train, and return every rho that was measured."""
+    found, measure = [], Tuning._measure_drift
+
+    def noting(self: Tuning, fleet: Any) -> None:
+        measure(self, fleet)
+        found.append(self.drift)
+
+    monkeypatch.setattr(Tuning, "_measure_drift", noting)
+    train(strategy, val_interval=None, max_steps=24, **options)
+    return found
+
+
+@pytest.mark.parametrize("inner", [OptimSpec("sgd", lr=0.02, momentum=0.9), OptimSpec("adamw", lr=0.02)], ids=str)
+def test_drift_is_of_what_nodes_moved_and_not_of_their_moments(inner: Any, monkeypatch: Any) -> None:
+    """The first round is the same whether moments are averaged after it or not."""
+    averaged, kept = (
+        drifts(SlowMoStrategy(inner, H=4, buffers=buffers, tuner="drift"), monkeypatch)
+        for buffers in ("average", "maintain")
+    )
+    assert averaged[0] == kept[0] and all(0 < rho <= 1 for rho in averaged + kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: FedAvgStrategy(H=4, lr=0.1, island_size=2, tuner="drift"), {}),
+        (lambda: FedAvgStrategy(H=4, lr=0.1, client_fraction=0.5, tuner="drift"), {}),
+        (lambda: FedAvgStrategy(H=4, lr=0.1, robust="norm_cap", tuner="drift"), {}),
+        (
+            lambda: FedAvgStrategy(H=4, lr=0.1, tuner="drift"),
+            {"partitioner": QuantitySkew(0.1), "model": plain_model()},
+        ),
+        (lambda: FedAvgStrategy(H=4, lr=0.1, tuner="drift"), {"balance": Balance("steps", [1, 1, 1, 9])}),
+        (lambda: DiLoCoStrategy(H=4, lr=0.02, eager=True, tuner="drift"), {}),
+        (lambda: DiLoCoStrategy(H=4, lr=0.02, tuner="drift"), {"faults": Faults(bad_nodes=[1], attack="noise")}),
+    ],
+)
+def test_drift_is_at_most_1(make: Any, options: dict[str, Any], monkeypatch: Any) -> None:
+    found = drifts(make(), monkeypatch, **options)
+    assert len(found) > 1 and all(0 < rho <= 1 for rho in found)
+
+
+def test_drift_weighs_nodes_as_the_mean_does() -> None:
+    u, w = torch.randn(3, WIDTH, dtype=torch.float64), torch.tensor([6.0, 1.0, 1.0], dtype=torch.float64)
+    strategy = DiLoCoStrategy("sgd", H=8, tuner=Drift(), weighting="examples")
+    fleet = fleet_of(dyadic(1, WIDTH).expand(3, -1), model=Regressor())
+    strategy.start(fleet, replace(run_of(3), examples=w.long().numpy()))
+    fleet.blocks[0].params += u
+    strategy.communicate(fleet, 8)
+    w = w[:, None] / w.sum()
+    rho = (w * (u - (w * u).sum(0)).square()).sum() / (w * u.square()).sum()
+    assert strategy.tuning.drift == pytest.approx(float(rho), abs=1e-12)  # type: ignore[union-attr]
 
 
 def test_h_follows_drift() -> None:
@@ -241,7 +306,7 @@ def test_a_budget_for_others(name: str) -> None:
 
 def test_a_tuner_that_cannot_see_says_so() -> None:
     strategy = DiLoCoStrategy(H=2, tuner="autocorrelation")
-    strategy.tuning._watch = lambda rows, x, mean: None  # type: ignore[union-attr, method-assign]
+    strategy.tuning._watch = lambda rows, weights, x, mean: None  # type: ignore[union-attr, method-assign]
     with pytest.raises(StrategyError, match=r"0 means of .* take DiLoCo"):
         met(strategy, dyadic(2, WIDTH))
     assert math.isnan(strategy.tuning.correlation)  # type: ignore[union-attr]

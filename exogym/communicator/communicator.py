@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ class Communicator(Recorder):
     or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
     how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
     where there is one, takes the place of every mean of parameters or gradients (`exogym.communicator.robust`);
-    `watchers` see each mean of parameters as it is taken: the rows here of its members, what these bring, and the mean.
+    `watchers` see each mean of parameters as it is taken: its members' rows here, the weight of each (1 in the mean of
+    members), what they bring, and the mean. A mean of something else than parameters is taken `unwatched`.
     `secure`, where there is one, takes means so that nobody sees a node's own values (`exogym.communicator.secure`).
 
     >>> comm = Communicator(range(4), 4)
@@ -51,7 +53,7 @@ class Communicator(Recorder):
         self.transport: str | None = None
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
-        self.watchers: list[Callable[[Sequence[int], Tensor, Tensor], None]] = []
+        self.watchers: list[Callable[[Sequence[int], Sequence[float], Tensor, Tensor], None]] = []
         self._aggregations = 0
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -112,7 +114,9 @@ class Communicator(Recorder):
                 self.record(kind, way, group, self._row_bytes(x))
             if op == "mean" and self._tag == "parameters":
                 for watch in self.watchers:
-                    watch(self._rows_here(group), flat, result)
+                    rows = self._rows_here(group)
+                    at = {i: 1.0 if share is None else float(share[k]) * len(group) for k, i in enumerate(group)}
+                    watch(rows, [at[self.ranks[row]] for row in rows], flat, result)
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result
@@ -122,6 +126,15 @@ class Communicator(Recorder):
             return out if out is not None else target.view_as(x)
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Within it the watchers see no mean: what is averaged is not what nodes have moved, as their moments."""
+        watchers, self.watchers = self.watchers, []
+        try:
+            yield
+        finally:
+            self.watchers = watchers
 
     @staticmethod
     def _check_op(op: str, x: Tensor) -> None:

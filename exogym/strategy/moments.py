@@ -55,7 +55,8 @@ class Moments:
             places = [(row, place) for row, o in optimizers.items() for place in _places(o, block, kind)]
             for row, (start, moment) in places:
                 x[row, start : start + moment.numel()] = moment.flatten()
-            mean = fleet.comm.all_reduce(x, "mean")
+            with fleet.comm.unwatched():
+                mean = fleet.comm.all_reduce(x, "mean")
             there = set(rows_of(fleet, fleet.comm.present))
             for row, (start, moment) in places:
                 if row in there:

@@ -7,7 +7,7 @@ far, c of them in the last round, and t steps left:
 
 Drift chooses H by how much nodes disagree on where to go. With u_i what node i has moved since it last met the others:
 
-    rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1
+    rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1, with the weights of the mean
     H <- floor(H / 2) where rho > target, else H + max(1, floor(H / 4))
 
 Autocorrelation chooses the outer rate eta by whether averages Delta agree from round to round, as the multiplicative
@@ -263,6 +263,7 @@ class Tuning(Stateful):
     def start(self, fleet: Fleet, run: Run) -> None:
         self.run, self._layouts = run, [block.layout for block in fleet.blocks]
         self._apart = torch.zeros(len(fleet), dtype=torch.float64)
+        self._weights = torch.ones(len(fleet), dtype=torch.float64)
         sees_correlation = self.tuner.sees == "correlation"
         self._last = [block.zeros(1)[0] if sees_correlation else torch.empty(0) for block in fleet.blocks]
         self._now: list[Tensor] = []
@@ -271,12 +272,13 @@ class Tuning(Stateful):
         if self.tuner.sees != "bytes":
             fleet.comm.watchers.append(self._watch)
 
-    def _watch(self, fleet_rows: Sequence[int], x: Tensor, mean: Tensor) -> None:
-        """See a mean being taken: the rows here of those who take part, what they bring, (rows, F), and it, (F,)."""
+    def _watch(self, fleet_rows: Sequence[int], weights: Sequence[float], x: Tensor, mean: Tensor) -> None:
+        """See a mean being taken: who takes part and weighs how much, what they bring, (rows, F), and it, (F,)."""
         self._means += 1
         if self.tuner.sees == "drift":
-            for row in fleet_rows:
-                self._apart[row] += (x[row] - mean).double().square().sum().cpu()
+            for row, weight in zip(fleet_rows, weights, strict=True):
+                self._apart[row] += weight * (x[row] - mean).double().square().sum().cpu()
+                self._weights[row] = weight
         else:
             self._now.append(mean.clone())
 
@@ -306,7 +308,7 @@ class Tuning(Stateful):
     def _measure_drift(self, fleet: Fleet) -> None:
         """Set rho: those who have moved sum up how far, and how far from their mean."""
         comm = fleet.comm
-        both = comm.wire.inside.sum(torch.stack([self._apart, self._moved], 1))
+        both = comm.wire.inside.sum(torch.stack([self._apart, self._weights * self._moved], 1))
         told = comm.wire.rows(both[:, 1], comm.present).tolist()  # who takes part is known
         movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
         if movers and not self._means:
