@@ -101,6 +101,12 @@ REFUSED: tuple[Refused, ...] = (
         "nodes add up how far each has moved without masks",
         "leave one of them out, or take a ByteBudget",
     ),
+    Refused(
+        "tuner",
+        "gradient_modules",
+        "gradients meet at every step, whatever a tuner chooses, so it measures something else and keeps no budget",
+        "leave tuner out, or take a strategy without gradient modules",
+    ),
     Refused("privacy", "island_size", "privacy is of a server's mean, and islands have none", "leave island_size out"),
     Refused(
         "privacy",

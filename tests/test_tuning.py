@@ -1,17 +1,19 @@
 """Self-tuning: what is chosen keeps its promise, is the same everywhere, and survives a stop."""
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from battery import outcome, plain_model, train
+from battery import in_turn, outcome, plain_model, train
 from problems import Regressor, dyadic, fleet_of, run_of
+from torch import nn
 
 from exogym.balance import Balance
 from exogym.data import QuantitySkew
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
 from exogym.strategy import (
     DiLoCoStrategy,
@@ -67,6 +69,62 @@ def test_a_budget_lasts_to_the_end_and_is_used(make: Any, rounds: float) -> None
     met = trainer.history.last["tx_bytes"] / each
     assert min(rounds, 40) * 0.6 < met <= rounds
     assert trainer.history.last["tuned_H"] >= 1
+
+
+BUDGETS = (
+    *("fedavg", "diloco", "scaffold", "fednova", "gossip", "noloco", "sparseloco", "sparta"),
+    *(
+        "sparta_diloco:p_sparta=0.1",
+        "slowmo:inner_optim=adamw:buffers=average",
+        "sgp",
+        "sparta:quantization_bits=8",
+        "sparta:interval=3",
+    ),
+    *("fedavg:island_size=2", "fedavg:client_fraction=0.5", "fedavg:robust=krum", "fedavg:robust=norm_cap"),
+    *("diloco:secure_aggregation=true", "diloco:transport=tree", "diloco:eager=true", "fedopt", "muloco"),
+)
+
+
+def budgeted(text: str, budget: float | None, **options: Any) -> float:
+    """Train and return the bytes that a node has sent in the mean."""
+    more = {} if text.startswith("sparta:") or text == "sparta" else {"H": 3}
+    budget_too = "" if budget is None else f":tuner={budget}"
+    trainer = train(parse_strategy(text + budget_too, lr=0.02, **more), val_interval=None, **options)
+    return trainer.history.last["tx_bytes"]
+
+
+@pytest.mark.parametrize(("text", "rounds"), in_turn(BUDGETS, [1.9, 3.7, 6.1], slow=[0.4, 1.0, 2.0, 2.5, 3.7, 11.0]))
+def test_a_budget_is_kept_over_all_rounds_or_refused(text: str, rounds: float) -> None:
+    """With one round of three steps as the unit; what is refused could not have been kept."""
+    budget = rounds * budgeted(text, None, max_steps=3)
+    try:
+        sent = budgeted(text, budget, max_steps=20)
+    except (ArgumentError, TrainingError) as error:
+        assert "final_sync" in str(error) or "at the end" in str(error)
+        assert rounds < 2 or ("sparta_diloco" in text and rounds < 5)  # which sends at every step
+        assert budgeted(text, None, max_steps=20) > budget
+    else:
+        assert 0.5 * min(budget, budgeted(text, None, max_steps=20)) < sent <= budget
+
+
+@pytest.mark.parametrize("budget", [5_000.0, 23_279.0])
+def test_a_budget_under_two_rounds_is_refused_before_training(budget: float) -> None:
+    """5,000 bytes were overspent by 366 %: a round took 11,640 bytes, and there are always two."""
+    seen: list[Any] = []
+    model = nn.Linear(6, 277)  # 1,939 parameters and so 2 (4 - 1) / 4 x 7,756 = 11,634 bytes a round
+    trainer = functools.partial(train, model=model, loss_fn=lambda y, _: y.square().mean(), val_interval=None)
+    with pytest.raises(ArgumentError, match=r"meets after H=4 steps and at the end \(final_sync\).* 23,268 bytes"):
+        trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=budget - 12), callbacks=[seen.append])
+    assert not seen
+    assert trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=23_268.0)).history.last["tx_bytes"] == 23_268
+    once = trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=11_634.0), final_sync=False)
+    assert once.history.last["tx_bytes"] == 11_634
+
+
+def test_a_budget_that_a_meeting_breaks_ends_the_run() -> None:
+    """SparseLoCo's formula is of large blocks; of a small one a meeting takes more."""
+    with pytest.raises(TrainingError, match="the last synchronisation takes 327 more: raise the budget"):
+        budgeted("sparseloco", 400.0, max_steps=12)
 
 
 @pytest.mark.parametrize("wholes", [1.5, 4.0])
@@ -205,7 +263,7 @@ CASES = {
     "fedavg drift sampled": lambda: FedAvgStrategy("adamw", H=4, lr=0.02, client_fraction=0.5, tuner=Drift(0.3)),
     "diloco correlation": lambda: DiLoCoStrategy(H=2, lr=0.02, tuner="autocorrelation"),
     "fedavg budget": lambda: FedAvgStrategy("adamw", H=2, lr=0.02, tuner=7 * ROW),
-    "sparta diloco budget": lambda: SPARTADiLoCoStrategy(H=2, lr=0.02, p_sparta=0.2, tuner=9 * ROW),
+    "sparta diloco budget": lambda: SPARTADiLoCoStrategy(H=2, lr=0.02, p_sparta=0.2, tuner=16 * ROW),
     "sparta budget": lambda: SPARTAStrategy(lr=0.02, p_sparta=0.3, tuner=4 * ROW),
 }
 

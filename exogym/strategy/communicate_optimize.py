@@ -46,8 +46,8 @@ from exogym.strategy.modules import (
 )
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
-from exogym.strategy.traffic import Plan
-from exogym.strategy.tuning import Tuning
+from exogym.strategy.traffic import Plan, Traffic
+from exogym.strategy.tuning import Costs, Tuning
 from exogym.strategy.updates import Updates
 
 __all__ = [
@@ -201,6 +201,40 @@ class CommunicateOptimizeStrategy(Strategy):
             )
         self._look_at_updates()
 
+    def _costs(self, fleet: Fleet, run: Run) -> Costs | None:
+        """Return what the rest of a run costs by the formulas of the modules; None: one has no formula."""
+        assert self.tuning is not None
+        P = sum(block.layout.total for block in fleet.blocks)
+        row_bytes = sum(block.layout.total * block.layout.dtype.itemsize for block in fleet.blocks)
+        rounds = self.tuning.rounds
+
+        def sent(traffic: list[Traffic]) -> float:
+            told = self.averaging.traffic(traffic, run.num_nodes, row_bytes / P)
+            return sum(t.sent_bytes(run.num_nodes) / t.every_steps for t in told)
+
+        def follows(module: Any) -> bool:
+            return any(getattr(x, "rounds", None) is rounds for x in (module, getattr(module, "average", None)))
+
+        def at(module: Module, p: float) -> float:
+            other = copy.copy(module)
+            other.tune("p_sparta", p)
+            return sent(other.traffic(P, run.num_nodes, row_bytes / P))
+
+        try:
+            if rounds is None:
+                tuned = [self.communication_modules[m] for m in self.tuned]
+                slope = sum(2 * (at(m, 1.0) - at(m, 0.5)) for m in tuned)
+                final = sent([Traffic("all_reduce", float(row_bytes))]) if run.final_sync else 0.0
+                offset = max(0.0, sum(at(m, 1.0) for m in tuned) - slope)
+                every = max(getattr(m, "interval_steps", 1) for m in tuned)
+                return Costs(slope, offset, final, slope * every / math.sqrt(P))
+            formulas = [(m, m.traffic(P, run.num_nodes, row_bytes / P)) for m in self.modules]
+        except ArgumentError:
+            return None
+        each = sent([t for m, traffic in formulas if follows(m) for t in traffic]) * rounds.end_after(0)
+        per_step = sent([t for m, traffic in formulas if not follows(m) for t in traffic])
+        return Costs(each, per_step, each if run.final_sync else 0.0)
+
     def _look_at_updates(self) -> None:
         sees_drift = self.tuning is not None and self.tuning.tuner.sees == "drift"
         wanted = self.averaging.cap is not None or self.faults is not None or sees_drift
@@ -223,7 +257,7 @@ class CommunicateOptimizeStrategy(Strategy):
         weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
         self.averaging.bind(fleet.comm, weighs, run.seed)
         if self.tuning is not None:
-            self.tuning.start(fleet, run)
+            self.tuning.start(fleet, run, self._costs(fleet, run) if self.tuning.tuner.sees == "bytes" else None)
             fleet.state.register("tuning", self.tuning)
         if self.gradient_modules and self.local_steps(0, 1) is not None:
             raise ArgumentError(

@@ -43,6 +43,7 @@ class Run:
         step_s: (N,) seconds of a step, where they were given.
         availability: whom a server can ask for a round; None: everybody, always.
         empty: nodes without examples, as far as they are known; they take part in nothing.
+        final_sync: whether what is left is synchronised at the end.
     """
 
     num_nodes: int
@@ -53,6 +54,7 @@ class Run:
     step_s: np.ndarray | None = None
     availability: Availability | None = None
     empty: Set[int] = frozenset()
+    final_sync: bool = True
 
 
 class Inner:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from exogym.communicator.ledger import FACTORS
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -30,6 +32,20 @@ class Traffic:
     algorithm: str | None = None
     overlap_steps: float = 0.0
     fan: float = 1.0
+
+    def sent_bytes(self, N: int) -> float:
+        """Return what a node sends in one of them, in the mean over N nodes.
+
+        >>> Traffic("all_reduce", 100.0).sent_bytes(4), Traffic("all_reduce", 100.0, 1, 1, "server").sent_bytes(4)
+        (150.0, 25.0)
+        """
+        n = N if self.members is None else self.members
+        if self.kind in ("broadcast", "reduce"):
+            return self.payload_bytes * (n - 1) / n
+        way = self.algorithm or next((way for kind, way in FACTORS if kind == self.kind), "")
+        factor = FACTORS.get((self.kind, way), lambda n: 1.0)(n)  # what goes to one other, or several, is told as it is
+        among = n / N if way == "server" else 1.0  # islands cover all nodes, the clients of a server do not
+        return self.payload_bytes * factor * among
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Self-tuning: how often nodes meet, how much they send, or how far an outer step goes, by what a run shows of itself.
 
 ByteBudget chooses H (or SPARTA's p) such that B bytes per node last to the end. After each round, with s bytes sent so
-far, c of them in the last round, and t steps left:
+far, c of a meeting, d of what a step sends whatever H is, and t steps left:
 
-    H <- ceil(t / floor((B - s) / c));   p <- (B - s - w) / (w t),  w being the bytes of all parameters
+    H <- ceil(t / floor((B - s - d t) / c));   p <- (B - s - w - m) / (w' t)
+
+w are the bytes of the last synchronisation, w' those of a step with p = 1, and m = 4 w' sqrt(p/P) is kept back, since
+the number of coordinates is drawn. c, d and w follow from the strategy's formula; c is the most that a meeting has
+taken, where that is more.
 
 Drift chooses H by how much nodes disagree on where to go. With u_i what node i has moved since it last met the others:
 
@@ -36,7 +40,7 @@ import torch
 from torch import Tensor
 
 from exogym.communicator import Inside
-from exogym.errors import ArgumentError, StrategyError, check_choice, check_count
+from exogym.errors import ArgumentError, StrategyError, TrainingError, check_choice, check_count
 from exogym.fleet import Fleet, Stateful
 from exogym.fleet.layout import Cut, cut_of
 from exogym.fleet.presence import rows_of
@@ -45,6 +49,23 @@ from exogym.strategy.rounds import Rounds
 from exogym.strategy.strategy import Run
 
 DRIFT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a node sends, in bytes and in the mean over nodes.
+
+    Attributes:
+        each: where H is tuned in a meeting, where p_sparta is in a step with p = 1.
+        per_step: in each step, whatever is chosen.
+        final: in the last synchronisation; 0, where there is none.
+        scatter: the standard deviation of a step with p = 1, where coordinates are drawn.
+    """
+
+    each: float
+    per_step: float = 0.0
+    final: float = 0.0
+    scatter: float = 0.0
 
 
 @dataclass
@@ -56,6 +77,7 @@ class Seen:
         steps_left: of the run.
         sent, last: bytes that a node has sent in the mean: so far, and in the round that ends.
         drift: rho; nan where it was not asked for.
+        costs: what is still to be paid, of a tuner that sees "bytes".
         correlation: of the last two outer gradients; nan before there are two.
     """
 
@@ -65,6 +87,7 @@ class Seen:
     last: float
     drift: float = math.nan
     correlation: float = math.nan
+    costs: Costs | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +106,9 @@ class Tuner:
         """Return the next value of the argument `name`."""
         raise NotImplementedError
 
+    def check(self, name: str, value: float, costs: Costs, total_steps: int) -> None:
+        """Raise ArgumentError where it cannot keep what it promises; asked before training, of what sees "bytes"."""
+
 
 @dataclass(frozen=True)
 class ByteBudget(Tuner):
@@ -91,9 +117,14 @@ class ByteBudget(Tuner):
     Args:
         total_bytes: B, what a node may send in the whole run, in the mean over nodes.
 
-    A round that costs more than is left is not begun, but for the last synchronisation of a run (`final_sync`).
+    It keeps the first round and the last synchronisation of the run (`final_sync`) free, so B must pay for both.
+    What nodes take that come back after an absence is not foreseen.
 
-    >>> ByteBudget(1000.0).choose("H", Seen(value=5, steps_left=80, sent=200, last=100))
+    Raises:
+        ArgumentError: before training, if B does not.
+        TrainingError: in training, if a meeting takes more than the strategy's formula says, and B does not pay for it.
+
+    >>> ByteBudget(1000.0).choose("H", Seen(value=5, steps_left=80, sent=200, last=100, costs=Costs(each=100)))
     10
     """
 
@@ -104,14 +135,37 @@ class ByteBudget(Tuner):
         _check_number("total_bytes", self.total_bytes)
 
     def choose(self, name: str, seen: Seen) -> float:
-        left, steps = max(0.0, self.total_bytes - seen.sent), max(1, seen.steps_left)
-        if not seen.last:
+        costs, steps = seen.costs, max(1, seen.steps_left)
+        if costs is None or not costs.each:
             return seen.value
+        left = self.total_bytes - seen.sent - costs.per_step * seen.steps_left
         if name == "H":
-            rounds = math.floor(left / seen.last + 1e-9)
-            return math.ceil(steps / rounds) if rounds else steps + 1
-        whole = seen.last / seen.value  # of all parameters, which are averaged once more at the end
-        return min(1.0, max(0.0, left - whole) / (whole * steps))
+            rounds = math.floor(left / costs.each + 1e-9)
+            if rounds < 1 and costs.final and seen.steps_left:
+                raise TrainingError(
+                    f"{self!r}: a node has sent {seen.sent:,.0f} bytes, and the last synchronisation takes "
+                    f"{costs.final:,.0f} more: raise the budget, or give final_sync=False"
+                )
+            return math.ceil(steps / rounds) if rounds > 0 else steps + 1
+        left -= costs.final
+        p = min(1.0, max(0.0, left) / (costs.each * steps))
+        return min(1.0, max(0.0, left - 4 * costs.scatter * math.sqrt(p)) / (costs.each * steps))
+
+    def check(self, name: str, value: float, costs: Costs, total_steps: int) -> None:
+        if name == "H":
+            meetings = [f"after H={value:g} steps"] * (value <= total_steps)
+            meetings += ["at the end (final_sync)"] * (costs.final > 0 and value != total_steps)
+            least, what = costs.each * len(meetings), f"meets {' and '.join(meetings)}"
+            do = "raise the budget, or H to the steps of the run, or give final_sync=False"
+        else:
+            least, what = costs.each * value + costs.final, f"sends p={value:g} of all at first, and all at the end"
+            do = "raise the budget"
+        least += costs.per_step * total_steps
+        if least > self.total_bytes * (1 + 1e-9):
+            raise ArgumentError(
+                f"tuner={self!r} cannot be kept: a node {what}, which takes {least:,.0f} bytes in all, in the mean "
+                f"over nodes; {do}, or leave tuner out"
+            )
 
 
 @dataclass(frozen=True)
@@ -260,7 +314,15 @@ class Tuning(Stateful):
         """The outer rate's factor, as `outer_lr_scheduler`."""
         return self.value
 
-    def start(self, fleet: Fleet, run: Run) -> None:
+    def start(self, fleet: Fleet, run: Run, costs: Costs | None = None) -> None:
+        """Begin a run; `costs` by the strategy's formula, None: none is known, or nobody asks.
+
+        Raises:
+            ArgumentError: the tuner cannot keep what it promises.
+        """
+        self._costs, self._most = costs, 0.0 if costs is None else costs.each
+        if costs is not None:
+            self.tuner.check(self.name, self.value, costs, run.total_steps)
         self.run, self._layouts = run, [block.layout for block in fleet.blocks]
         self._apart = torch.zeros(len(fleet), dtype=torch.float64)
         self._weights = torch.ones(len(fleet), dtype=torch.float64)
@@ -284,6 +346,7 @@ class Tuning(Stateful):
 
     def before_meeting(self, fleet: Fleet, met: Sequence[Tensor]) -> None:
         """Measure what each has moved since `met`, (rows, P) per block, before they meet."""
+        self._before = float(fleet.comm.ledger.tx_bytes.mean())
         self._apart.zero_()
         self._now, self._means = [], 0
         self._moved = torch.zeros(len(fleet), dtype=torch.float64)
@@ -299,7 +362,13 @@ class Tuning(Stateful):
         elif self.tuner.sees == "correlation":
             self._correlate(fleet.comm.wire.inside)
         sent = float(fleet.comm.ledger.tx_bytes.mean())
-        seen = Seen(self.value, self.run.total_steps - step, sent, sent - self._sent, self.drift, self.correlation)
+        last, self._most = sent - self._sent, max(self._most, sent - self._before)
+        costs = self._costs
+        if costs is None or self.name == "H":
+            final = self._most if self.run.final_sync else 0.0
+            costs = Costs(self._most, 0.0 if costs is None else costs.per_step, final)
+        left = self.run.total_steps - step
+        seen = Seen(self.value, left, sent, last, self.drift, self.correlation, costs)
         self._sent = sent
         self.value = self.tuner.choose(self.name, seen)
         if self.rounds is not None:
@@ -348,7 +417,7 @@ class Tuning(Stateful):
         return chosen | {name: x for name, x in measured.items() if name == self.tuner.sees and not math.isnan(x)}
 
     def shared(self) -> Tensors:
-        numbers = [self.value, self._sent, self.drift, self.correlation, self._counted]
+        numbers = [self.value, self._sent, self.drift, self.correlation, self._counted, self._most]
         tensors = {"numbers": torch.tensor(numbers, dtype=torch.float64)}
         if self.rounds is not None:
             tensors["ends"] = torch.tensor(self.rounds._ends)
@@ -359,7 +428,7 @@ class Tuning(Stateful):
         return cut_of(self._layouts[int(b)]) if kind == "last" else None
 
     def load_shared(self, tensors: Tensors) -> None:
-        self.value, self._sent, self.drift, self.correlation, counted = tensors["numbers"].tolist()
+        self.value, self._sent, self.drift, self.correlation, counted, self._most = tensors["numbers"].tolist()
         self._counted = int(counted)
         if self.rounds is not None:
             self.rounds._ends, self.rounds.H = tensors["ends"].tolist(), int(self.value)

@@ -133,8 +133,9 @@ def _assemble(
         step_s = None if options.step_seconds is None else _step_seconds(options, spread)
         availability = None if options.faults is None else options.faults.trace
         run = Run(
-            options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty
-        )
+            options.num_nodes, options.seed, total_steps, stream.examples, sizes, step_s, availability, stream.empty,
+            options.final_sync,
+        )  # fmt: skip
         timing = None
         if options.network is not None:
             timing = Timing(fleet, options.network, options.step_seconds, options.timeline, work, spread)
