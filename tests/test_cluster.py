@@ -136,7 +136,7 @@ def test_a_machine_without_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[s
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    assert main(["cluster", "slurm", "--nodes", "2", "--submit", "train.py", "--nodes", "9"]) == 1
+    assert main(["cluster", "slurm", "--nodes", "2", "--submit", "train.py", "--", "--nodes", "9"]) == 1
     assert "there is no sbatch here" in capsys.readouterr().err
     assert "-- train.py --nodes 9" in Path("job.sh").read_text()
     assert main(["cluster", "status", "7"]) == 1
@@ -145,6 +145,74 @@ def test_a_machine_without_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.glob("other*"))  # nothing is written before all words are right
     assert main(["cluster", "slurm", "--submit", "none.py"]) == 2
     assert "there is no script 'none.py'" in capsys.readouterr().err
+
+
+# Whose words are whose
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "right", "theirs"),
+    [
+        (
+            "slurm train.py --nodes 4 --gpus 8",
+            "--nodes",
+            "slurm --nodes 4 --gpus 8 train.py",
+            "slurm train.py -- --nodes 4 --gpus 8",
+        ),
+        (
+            "slurm --time 60 train.py data --lr 3 --nodes=4 --submit --seed 1",
+            "--nodes",
+            "slurm --time 60 --nodes=4 --submit train.py data --lr 3 --seed 1",
+            "slurm --time 60 train.py -- data --lr 3 --nodes=4 --submit --seed 1",
+        ),
+        (
+            "kubernetes train.py --out k --lr 1 -- --name mine",
+            "--out",
+            "kubernetes --out k train.py --lr 1 -- --name mine",
+            "kubernetes train.py -- --out k --lr 1 --name mine",
+        ),
+        ("kubernetes train.py --help", "--help", "kubernetes --help train.py", "kubernetes train.py -- --help"),
+    ],
+)
+def test_options_of_the_job_behind_the_script_are_refused(
+    words: str,
+    first: str,
+    right: str,
+    theirs: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cluster", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"error: {first} stands after the script" in line
+    assert f": exogym cluster {right}. " in line and line.endswith(f": exogym cluster {theirs}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "passed_on"),
+    [
+        ("train.py data --lr 3 -x", "data --lr 3 -x"),
+        ("train.py -- --nodes 9", "--nodes 9"),
+        ("train.py data -- --nodes 9", "data --nodes 9"),
+        ("train.py --lr 3 -- -- --nodes 9", "--lr 3 -- --nodes 9"),
+        ("-- train.py --nodes 9", "--nodes 9"),
+        ("-- train.py -- --nodes 9", "-- --nodes 9"),
+    ],
+)
+def test_words_of_the_script_are_passed_on(words: str, passed_on: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cluster", "slurm", "--nodes", "2", *words.split()]) == 0
+    assert "--nodes=2" in Path("job.sh").read_text() and f"-- train.py {passed_on} &" in Path("job.sh").read_text()
+
+
+def test_a_misspelt_option_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cluster", "slurm", "--node", "4", "train.py"]) == 2
+    assert "there is no option --node: did you mean '--nodes'?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 # Kubernetes

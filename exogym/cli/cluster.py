@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections import deque
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from exogym.cli.runs import plain
 from exogym.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
@@ -17,16 +19,61 @@ from exogym.errors import ArgumentError
 from exogym.progress import notice
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; look after jobs of SLURM.")
-WORDS = {"ignore_unknown_options": True, "allow_interspersed_args": False}  # behind the script all words are its own
+WORDS = {"allow_interspersed_args": False}  # behind the script all words are its own
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
-Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ARGUMENTS]...", help="The script's own; behind -- if they look like options of the job."),
+]
 JobNumber = Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as submitted.")]
 Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
 Processes = Annotated[int | None, typer.Option(metavar="P", help="On each. [default: one a GPU, else 1]")]
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 
 
-@app.command("slurm", context_settings=WORDS)
+class _OfScript(typer.core.TyperCommand):
+    """A command that takes a script and the script's arguments, and refuses its own options among these."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        left: list[str] = super().parse_args(ctx, args)
+        words = list(ctx.params.get("arguments") or ())
+        before = given[: len(given) - len(words)]
+        if before[-2:-1] != ["--"]:  # else all that follows is the script's
+            ctx.params["arguments"] = self._script_words(ctx, before, words)
+        return left
+
+    def _script_words(self, ctx: Any, before: list[str], words: list[str]) -> list[str]:
+        """Return the script's words, without the -- among them.
+
+        Raises:
+            ArgumentError: an option of this command stands among them, and no -- before it.
+        """
+        end = words.index("--") if "--" in words else len(words)
+        known: dict[str, Any] = {
+            name: option for option in self.get_params(ctx) for name in option.opts if name.startswith("-")
+        }
+        ours: list[str] = []
+        theirs: list[str] = []
+        rest = words[:end]
+        while rest:
+            word = rest.pop(0)
+            option = known.get(word.partition("=")[0])
+            (theirs if option is None else ours).append(word)
+            if option is not None and not option.is_flag and "=" not in word and rest:
+                ours.append(rest.pop(0))
+        if ours:
+            right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
+            as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
+            raise ArgumentError(
+                f"{ours[0].partition('=')[0]} stands after the script, where words are the script's own. Options of "
+                f"the job stand before it: {ctx.command_path} {right}. If it is the script's: {ctx.command_path} "
+                f"{as_theirs}"
+            )
+        return [*words[:end], *words[end + 1 :]]
+
+
+@app.command("slurm", cls=_OfScript, context_settings=WORDS)
 def slurm(
     script: Script,
     arguments: Arguments = None,
@@ -68,7 +115,7 @@ def slurm(
         notice(f"written: {out}; sbatch {out} submits it")
 
 
-@app.command("kubernetes", context_settings=WORDS)
+@app.command("kubernetes", cls=_OfScript, context_settings=WORDS)
 def kubernetes(
     script: Script,
     arguments: Arguments = None,
