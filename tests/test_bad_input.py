@@ -423,8 +423,9 @@ def test_a_data_set_that_fails_ends_the_run():
                 raise Stop
             return torch.zeros(6), 0
 
-    with pytest.raises(Stop):
+    with pytest.raises(DataError, match="index 13, an example of node 1: Stop") as caught:
         start(data=Failing(), max_steps=8, shuffle=False)
+    assert isinstance(caught.value.__cause__, Stop)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -532,3 +533,4 @@ def test_what_can_hardly_be_meant_is_a_warning_at_the_callers_line(words):
 def test_as_many_nodes_or_a_batch_as_large_as_the_examples_are_no_warning():
     fit(num_nodes=8)
     fit(batch_size=8)
+    fit(batch_size=32)  # the default, which nobody chose

@@ -10,9 +10,12 @@ import pytest
 import torch
 from checkpoints import RUNS, examples, fit, network, small_disk
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, load_model, save_model
-from exogym.errors import ArgumentError, DataError
+from exogym.data import BulkDataset
+from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.logger import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from exogym.remote import HostsConfig
 from exogym.strategy import SimpleReduceStrategy
@@ -26,6 +29,183 @@ def train(data=None, **options):
     trainer = LocalTrainer(network(), examples() if data is None else data, loss_fn=nn.functional.cross_entropy)
     trainer.fit(STRATEGY, **{"num_nodes": 2, "max_steps": 2, "batch_size": 4, "device": "cpu"} | options)
     return trainer
+
+
+# The commonest mistakes: what was given, and the line to change; torch's error is the cause
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % 2
+CE, MSE, BCE = F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits
+
+
+def linear():
+    return nn.Linear(6, 2)
+
+
+class Gives(nn.Module):
+    """Predictions in the form that `form` gives them."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.out, self.form = nn.Linear(6, 2), form
+
+    def forward(self, x):
+        return self.form(self.out(x[0] if isinstance(x, list) else x))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.out(self.table(x))
+
+
+class FailsAt13(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        if i == 13:
+            raise KeyError("label")
+        return X[i], Y[i]
+
+
+class TakesAt13(BulkDataset):
+    def __len__(self):
+        return 16
+
+    def take(self, indices):
+        if 13 in indices:
+            raise KeyError("label")
+        return X[indices], Y[indices]
+
+
+def late(x):
+    """Only the last example is another one: no trial step meets it."""
+    return [(x if i == 15 else X[i], Y[i]) for i in range(16)]
+
+
+AS_FLOAT = (
+    r"is float64 \(.*, 6\) and the model is float32: write x = x.float\(\) in the data set, or train model.double"
+)
+AS_LONG = r"the targets are .*, and loss_fn=cross_entropy wants class numbers \(int64\): write y = y.long\(\)"
+TUPLE = (
+    r"Gives returned a tuple of 2 \(a tensor of shape \(2, 2\), a tensor of shape \(2, 2\)\), and "
+    r"loss_fn=cross_entropy wants predictions.* loss_fn=lambda out, y: cross_entropy\(out\[0\], y\)"
+)
+MISTAKES = {  # model, data, loss_fn; message
+    "double data": (linear, TensorDataset(X.double(), Y), CE, AS_FLOAT),
+    "double data late": (linear, late(X[0].double()), CE, AS_FLOAT),
+    "bytes": (linear, TensorDataset(X.byte(), Y), CE, r"is uint8 .*: write x = x.float\(\)"),
+    "float labels": (linear, TensorDataset(X, Y.float()), CE, AS_LONG + ".*mse_loss"),
+    "int labels": (linear, TensorDataset(X, Y.int()), CE, AS_LONG),
+    "a column of labels": (linear, TensorDataset(X, Y[:, None]), CE, r"y = y.squeeze\(1\)"),
+    "whole targets": (lambda: nn.Linear(6, 1), TensorDataset(X, Y[:, None]), BCE, r"write y = y.float\(\)"),
+    "a tuple": (lambda: Gives(lambda p: (p, p)), TensorDataset(X, Y), CE, TUPLE),
+    "a mapping": (lambda: Gives(lambda p: {"logits": p}), TensorDataset(X, Y), CE, r"entropy\(out\['logits'\], y\)"),
+    "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, and loss_fn=.* wants"),
+    "classes": (
+        linear, TensorDataset(X, Y * 3), CE,
+        r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: give the last layer 4 outputs",
+    ),
+    "a class late": (linear, [(X[i], i // 15 * 5) for i in range(16)], CE, "a target is 5, and the model"),
+    "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, and the embedding 'table' has rows 0 to 3"),
+    "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*wants whole numbers: .*x.long\(\)"),
+    "an example": (linear, FailsAt13(), CE, "index 13, an example of node 1: KeyError: 'label'"),
+    "a batch": (linear, TakesAt13(), CE, r"failed at indices .*, examples of node 1: KeyError: 'label'"),
+    "sizes": (linear, late(X[0, :3]), CE, r"the examples \[.*15.*\] of node . do not make a batch: .*collate_fn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compute", ["loop", "vmap"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_common_mistake_is_named_with_the_line_to_change(name, compute):
+    model, data, loss_fn, words = MISTAKES[name]
+    options = {"num_nodes": 2, "num_epochs": 1, "batch_size": 2, "device": "cpu", "compute": compute}
+    with pytest.raises((DataError, ModelError), match=words) as caught:
+        LocalTrainer(model(), data, loss_fn=loss_fn).fit(STRATEGY, **options)
+    cause = caught.value.__cause__
+    assert isinstance(cause, Exception) and str(cause).splitlines()[0] in str(caught.value)
+
+
+def test_an_example_that_cannot_be_read_by_a_worker_is_named_too():
+    options = {"max_steps": 8, "batch_size": 2, "dataloader_kwargs": {"num_workers": 1}}
+    with pytest.raises(
+        DataError, match=r"index 13, an example of node \d: KeyError: 'label'; try dataset\[13\]"
+    ) as caught:
+        LocalTrainer(nn.Linear(6, 2), FailsAt13(), loss_fn=CE).fit(STRATEGY, num_nodes=2, device="cpu", **options)
+    assert "in __getitem__" in caught.value.__notes__[0]
+
+
+def test_an_example_of_the_validation_data_is_of_no_node():
+    trainer = LocalTrainer(nn.Linear(6, 2), TensorDataset(X, Y), FailsAt13(), loss_fn=CE)
+    with pytest.raises(DataError, match="index 13, an example of the validation data"):
+        trainer.fit(STRATEGY, max_steps=1, device="cpu")
+
+
+def test_a_complex_loss_is_refused_before_training():
+    trainer = LocalTrainer(Gives(lambda p: p.sum() * (1 + 1j)), TensorDataset(X, Y))
+    with pytest.raises(ModelError, match=r"complex number \(torch.complex64\).*loss.abs\(\) or loss.real"):
+        trainer.fit(STRATEGY, device="cpu")
+
+
+def test_what_is_no_known_mistake_is_the_error_it_was():
+    def fails(p):
+        raise RuntimeError("of the model's own")
+
+    with pytest.raises(RuntimeError, match=r"^of the model's own$"):
+        LocalTrainer(Gives(fails), TensorDataset(X, Y), loss_fn=CE).fit(STRATEGY, device="cpu")
+
+
+class Nano(nn.Module):
+    """Takes and gives what nanoGPT does: `forward(idx, targets=None)` returns (logits, loss)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, idx, targets=None):
+        b, t = idx.size()
+        logits = self.out(self.table(idx))
+        if targets is None:
+            return logits[:, [-1], :], None
+        return logits, F.cross_entropy(logits.view(b * t, 20), targets.view(b * t), ignore_index=-1)
+
+
+class InOne(Nano):
+    """The same as a model of this library."""
+
+    def forward(self, batch):
+        logits, loss = super().forward(*batch)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("compute", ["loop", "vmap"])
+def test_a_model_that_takes_inputs_and_targets_and_gives_logits_and_loss_trains_as_it_is(compute):
+    tokens = torch.arange(16 * 9).view(16, 9) % 20
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    found = []
+    for kind in (Nano, InOne):
+        torch.manual_seed(0)
+        trainer = LocalTrainer(kind(), data, data)
+        trainer.fit(STRATEGY, num_nodes=2, max_steps=4, batch_size=2, device="cpu", compute=compute)
+        found.append(
+            (fingerprint(trainer.model), trainer.history.last["val_loss"], trainer.history.last["val_accuracy"])
+        )
+    assert found[0] == found[1] and found[0][2] is not None
+
+
+def test_two_scalars_in_a_tuple_are_not_guessed_from():
+    class Two(Nano):
+        def forward(self, idx, targets):
+            loss = super().forward(idx, targets)[1]
+            return loss, 2 * loss
+
+    tokens = torch.arange(16 * 9).view(16, 9) % 20
+    with pytest.raises(ModelError, match=r"a tuple of 2, wanted a loss: .* or a tuple with one scalar"):
+        LocalTrainer(Two(), TensorDataset(tokens, tokens)).fit(STRATEGY, device="cpu")
 
 
 # Logs on a disk that fills up

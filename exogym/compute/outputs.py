@@ -1,8 +1,11 @@
 """From a batch to a loss: the forms in which models take batches and give losses.
 
-A model returns its own loss from `model(batch)`: a scalar, a mapping with "loss", or an object with `.loss`
-(Hugging Face). With `loss_fn`, it returns predictions: for a batch (inputs..., targets) the loss is
-`loss_fn(model(*inputs), targets)`. A mapping whose keys are parameters of `forward` is passed as keywords.
+A model returns its own loss from `model(batch)`: a scalar, a mapping with "loss", an object with `.loss`
+(Hugging Face), or a tuple in which one tensor is a scalar, as (logits, loss). With `loss_fn`, it returns predictions:
+for a batch (inputs..., targets) the loss is `loss_fn(model(*inputs), targets)`. A mapping whose keys are parameters of
+`forward` is passed as keywords. Without `loss_fn`, a batch (inputs..., targets) is passed as `model(*batch)` where
+`forward` cannot mean anything else: its parameter in the targets' place is named as one of `TARGET_KEYS`, or it needs
+that many.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ from torch import Tensor, nn
 
 from exogym.base.nested import tensors_in
 from exogym.base.torch_private import uncompiled
+from exogym.compute.mistakes import MISSING, RAISED, TARGET_KEYS, described, explain, targets_of
 from exogym.errors import DataError, ModelError
-
-TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 
 
 @dataclass
@@ -49,33 +51,52 @@ class Loss:
         parameters = inspect.signature(forward).parameters
         self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._takes_any_name = not self._names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        needed = sum(p.default is p.empty for p in positional)
+        self._spread = {k for k, p in enumerate(positional, 1) if k > 1 and (k == needed or p.name in TARGET_KEYS)}
         self._plain: Any = None  # the type of batches known to be (inputs..., targets) with tensor predictions
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss of `batch`, a scalar."""
         if self.loss_fn is not None and type(batch) is self._plain:
-            return self.loss_fn(self.model(*batch[:-1]), batch[-1])
+            out: Any = MISSING
+            try:
+                out = self.model(*batch[:-1])
+                return self.loss_fn(out, batch[-1])
+            except RAISED as error:
+                self.explain(error, batch, out)
+                raise
         return self.of(self.model, batch).loss
 
     def of(self, call: Callable[..., Any], batch: Any) -> Output:
         """Return the `Output` of `call` (the model, or the model with other parameters) on `batch`."""
         if self.loss_fn is not None:
             return self._with_loss_fn(call, batch)
-        if isinstance(batch, Mapping) and (self._takes_any_name or self._names & set(batch)):
-            out = call(**batch)
-        else:
-            out = call(batch)
+        spread = bool(self._spread) and isinstance(batch, tuple | list) and len(batch) in self._spread
+        try:
+            if isinstance(batch, Mapping) and (self._takes_any_name or self._names & set(batch)):
+                out = call(**batch)
+            else:
+                out = call(*batch) if spread else call(batch)
+        except RAISED as error:
+            self.explain(error, batch)
+            raise
         if isinstance(out, Tensor) and out.dim() == 0:
             return Output(out)
+        if isinstance(out, tuple | list) and not hasattr(out, "_fields"):
+            scalars = [x for x in out if isinstance(x, Tensor) and x.dim() == 0]
+            if len(scalars) == 1:  # the predictions beside it face the targets that the model was given
+                others = [x for x in out if isinstance(x, Tensor) and x.dim()] if spread else []
+                return Output(scalars[0], others[0] if len(others) == 1 else None, targets_of(batch))
         if isinstance(out, Mapping):
             loss, fields = out.get("loss"), dict(out)
         else:
             loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ModelError(
-                f"model(batch) returned {_describe(out)}, wanted a loss: a scalar tensor, a mapping with 'loss' or "
-                "an object with .loss. If it returns predictions, give loss_fn= to the trainer, for example "
-                "torch.nn.functional.cross_entropy"
+                f"model(batch) returned {described(out)}, wanted a loss: a scalar tensor, a mapping with 'loss', "
+                "an object with .loss or a tuple with one scalar. If it returns predictions, give loss_fn= to the "
+                "trainer, for example torch.nn.functional.cross_entropy"
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
@@ -89,20 +110,31 @@ class Loss:
         targets = targets_of(batch)
         if targets is None:
             raise DataError(
-                f"loss_fn needs targets, but a batch is {_describe(batch)}: wanted (inputs, targets), or a mapping "
+                f"loss_fn needs targets, but a batch is {described(batch)}: wanted (inputs, targets), or a mapping "
                 "with one of " + ", ".join(TARGET_KEYS)
             )
-        if isinstance(batch, Mapping):
-            out = call(**{k: v for k, v in batch.items() if k not in TARGET_KEYS})
-        else:
-            out = call(*batch[:-1])
-        predictions = out if isinstance(out, Tensor) else getattr(out, "logits", out)
-        loss = self.loss_fn(predictions, targets)
+        out = predictions = MISSING
+        try:
+            if isinstance(batch, Mapping):
+                out = call(**{k: v for k, v in batch.items() if k not in TARGET_KEYS})
+            else:
+                out = call(*batch[:-1])
+            predictions = out if isinstance(out, Tensor) else getattr(out, "logits", out)
+            loss = self.loss_fn(predictions, targets)
+        except RAISED as error:
+            self.explain(error, batch, predictions)
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ModelError(f"loss_fn returned {_describe(loss)}, wanted a scalar tensor (reduction='mean')")
+            raise ModelError(f"loss_fn returned {described(loss)}, wanted a scalar tensor (reduction='mean')")
         if call is self.model and isinstance(out, Tensor) and isinstance(batch, tuple | list) and loss.dim() == 0:
             self._plain = type(batch)
         return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
+
+    def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
+        """Raise an error that names the mistake behind `error`, which `batch` led to; return where none is known."""
+        known = explain(error, self.model, self.loss_fn, batch, out)
+        if known is not None:
+            raise known from error
 
 
 def accuracy(output: Output) -> tuple[int, int] | None:
@@ -140,25 +172,6 @@ def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | 
     return logits[..., :-1, :], labels[..., 1:]
 
 
-def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a batch, by their name or as its last part; None where it has none."""
-    if isinstance(batch, Mapping):
-        found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
-    else:
-        found = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
-    return found if isinstance(found, Tensor) else None
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a mapping with {sorted(map(str, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"{type(value).__name__}"
-
-
 # Batches as nested containers
 
 
@@ -180,7 +193,7 @@ def batch_examples(batch: Any) -> int:
     for leaf in tensors_in(batch):
         if leaf.dim():
             return len(leaf)
-    raise DataError(f"a batch is {_describe(batch)} and holds no tensor with a batch dimension")
+    raise DataError(f"a batch is {described(batch)} and holds no tensor with a batch dimension")
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:

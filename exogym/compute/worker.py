@@ -130,13 +130,22 @@ class Worker:
                 if self.loss.loss_fn is None and isinstance(batch, tuple | list):
                     raise ModelError(
                         f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
-                        "without "
-                        "loss_fn= the model gets the whole batch and returns the loss; with loss_fn= it gets the inputs"
+                        "without loss_fn= the model gets the whole batch and returns the loss; with loss_fn= it gets "
+                        "the inputs; with forward(self, x, targets) it gets both and returns the loss"
                     ) from error
                 raise
         if not loss.requires_grad:
             raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
-        loss.backward()
+        if loss.is_complex():
+            raise ModelError(
+                f"the loss is a complex number ({loss.dtype}), and only a real one has a smallest value: return a real "
+                "part or a size, such as loss.abs() or loss.real"
+            )
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            self.loss.explain(error, batch)
+            raise
         for name, p in self.model.named_parameters():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ModelError(

@@ -8,7 +8,9 @@ import inspect
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from exogym.base import rng
 from exogym.base.torch_private import end_workers
-from exogym.errors import ArgumentError, nearest
+from exogym.errors import ArgumentError, DataError, nearest
 
-Request = tuple[int, int, np.ndarray]  # (data set, epoch, example indices) of one batch
+Request = tuple[int, int, np.ndarray, str]  # (data set, epoch, example indices, whose they are) of one batch
 
 _CPU = torch.device("cpu")
 _OURS = {
@@ -97,7 +99,10 @@ class Loading:
                 self._asked.requests = requests[done:]
                 source = iter(self._made())
                 self._source = source if shared else None
-            yield next(source)
+            batch = next(source)
+            if type(batch) is _Unread:
+                raise batch.error()
+            yield batch
             done += 1
 
     def _made(self) -> DataLoader[Any]:
@@ -144,24 +149,57 @@ class _Batches(Dataset[Any]):
         return self.__getitems__(request)
 
     def __getitems__(self, request: Any) -> Any:
-        home, epoch, indices = request
+        home, epoch, indices, whose = request
         dataset = self.datasets[home]
         if self.collate is None and isinstance(dataset, (list, tuple, range, Tensor, np.ndarray)):
-            return default_collate([dataset[i] for i in indices.tolist()])
-        if get_worker_info() is not None:
-            return self._read(dataset, home, epoch, indices.tolist())
-        with rng.preserved_state(_CPU):
-            return self._read(dataset, home, epoch, indices.tolist())
+            return self._joined([dataset[i] for i in indices.tolist()], whose, indices.tolist())
+        if get_worker_info() is None:
+            with rng.preserved_state(_CPU):
+                return self._read(dataset, home, epoch, indices.tolist(), whose)
+        try:
+            return self._read(dataset, home, epoch, indices.tolist(), whose)
+        except DataError as error:  # torch would give its own text, a traceback in a message
+            return _Unread(str(error), traceback.format_exc())
 
-    def _read(self, dataset: Any, home: int, epoch: int, indices: list[int]) -> Any:
-        node = (home,) if self.private else ()
+    def _read(self, dataset: Any, home: int, epoch: int, indices: list[int], whose: str) -> Any:
+        own = (home,) if self.private else ()
         examples = []
         for i in indices:
-            seed = rng.stream_seed(self.seed, "example", epoch, i, *node)
+            seed = rng.stream_seed(self.seed, "example", epoch, i, *own)
             rng.seed_python(seed)
             rng.seed_torch(seed, _CPU)
-            examples.append(dataset[i])
-        return default_collate(examples) if self.collate is None else self.collate(examples)
+            try:
+                examples.append(dataset[i])
+            except Exception as error:
+                raise DataError(
+                    f"the data set failed at index {i}, an example of {whose}: {type(error).__name__}: {error}; try "
+                    f"dataset[{i}] by itself"
+                ) from error
+        return self._joined(examples, whose, indices)
+
+    def _joined(self, examples: list[Any], whose: str, indices: list[int]) -> Any:
+        try:
+            return default_collate(examples) if self.collate is None else self.collate(examples)
+        except Exception as error:
+            few = f"{indices[:8]}{' and more' if len(indices) > 8 else ''}"
+            remedy = "dataloader_kwargs={'collate_fn': ...} can say how" if self.collate is None else "see collate_fn"
+            raise DataError(
+                f"the examples {few} of {whose} do not make a batch: {type(error).__name__}: {error}; give all of "
+                f"them one form and size, or {remedy}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """What a worker sends in place of a batch that it could not read."""
+
+    message: str
+    traceback: str
+
+    def error(self) -> DataError:
+        error = DataError(self.message)
+        error.add_note(f"in a worker of the DataLoader:\n{self.traceback}")
+        return error
 
 
 def _as_read(batch: Any) -> Any:

@@ -100,7 +100,7 @@ class Stream:
         self.num_nodes, self.batch_size, self.seed, self.shuffle = num_nodes, batch_size, seed, bool(shuffle)
         self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
         self._shards: list[np.ndarray] | None = None
-        self._kept = kept
+        self._kept, self._is_train = kept, is_train
         self.empty: set[int] = set()
         if is_factory(dataset):
             if partitioner is not None:
@@ -199,19 +199,29 @@ class Stream:
             epoch, within = divmod(step, own_steps)
             steps = min(end - step, own_steps - within, longest)
             order = self._order(node, epoch)
-            batch = take(order[within * size : (within + steps) * size])
+            wanted = order[within * size : (within + steps) * size]
+            try:
+                batch = take(wanted)
+            except Exception as error:
+                raise DataError(
+                    f"the data set failed at indices {wanted[:8].tolist()}{' and more' if len(wanted) > 8 else ''}, "
+                    f"examples of {self._whose(node)}: {type(error).__name__}: {error}"
+                ) from error
             if steps == 1:
                 yield batch
             else:
                 yield from split_batch(batch, size)
             step += steps
 
+    def _whose(self, node: int) -> str:
+        return f"node {node}" if self._is_train else "the validation data"
+
     def _loaded(self, node: int, step: int, count: int) -> Iterator[Any]:
         home = node if self._private else 0
         requests = []
         for t in range(step, step + count):
             indices, epoch = self.indices(node, t)
-            requests.append((home, epoch, indices))
+            requests.append((home, epoch, indices, self._whose(node)))
         return self._loading.batches(requests)
 
     def _order(self, node: int, epoch: int) -> Tensor:

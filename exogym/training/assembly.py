@@ -405,7 +405,7 @@ def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> N
             f"{acting:,} nodes share {stream.total:,} examples: some train on the same ones at every "
             "step, and an epoch is one step; lower num_nodes, or bring more data"
         )
-    elif 0 < stream.total < options.step_examples:
+    elif 0 < stream.total < options.step_examples != FitOptions.batch_size:  # nobody chose the default
         of = "" if options.gradient_accumulation == 1 else f" x gradient_accumulation={options.gradient_accumulation}"
         warn(
             f"batch_size={options.batch_size:,}{of} is more than the {stream.total:,} examples of all nodes: every "
