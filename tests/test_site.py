@@ -102,6 +102,17 @@ def test_every_command_is_told() -> None:
         assert line in page
 
 
+def test_a_page_that_is_written_by_the_build_says_so_to_who_reads_it_without() -> None:
+    pages = [page.read_text() for page in build.DOCS.rglob("*.md")]
+    marked = [page for page in pages if "<!-- generated" in page]
+    assert len(marked) > 10
+    for page in marked:
+        assert (
+            len(reference.MARK.findall(page)) == page.count("\n> `make docs` writes ") == page.count("<!-- generated")
+        )
+        assert "`make docs` writes the" not in reference.MARK.sub("", page)  # not said on the site itself
+
+
 @pytest.mark.parametrize(
     ("docstring", "page"),
     [

@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.:, ]*) -->$", re.M)  # where a page has what is written here
+# Where a page has what is written here; the quoted lines below are for who reads the page without the site.
+MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.:, ]*) -->$(?:\n> .*$)*", re.M)
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
 Items = list[tuple[str, str]]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from exogym.base.nested import tensors_in
-from exogym.compute.outputs import batch_examples, map_tensors, take_examples, targets_of
+from exogym.compute.mistakes import targets_of
+from exogym.compute.outputs import batch_examples, map_tensors, take_examples
 from exogym.compute.worker import Worker
 from exogym.errors import ModelError
 from exogym.mesh.probe import unlike

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exogym.compute.outputs import batch_examples, slice_batch, take_examples, targets_of
+from exogym.compute.mistakes import targets_of
+from exogym.compute.outputs import batch_examples, slice_batch, take_examples
 from exogym.errors import ModelError
 
 Ask = Callable[[Any], float]

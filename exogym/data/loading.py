@@ -99,7 +99,7 @@ class Loading:
                 self._asked.requests = requests[done:]
                 source = iter(self._made())
                 self._source = source if shared else None
-            batch = next(source)
+            batch: Any = next(source)
             if type(batch) is _Unread:
                 raise batch.error()
             yield batch
