@@ -35,6 +35,7 @@ def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
 
     With class weights w the mean is sum_i w[y_i] l_i / sum_i w[y_i] over the targets y_i that are not `ignore_index`.
 
+    >>> import torch
     >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
     tensor([0., 3., 3.])
     """
