@@ -91,12 +91,12 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
     The one name that ends in the given word comes first: for "nodes" that is "num_nodes", and not "node".
 
-    >>> nearest("h", ["H", "lr"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
+    >>> nearest("h", ["H", "island_H"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
     ("did you mean 'H'?", 'known: H, lr', "did you mean 'num_nodes'?")
     """
     names = sorted(known)
     small = {name.lower(): name for name in reversed(names)}
-    close = [name for name in small if name.endswith("_" + given.lower())]
+    close = [name for name in small if name.endswith("_" + given.lower()) and given.lower() not in small]
     if len(close) != 1:
         close = difflib.get_close_matches(given.lower(), small, n=1, cutoff=0.6)
     if close:
