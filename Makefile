@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures tutorials benchmark test slow lint types format table reproductions bench dist docs clean
+.PHONY: help demo ui-demo pictures tutorials benchmark test test-all slow lint types format table reproductions bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -22,7 +22,10 @@ ui-demo: $(VENV)/.stamp-ui,demo ## train three ways, and show it in the browser:
 	$(BIN)/exogym ui; wait
 
 test: lint types ## everything a change must pass: format, lint, types, tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
+
+test-all: lint types ## the fast tests and the slow ones, and the share of lines that they run (hours)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" --cov --cov-report=term $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
@@ -70,7 +73,7 @@ clean: ## remove what checks and builds leave (.venv and runs/ stay)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
-test slow bench benchmark reproductions pictures tutorials: export OMP_NUM_THREADS = 1
+test test-all slow bench benchmark reproductions pictures tutorials: export OMP_NUM_THREADS = 1
 
 # A stamp says that its extra is installed; it goes stale with the files that say what to install.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
