@@ -362,13 +362,12 @@ def test_the_command_and_the_script_repeat_the_run(hosts: Hosts, tmp_path: Path)
 
 
 def test_the_pages_name_options_that_are_there() -> None:
-    group: Any = typer.main.get_command(app)
-    commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
-    known = {name for command in commands.values() for option in command.params for name in option.opts}
+    commands: Any = typer.main.get_command(app)
+    known = {name for command in commands.commands.values() for option in command.params for name in option.opts}
     for page in ("wizard", "discovery"):
         text = (Path(__file__).parent.parent / "docs" / f"{page}.md").read_text()
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
     rows = re.findall(r"^\| `(--[a-z-]+)`", (Path(__file__).parent.parent / "docs" / "discovery.md").read_text(), re.M)
     for command in ("agent", "discover"):
-        own = {option.opts[0] for option in commands[command].params} - {"--debug", "--code", "--help"}
+        own = {option.opts[0] for option in commands.commands[command].params} - {"--debug", "--code", "--help"}
         assert own <= set(rows), command

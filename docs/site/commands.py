@@ -13,11 +13,11 @@ from exogym.cli import app
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (name, command) of a command line and all below it, those that do something."""
-    if not hasattr(command, "list_commands"):
+    below = getattr(command, "commands", {})
+    if not below:
         yield name, command
-        return
-    for word in command.list_commands(None):
-        yield from commands(command.get_command(None, word), f"{name} {word}")
+    for word, other in below.items():
+        yield from commands(other, f"{name} {word}")
 
 
 def command_line() -> str:

@@ -9,7 +9,7 @@ import importlib
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
@@ -48,28 +48,39 @@ SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable":
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
+class _Loaded(Mapping[str, Any]):
+    """The commands of `COMMANDS` by name, each loaded when it is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __getitem__(self, name: str) -> Any:
+        module = importlib.import_module(f"exogym.cli.{COMMANDS[name][0]}")
+        parent = typer.Typer(**SETTINGS, context_settings=HELP, callback=lambda: None)
+        if hasattr(module, "app"):
+            parent.add_typer(module.app, name=name)
+        else:
+            settings = getattr(module, "PASSED_ON", HELP)
+            parent.command(name, context_settings=settings)(getattr(module, name.replace("-", "_")))
+        group: Any = typer.main.get_command(parent)
+        return group.commands[name]
+
+
 class _Commands(typer.core.TyperGroup):
-    """The commands of `COMMANDS`, each loaded when it is used."""
+    """`exogym`: its commands, of which help loads none."""
 
     def __init__(self, **given: Any):
         super().__init__(**given)
-        self.commands: Any = dict.fromkeys(COMMANDS)  # their names, among which the nearest is sought
+        self.commands: Any = _Loaded()
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"exogym.cli.{COMMANDS[cmd_name][0]}")
-        parent = typer.Typer(**SETTINGS, context_settings=HELP, callback=lambda: None)
-        if hasattr(module, "app"):
-            parent.add_typer(module.app, name=cmd_name)
-        else:
-            settings = getattr(module, "PASSED_ON", HELP)
-            parent.command(cmd_name, context_settings=settings)(getattr(module, cmd_name.replace("-", "_")))
-        group: Any = typer.main.get_command(parent)
-        return group.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

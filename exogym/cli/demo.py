@@ -23,4 +23,4 @@ def demo(context: typer.Context) -> None:
     notice(f"exogym compare {shlex.join(words)}")
     assert context.parent is not None
     commands: Any = context.parent.command
-    commands.get_command(context, "compare").main(words, prog_name="exogym demo", standalone_mode=False)
+    commands.commands["compare"].main(words, prog_name="exogym demo", standalone_mode=False)
