@@ -31,6 +31,7 @@ FEATURES: dict[str, str] = {
     'transport="ring" or "tree"': "`transport=` with a way that adds up as it goes",
     "tuner": "`tuner=` with any tuner",
     'tuner="drift"': "a tuner that sees the drift of nodes",
+    'tuner="autocorrelation"': "a tuner that sees the outer gradients",
     "client_fraction": "`client_fraction=` under 1",
     "island_size": "`island_size=` of an averaging",
     "over_sampling, deadline_s or min_reports": "a server that asks more clients than it needs",
@@ -38,6 +39,7 @@ FEATURES: dict[str, str] = {
     "corrections": "a module that corrects each node's own gradients",
     "packed values": "a strategy that sends something else than sums: packed values, indices, a node's own parameters",
     "no all-reduce": "a strategy that never takes an all-reduce",
+    "several modules": "a strategy of more than one module",
     "a mean of its own": "a strategy or module whose means are not those of the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "a clock of its own": "a strategy whose nodes do not wait for each other",
@@ -100,6 +102,14 @@ REFUSED: tuple[Refused, ...] = (
         "secure_aggregation",
         "nodes add up how far each has moved without masks",
         "leave one of them out, or take a ByteBudget",
+    ),
+    *(
+        Refused(feature, other, reason, "take a ByteBudget, or leave tuner out")
+        for feature in ('tuner="drift"', 'tuner="autocorrelation"')
+        for other, reason in (
+            ("no all-reduce", "it goes by the mean that nodes take when they meet, and here they take none"),
+            ("several modules", "it goes by the mean of one module, and would have to see which"),
+        )
     ),
     Refused(
         "tuner",

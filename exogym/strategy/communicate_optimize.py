@@ -155,6 +155,8 @@ class CommunicateOptimizeStrategy(Strategy):
             {"parts of a mean": f"{name}, which averages in a way of its own ({', '.join(parts)})"} if parts else {}
         )
         found |= {"gradient_modules": f"gradient_modules of {name}"} if self.gradient_modules else {}
+        if len(self.communication_modules) + len(self.gradient_modules) > 1:
+            found["several modules"] = f"{name}, which has several modules"
         found |= {"corrections": f"{name}, which corrects gradients"} if self.corrections else {}
         found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
         for module in self.modules:
@@ -180,7 +182,7 @@ class CommunicateOptimizeStrategy(Strategy):
         """Let `tuning` choose an argument of this strategy as it goes.
 
         Raises:
-            ArgumentError: no module follows it, or more than one takes part in what it measures.
+            ArgumentError: no module follows it, or the strategy has something that a tuner cannot be combined with.
         """
         self.tuning = tuning
         check(self.features())
@@ -193,11 +195,6 @@ class CommunicateOptimizeStrategy(Strategy):
             raise ArgumentError(
                 f"tuner={tuning.tuner!r}: {type(self).__name__} does not follow {tuning.name} in rounds of its own: "
                 "leave it out"
-            )
-        if tuning.tuner.sees != "bytes" and len(self.communication_modules) + len(self.gradient_modules) > 1:
-            raise ArgumentError(
-                f"tuner={tuning.tuner!r}: {type(self).__name__} has several modules, of which it would have to see "
-                "one: take a ByteBudget, or leave it out"
             )
         self._look_at_updates()
 

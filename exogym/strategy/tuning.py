@@ -308,7 +308,8 @@ class Tuning(Stateful):
     def features(self) -> dict[str, str]:
         """Return which of `exogym.combinations.FEATURES` the tuner is."""
         given = f"tuner={self.tuner!r}"
-        return {"tuner": given} | ({'tuner="drift"': given} if self.tuner.sees == "drift" else {})
+        sees = {"drift": 'tuner="drift"', "correlation": 'tuner="autocorrelation"'}.get(self.tuner.sees)
+        return {"tuner": given} | ({} if sees is None else {sees: given})
 
     def factor(self, round_: int) -> float:
         """The outer rate's factor, as `outer_lr_scheduler`."""
