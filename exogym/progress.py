@@ -108,13 +108,14 @@ class Progress:
         self._bar: Any = None  # rich's, where there is a terminal
         self._is_seldom = False  # whether lines are seldom, and none has been printed yet
         self._step: int | None = None
+        self._is_new = False  # whether there is something that has not been drawn
         self._fields: dict[str, Any] = {}
         self._due = 0.0  # when to draw next, in seconds of time.perf_counter()
 
     def __enter__(self) -> Progress:
         terminal = sys.stderr.isatty()
         self._on = (self.wanted is None or bool(self.wanted)) and not any(bar._on for bar in _entered)
-        self._step, self._fields, self._due = None, {}, 0.0
+        self._step, self._is_new, self._fields, self._due = None, False, {}, 0.0
         self._is_seldom = self.wanted is None and not terminal
         if self._is_seldom:
             self._due = time.perf_counter() + SELDOM_S
@@ -132,13 +133,13 @@ class Progress:
         """
         if not self._on:
             return
-        self._step = step
+        self._step, self._is_new = step, True
         self._fields.update(fields)
         if time.perf_counter() >= self._due:
             self._draw()
 
     def _draw(self) -> None:
-        start = time.perf_counter()
+        start, self._is_new = time.perf_counter(), False
         if self._bar is None:
             end = "" if self.total_steps is None else f"/{self.total_steps}"
             notice(f"step {self._step}{end}  {_text(self._fields)}".rstrip())
@@ -154,7 +155,7 @@ class Progress:
         notice(text)
 
     def __exit__(self, *error: object) -> None:
-        if self._on and self._step is not None and not self._is_seldom:
+        if self._on and self._is_new and not self._is_seldom:
             self._draw()
         if self._bar is not None:
             self._bar.stop()

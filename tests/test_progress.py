@@ -68,6 +68,16 @@ with Progress(50) as bar:
     assert text.rindex("val 1.5") > text.index("30/50")  # what is not given keeps its value
 
 
+def test_the_last_line_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(2, True) as bar:
+        bar.update(2, loss=2.5)
+    assert capsys.readouterr().err.splitlines() == ["exogym: step 2/2  loss 2.5"]
+    with Progress(2, True) as bar:
+        bar.update(1, loss=2.5)
+        bar.update(2)  # too soon after the line before: it waits for the end
+    assert capsys.readouterr().err.splitlines() == ["exogym: step 1/2  loss 2.5", "exogym: step 2/2  loss 2.5"]
+
+
 @pytest.mark.parametrize("arguments", ["50, progress=False", "50, False"])
 def test_it_can_be_turned_off_on_a_terminal(arguments: str) -> None:
     drawn, _ = on_a_terminal(f"with Progress({arguments}) as bar:\n    bar.update(20, loss=2.25)\n    notice('hello')")

@@ -284,14 +284,17 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     broken = claim_of("streaming_diloco:num_fragments=9", "ddp")  # found out where training starts
     toys = {"gone": claim_of("ddp", "nosuch"), "broken": broken, "toy": claim_of("single", "ddp")}
     monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toys[name] for name in names or toys])
-    monkeypatch.setattr("exogym.cli.reproduce.Page", lambda path: Page(path, toys))
+    monkeypatch.setattr("exogym.cli.reproduce.Page", lambda path, judges: Page(path, toys, judges))
     command = ["reproduce", "--short", "--out", str(tmp_path), "--device", "cpu"]
     assert main([*command, "gone"]) == main([*command, "broken"]) == 2
     assert main(command) == 0
     said = capsys.readouterr()
     assert "left out: claim toy, nosuch" in said.err and "3 of 3 runs are to be trained, about" in said.err
     assert "left out: claim toy: num_fragments=9" in said.err
-    assert re.search(r"toy (comes out|does not come out): a toy", said.out)
+    assert "toy has run, too short for a verdict: a toy" in said.out and "come" not in said.out
+    page = (tmp_path / "short.md").read_text()
+    assert "**toy: too short for a verdict.**" in page and "| too short for a verdict |" in page
+    assert "**Verdict" not in page and "in 0 of 1 seeds" not in page and "in 1 of 1 seeds" not in page
     assert main([*command, "toy"]) == 0 and "to be trained" not in capsys.readouterr().err
     assert (tmp_path / "short.md").exists() and main([*command, "--page", "x.md"]) == 2
 

@@ -106,6 +106,24 @@ def test_it_is_exported(made: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "'.xls' is not one of '.csv', '.parquet'" in capsys.readouterr().err
 
 
+def test_a_comparison_is_exported_with_all_its_runs(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pandas
+
+    (parent,) = [run for run in runs.list(made) if run.kind == "comparison"]
+    children = [run for run in runs.list(made) if run.name.startswith(f"{parent.name}/")]
+    for name, read in {"all.csv": pandas.read_csv, "all.parquet": pandas.read_parquet}.items():
+        assert main(["runs", "export", parent.name, "--runs", str(made), "--to", str(tmp_path / name)]) == 0
+        frame = read(tmp_path / name)
+        assert f"{len(frame)} records of {len(children)} runs written" in capsys.readouterr().out
+        assert frame.columns[0] == "run" and len(children) > 1
+        for child in children:
+            rows = frame[frame["run"] == child.path.name]
+            records = runs.load(child.path).records
+            assert rows["step"].tolist() == [row["step"] for row in records] and len(rows)
+
+
 def test_who_was_killed_is_lost(tmp_path: Path) -> None:
     written(tmp_path / "lives", process=described())
     written(tmp_path / "killed")

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,44 @@ import pytest
 from exogym import runs
 from exogym.base.processes import described
 from exogym.cli import main
+from exogym.errors import ArgumentError
 from exogym.remote import Host
 from exogym.remote.health import Board
 from exogym.remote.orders import Order
+from exogym.ui import serve
 from exogym.ui.guard import Guard
 from exogym.ui.shelf import Shelf, thinned
 from exogym.ui.starting import Starter
+
+
+class Enough(Exception):
+    """Ends a server before it answers."""
+
+
+def address_of(folder: Path, port: int) -> str:
+    """Return the address that a page at this port would have; it does not begin to answer."""
+    found: list[str] = []
+
+    def ready(address: str) -> None:
+        found.append(address)
+        raise Enough
+
+    with pytest.raises(Enough):
+        serve(folder, port, ready=ready)
+    return found[0]
+
+
+def test_a_port_that_is_taken_is_left_for_the_next_free_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        used = urlsplit(address_of(tmp_path, taken)).port
+        assert used is not None and taken < used < taken + 20
+        assert capsys.readouterr().err == f"exogym: port {taken} is taken: using {used}\n"
+        with pytest.raises(ArgumentError, match="port 65536 must be from 0 to 65535"):
+            serve(tmp_path, 65536)
+    assert urlsplit(address_of(tmp_path, taken)).port == taken  # it is free again
+    assert not capsys.readouterr().err
+
 
 VIEWS = ("records", "nodes", "timeline", "grid", "hosts")
 

@@ -15,6 +15,7 @@ from exogym.network import readable_seconds
 from exogym.progress import SELDOM_S, notice
 from exogym.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
 from exogym.reproduce.claim import SEEDS
+from exogym.reproduce.page import NO_VERDICT
 from exogym.reproduce.training import Progress, different
 
 SHORT_SHARE = 0.05  # of the steps
@@ -62,7 +63,7 @@ def reproduce(
         page = out / ("short.md" if short else PAGE)
     elif short:
         raise ArgumentError("--short says nothing about a claim, so it writes to no --page: leave out one of the two")
-    written = Page(page)
+    written = Page(page, judges=not short)
     if only_page:
         written.write()
         print(f"written: {page}")
@@ -115,6 +116,9 @@ def _say(claim: Claim, page: Page) -> None:
     found = page.found(claim)
     assert found is not None
     seen = claim.seen(found)
+    if not page.judges:
+        print(f"{claim.name} has run, {NO_VERDICT}: {claim.title}")
+        return
     print(f"{claim.name} {Verdict.of(seen)}: {claim.title}")
     for each in seen:
         print(f"  {'yes' if each.holds else 'no' if each.holds is False else 'unclear'}: {each.says}")

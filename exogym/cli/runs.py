@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -147,11 +148,21 @@ def export(
     where: Where = RUNS,
     debug: Debug = False,
 ) -> None:
-    """Write the records of a run into one CSV or Parquet file."""
+    """Write the records of a run into one CSV or Parquet file; of a comparison or sweep those of all its runs.
+
+    Then the first column, `run`, names the run that a row is of.
+    """
     check_choice("--to: the end of the name", to.suffix, (".csv", ".parquet"))
-    run = _load(where, name)
+    names = _with_children(where, [name]) if where.is_dir() else [name]
+    if not names:
+        raise ArgumentError(f"{name} has no run yet: wait until one has begun")
+    run = _load(where, names[0])
+    if names != [name]:
+        of_all = [{"run": one.removeprefix(f"{name}/")} | row for one in names for row in _load(where, one).records]
+        run = dataclasses.replace(run, path=where / name, records=of_all)
     (run.to_csv if to.suffix == ".csv" else run.to_parquet)(to)
-    print(f"{len(run.records)} records written to {to}")
+    of = "" if names == [name] else f" of {len(names)} runs"
+    print(f"{len(run.records)} records{of} written to {to}")
 
 
 @app.command()

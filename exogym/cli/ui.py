@@ -21,7 +21,9 @@ OURS = ("out", "resume", "debug", "help")  # of their options, those that the pa
 def ui(
     context: typer.Context,
     where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")] = Path("runs"),
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any that is free.")] = 8421,
+    port: Annotated[
+        int, typer.Option(metavar="N", help="Port to listen on, or the next free one; 0: any free one.")
+    ] = 8421,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to listen on; one that others reach needs --token.")
     ] = "127.0.0.1",

@@ -19,6 +19,7 @@ from exogym.reproduce.catalogue import CLAIMS
 from exogym.reproduce.checks import mean_text
 from exogym.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict, plain_of, run_of
 
+NO_VERDICT = "too short for a verdict"
 HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\
 Claims of papers, trained again in small. Orderings can come out on two cores; absolute numbers cannot. Each claim says
@@ -42,13 +43,14 @@ class Page:
     Args:
         path: of the .md file.
         claims: those it is about.
+        judges: False: the runs are short versions, from which no verdict follows.
 
     Raises:
         ArgumentError: it does not end in .md, or its results cannot be read.
     """
 
-    def __init__(self, path: Path | str, claims: Mapping[str, Claim] = CLAIMS) -> None:
-        self.path, self.claims = Path(path).expanduser(), claims
+    def __init__(self, path: Path | str, claims: Mapping[str, Claim] = CLAIMS, judges: bool = True) -> None:
+        self.path, self.claims, self.judges = Path(path).expanduser(), claims, judges
         if self.path.suffix != ".md":
             raise ArgumentError(f"page={str(path)!r} should end in .md, as docs/reproductions.md")
         self.cells: dict[str, dict[str, Any]] = {}
@@ -107,7 +109,7 @@ class Page:
                 absent.append(f"- {claim.name}: {claim.title} ({claim.paper})")
                 continue
             seen = claim.seen(found)
-            verdict = Verdict.of(seen)
+            verdict = str(Verdict.of(seen)) if self.judges else NO_VERDICT
             link = _anchor(f"{claim.name}: {claim.title}")
             rows.append(f"| [{claim.name}](#{link}) | {claim.title} | {claim.paper} | {verdict} |")
             sections.append(self._section(claim, found, seen, verdict))
@@ -120,7 +122,7 @@ class Page:
             parts.append("\n".join(absent) + "\n")
         return "\n".join(parts)
 
-    def _section(self, claim: Claim, found: Found, seen: Sequence[Seen], verdict: Verdict) -> str:
+    def _section(self, claim: Claim, found: Found, seen: Sequence[Seen], verdict: str) -> str:
         minutes = sum(run.last["wall_s"] for runs in found.values() for run in runs) / 60
         heads = ["cell", "strategy", "trained", "validation loss", "accuracy", "handed over/node"]
         lines = [heads, ["---"] * len(heads)]
@@ -134,6 +136,11 @@ class Page:
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         checks = "\n".join(f"- {HOLDS[each.holds]}: {each.says}." for each in seen)
         seeds = max(len(runs) for runs in found.values())
+        by = f"{seeds} seeds" if seeds > 1 else "1 seed: no spread is known"
+        words = claim.name if self.judges else f"{claim.name} --short"
+        outcome = f"{checks}\n\n**Verdict: {claim.name} {verdict}** ({by})."
+        if not self.judges:
+            outcome = f"**{claim.name}: {verdict}.** It says only that the runs work."
         notes = f"\n{claim.notes}\n" if claim.notes else ""
         return f"""\
 ## {claim.name}: {claim.title}
@@ -144,13 +151,11 @@ class Page:
 
 {table}
 
-{checks}
-
-**Verdict: {claim.name} {verdict}** ({seeds} {"seeds" if seeds > 1 else "seed: no spread is known"}).
+{outcome}
 {notes}
 ![{claim.title}]({self._picture(claim)})
 
-`exogym reproduce {claim.name}` trained it: {minutes:.0f} minutes in one process on a busy machine.
+`exogym reproduce {words}` trained it: {minutes:.0f} minutes in one process on a busy machine.
 """
 
 

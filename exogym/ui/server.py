@@ -13,6 +13,7 @@ GET /api/events                  server-sent: the list, when it has changed
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
@@ -34,6 +35,7 @@ from starlette.staticfiles import StaticFiles
 from exogym import runs
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
+from exogym.progress import notice
 from exogym.record.notes import Notes, read_notes, write_notes
 from exogym.remote.health import read_hosts
 from exogym.ui.guard import Guard, is_loopback
@@ -47,7 +49,26 @@ PAUSE_S = 1.0  # between looks for what is to be sent
 MOST_EVENTS = 500  # of a run, the newest
 MOST_WATCHED = 20  # runs on hosts, the newest
 LEAST_TOKEN = 16
+PORTS_TRIED = 20  # from the one that was asked for
 MOST_BODY = 1 << 16  # bytes of a form
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at a port, or at the next free one, and then say so."""
+    if not 0 <= port < 65536:
+        raise ArgumentError(f"port {port} must be from 0 to 65535: give another --port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for place in range(port, min(port + PORTS_TRIED, 65536)):
+        try:
+            sock = socket.create_server((host, place), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ArgumentError(f"{host}, port {place}: {error.strerror or error}: give another --port") from error
+            continue
+        if place != port:
+            notice(f"port {port} is taken: using {place}")
+        return sock
+    raise ArgumentError(f"{host}: port {port} and the {PORTS_TRIED - 1} after it are taken: give another --port")
 
 
 def serve(
@@ -58,7 +79,7 @@ def serve(
 
     Args:
         folder: of the runs; it need not be there yet.
-        port: 0: any that is free.
+        port: 0: any that is free. Where it is taken, the next free one of `PORTS_TRIED`, which is said.
         host: an address that others reach needs a `token`.
         token: at least 16 characters; None: one drawn at random.
         forms: commands that may be started, with their options; None: the page only reads.
@@ -72,12 +93,7 @@ def serve(
     if token is not None and len(token) < LEAST_TOKEN:
         raise ArgumentError(f"token: {len(token)} characters can be guessed: give at least {LEAST_TOKEN}")
     token = token or secrets.token_urlsafe(24)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ArgumentError(f"{host}, port {port}: {error.strerror or error}: give another --port") from error
-    with sock:
+    with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
         starter = None if forms is None else Starter(folder, forms, allow_code)
         config = uvicorn.Config(
