@@ -381,7 +381,7 @@ def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, 
     trainer = LocalTrainer(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
     place = resolve_device(options.device)
-    check_rows(subject.model, len(wire.ranks), 1, place)
+    check_rows(subject.model, options.strategy, place, num_nodes=options.num_nodes, rows=len(wire.ranks))
 
     def left() -> Left | None:
         if not wire.is_main:

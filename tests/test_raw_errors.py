@@ -4,7 +4,6 @@ import contextlib
 import csv
 import json
 import os
-import resource
 
 import pytest
 import torch
@@ -371,26 +370,3 @@ def test_a_dict_of_hosts_that_cannot_be():
     while deep:  # to forget it level by level
         deep = deep.pop()
     assert HostsConfig.load({"master": {"address": "a", "slots": 4096}}).slots == 4096
-
-
-# Memory
-
-
-@pytest.mark.parametrize("nodes", [10**9, 10**12, 2**70])
-def test_rows_that_have_no_room_are_refused_before_any_is_made(nodes):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ArgumentError, match=rf"num_nodes={nodes}: .* GB for the parameters alone, and .* nodes fit"):
-        train(num_nodes=nodes)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
-
-
-def test_what_fits_is_said_and_fits(monkeypatch):
-    """90 parameters of 4 bytes: 5 rows have room in 1,999 bytes."""
-    numbers = sum(p.numel() for p in network().parameters())
-    monkeypatch.setattr("exogym.compute.memory.free_memory_bytes", lambda device: 5 * 4 * numbers + 3)
-    with pytest.raises(ArgumentError, match=f"6 rows of {numbers} parameters .* at most 5 nodes fit"):
-        train(num_nodes=6)
-    train(num_nodes=5)
-    monkeypatch.setattr("exogym.compute.memory.free_memory_bytes", lambda device: 3)
-    with pytest.raises(ArgumentError, match="not even one node fits"):
-        train(num_nodes=1)

@@ -52,9 +52,13 @@ class OneThread:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the memory that can still be had: of the GPU, or of the machine with its swap, within the limits set."""
+    """Return the memory that can still be had: of the GPU, or of the machine with its swap, within the limits set.
+
+    What torch holds of the GPU's and does not use counts as free.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     free = total_memory_bytes(device)
     with contextlib.suppress(OSError, KeyError, ValueError), open("/proc/meminfo") as file:
         found = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in file)}

@@ -22,7 +22,7 @@ from exogym.callbacks import Callback
 from exogym.clock import StepTime
 from exogym.communicator import Wire
 from exogym.compute.finite import Watch
-from exogym.compute.memory import fitting_micro_batch
+from exogym.compute.memory import check_rows, fitting_micro_batch
 from exogym.compute.outputs import Loss
 from exogym.compute.weights import counting
 from exogym.compute.worker import Worker
@@ -216,6 +216,12 @@ def workplace(
     _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+    if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
+        forked = options.engine is None and options.processes != 1  # which share the memory of the machine
+        check_rows(
+            model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
+            rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=wire.devices.parts > 1,
+        )  # fmt: skip
     parts = worker.divide(options.meshes, wire) if wire.devices.parts > 1 else None
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)

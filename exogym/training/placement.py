@@ -55,7 +55,10 @@ def run_placed(
     found = engine or engine_for(asked)
     if found is None or found.is_here:
         memories = 1 if found is None or found.shares_memory else found.processes(asked)
-        check_rows(subject.model, rows_of_run(options, memories, found), memories, device)
+        check_rows(
+            subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
+            rows=rows_of_run(options, memories, found), is_cut=bool(asked.meshes),
+        )  # fmt: skip
     if found is None:  # processes="auto", and nobody else has started others
         asked = replace(asked, processes=chosen_processes(subject, options, asked, rows_of_run(options, 1)))
         found = engine_for(asked)
