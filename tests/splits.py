@@ -179,7 +179,7 @@ def counted(made, *given, **options):
     return found, sum(everyones), said
 
 
-# what looks at all of a node's row, of four nodes of which one is bad
+# what looks at all of a node's row, of five nodes of which one is bad
 WARY = {
     "krum": {"robust": "krum"},
     "capped": {"robust": NormCap()},
@@ -190,7 +190,7 @@ WARY = {
 def wary(name, **given):
     strategy = DiLoCoStrategy("sgd", H=3, lr=0.1, **WARY.get(name, {}))
     bad = {} if name == "plain" else {"faults": Faults(bad_nodes=[1], attack="noise", attack_factor=2.0)}
-    return fit(trainer(), strategy, num_nodes=4, **bad, **given)
+    return fit(trainer(), strategy, num_nodes=5, **bad, **given)
 
 
 TUNERS = {"drift": "drift", "autocorrelation": "correlation"}  # and what they see

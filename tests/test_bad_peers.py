@@ -13,6 +13,7 @@ from problems import Regressor, dyadic, fleet_of, run_of
 
 from exogym.base.rng import generator
 from exogym.communicator import Communicator, Krum, Median, TrimmedMean, rule_of
+from exogym.communicator.robust import bad_among
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
 from exogym.fleet import Fleet
@@ -77,6 +78,23 @@ def test_fewer_bad_ones_than_a_rule_bears_leave_it_among_the_good(name: str, n: 
             assert (
                 not torch.isfinite(y.mean(0)).all() or (y.mean(0) - x.mean(0)).abs().min() > 1e4
             )  # the mean is dragged
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_of_three_a_rule_bears_a_bad_one_and_of_two_none(name: str) -> None:
+    def worst(n: int) -> float:
+        good = torch.linspace(0, 1, n - 1)[:, None]
+        brought = (torch.cat([good, torch.tensor([[wrong]])]) for wrong in (-1e6, 1e6))
+        return max(float(rule_of(name).of_rows(x, range(n)).abs()) for x in brought)
+
+    assert rule_of(name).least == 3
+    assert worst(3) <= 1 and worst(2) > 1e5
+
+
+def test_krum_bears_a_bad_one_where_its_paper_says() -> None:
+    """Proposition 1: 2 f + 2 < n."""
+    assert Krum.least == min(n for n in range(1, 9) if n > 2 * 1 + 2)
+    assert [bad_among(n, 0.25, (n - 3) // 2) for n in (3, 4, 5)] == [0, 0, 1]
 
 
 def test_krum_of_equals_is_the_lowest_and_multi_krum_the_mean_of_several() -> None:
@@ -309,6 +327,52 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
 def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         make()
+
+
+FEW: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "krum of four": (lambda: DiLoCoStrategy(H=2, robust="krum"), 4, 5),
+    "krum of three gradients": (lambda: SimpleReduceStrategy(robust=Krum(keep=2)), 3, 5),
+    "median of two": (lambda: DiLoCoStrategy(H=2, robust="median"), 2, 3),
+    "trimmed mean of two": (lambda: FedAvgStrategy(H=2, robust=TrimmedMean(0.4)), 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_too_few_for_a_rule_are_refused_before_training(name: str) -> None:
+    make, few, enough = FEW[name]
+    options: dict[str, Any] = {"max_steps": 2, "val_interval": None}
+    with pytest.raises(ArgumentError, match=f"bears a bad node among {enough} or more.* {few} meet: let {enough} meet"):
+        train(make(), num_nodes=few, **options)
+    with pytest.raises(ArgumentError, match=f"{few} meet"):
+        make().plan(1e6, few, 4)
+    for allowed in (1, enough):  # one node alone meets nobody
+        train(make(), num_nodes=allowed, **options)
+
+
+def test_islands_and_sampled_clients_too_small_for_a_rule_are_refused() -> None:
+    few: tuple[dict[str, Any], ...] = (
+        {"H": 2, "island_size": 4},
+        {"H": 2, "client_fraction": 0.5},
+        {"local_epochs": 1, "client_fraction": 0.5},
+    )
+    for options in few:
+        make = FedAvgStrategy("sgd", lr=0.02, robust="krum", **options)
+        with pytest.raises(ArgumentError, match="4 meet: let 5 meet, or take 'median' or 'trimmed_mean'"):
+            train(make, num_nodes=8, max_steps=4, val_interval=None)
+        train(FedAvgStrategy("sgd", lr=0.02, robust="median", **options), num_nodes=8, max_steps=4, val_interval=None)
+
+
+def test_norm_cap_takes_the_lower_of_two_norms_in_the_middle() -> None:
+    """So half of the nodes may bring long updates: the cap is a good one's. The mean of the two would be 51."""
+    steps = torch.randn(4, WIDTH, dtype=torch.float64, generator=generator(0, "even"))
+    steps *= torch.tensor([1.0, 100.0, 2.0, 200.0], dtype=torch.float64)[:, None] / steps.norm(dim=1, keepdim=True)
+    fleet, start = moved(FedAvgStrategy(H=1, robust="norm_cap"), {}, steps, faults=False)
+
+    def capped(most: float) -> torch.Tensor:
+        return start[0] + (steps * (most / steps.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
+
+    torch.testing.assert_close(fleet.blocks[0].params[0], capped(2.0), rtol=0, atol=1e-12)
+    assert (fleet.blocks[0].params[0] - capped(51.0)).abs().max() > 0.1
 
 
 def test_weights_by_examples_are_refused_before_training() -> None:

@@ -240,6 +240,14 @@ def test_bytes_are_fourteen_bits_for_sixty_four_of_each_chunk_and_the_tables(n: 
     assert odd.payload.tolist() == [0 if n == 1 else small] * n
 
 
+def test_bytes_of_small_chunks_by_hand() -> None:
+    """One entry of each tensor. Indices of 12 bits, as into whole chunks, would take 3 * 20 + 19 bytes."""
+    data = [TensorDataset(*(t.float() for t in d.tensors)) for d in shards(2)]
+    result = train(SparseLoCoStrategy("sgd", 1, lr=0.01), data, 2, steps=1, model=Regressor(dtype=torch.float32))
+    matrix = 1 + 1 + 16  # 6 bits of an index into 7 x 6 = 42 entries, 2 bits of a value, four means in fp32
+    assert result.payload.tolist() == [matrix + (1 + 1 + 16) + (1 + 1 + 16) + (0 + 1 + 16)] * 2 == [71] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

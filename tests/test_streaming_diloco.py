@@ -171,6 +171,27 @@ def test_the_end_takes_what_is_on_its_way_and_what_is_left() -> None:
     same(ended.rows, ended.model.expand_as(ended.rows))
 
 
+@pytest.mark.parametrize(
+    ("steps", "sends", "moved"),
+    [  # fragment 0 is sent after 4 and 8, 1 after 2, 6 and 10; each arrives a step later
+        (7, (2, 2), (True, False)),  # 1 has just arrived, and what it was trained meanwhile is not sent
+        (8, (2, 3), (True, True)),  # 0 is on its way
+        (9, (2, 3), (False, True)),
+        (10, (3, 3), (True, True)),
+    ],
+)
+def test_at_the_end_a_fragment_is_sent_once_more_unless_it_is_on_its_way_or_has_just_arrived(
+    steps: int, sends: tuple[int, int], moved: tuple[bool, bool]
+) -> None:
+    """Bytes by hand. The steps taken while a fragment was on its way would make (2, 3), (2, 3), (3, 3), (3, 3)."""
+    options: dict[str, Any] = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    ended = train(streaming(**options), steps=steps, final_sync=True)
+    assert ended.payload.tolist() == [(sends[0] * 49 + sends[1] * 8) * 8.0] * 4
+    left = train(streaming(**options), steps=steps).model
+    for part, has_moved in zip((slice(0, 49), slice(49, 57)), moved, strict=True):
+        assert torch.equal(ended.model[part], left[part]) != has_moved
+
+
 # Schedule and bytes
 
 

@@ -11,7 +11,9 @@ vectors x_1, ..., x_n, f of whom may be bad:
     multi-Krum    the mean of the m vectors with the least s
 
 Each member counts alike, since a bad one could claim any weight. f is floor(share n), but at least 1 and at most what
-the rule can bear: (n-1)/2, for Krum (n-3)/2, rounded down. So with n < 3 all are the mean: two cannot tell who is bad.
+the rule can bear: (n-1)/2, for Krum (n-3)/2, rounded down. So it is 0 with n < 3, where all are the mean (two cannot
+tell who is bad), and for Krum with n < 5. Strategies refuse a rule whose f is 0 when all members are there
+(`Rule.least`). Where members are away, the others meet by the rule with the f that it bears then.
 
 Bytes, S being the payload. The median and the trimmed mean can be taken slice by slice: each member gets its slice of
 all (n-1)/n S, and all gather the results: 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum compares whole
@@ -40,9 +42,11 @@ class Rule:
 
     Attributes:
         collective: kind and algorithm of its all-reduce among nodes alone.
+        least: the fewest members of whom it bears a bad one.
     """
 
     collective = ("all_reduce", "exact")
+    least = 3
 
     def trimmed(self, n: int) -> int:
         """Return how many of n values are left out on each side."""
@@ -107,6 +111,7 @@ class Krum(Rule):
     share: float = 0.25
     keep: int = 1
     collective = ("all_gather", "ring")
+    least = 5
 
     def __post_init__(self) -> None:
         check_share(self.share)

@@ -113,6 +113,19 @@ class Averaging:
             found['transport="ring" or "tree"'] = f"transport={self.transport!r}"
         return found
 
+    def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
+        """Raise ArgumentError where so few of N nodes meet in strategy `name` that the rule bears no bad one."""
+        if (rule := self.rule) is None:
+            return
+        for n in sorted({N, *(t.members for t in traffic if t.members)}):
+            if 1 < n < rule.least:
+                instead = [given for given, kind in RULES.items() if kind.least <= n]
+                raise ArgumentError(
+                    f"robust={self.robust!r} bears a bad node among {rule.least} or more, and in {name} {n} meet: let "
+                    f"{rule.least} meet, or "
+                    + (f"take {' or '.join(map(repr, instead))}" if instead else "leave robust out")
+                )
+
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
         """Return what the collectives of a strategy become, with b bytes per element on N nodes."""
         if self.secure is not None:

@@ -161,9 +161,9 @@ class CommunicateOptimizeStrategy(Strategy):
         found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
         for module in self.modules:
             found |= module.features()
-        try:
-            kinds = {t.kind for module in self.modules for t in module.traffic(1e6, 1000, 4)}
-        except ArgumentError:  # no formula
+        traffic, is_known = self._traffic(1000)
+        kinds = {t.kind for t in traffic}
+        if not is_known:
             return found | ({"packed values": _packed(name, [*own, *parts])} if own or parts else {})
         if own or parts or kinds - {"all_reduce"}:
             found["packed values"] = _packed(name, [*own, *parts, *sorted(kinds)])
@@ -171,6 +171,13 @@ class CommunicateOptimizeStrategy(Strategy):
             sends = ", ".join(sorted(kinds)) or "nothing"
             found["no all-reduce"] = f"{name}, which has no all-reduce (it sends {sends})"
         return found
+
+    def _traffic(self, N: int) -> tuple[list[Traffic], bool]:
+        """Return what the modules repeat with a million parameters on N nodes, if that is known, and whether it is."""
+        try:
+            return [t for module in self.modules for t in module.traffic(1e6, N, 4)], True
+        except ArgumentError:
+            return [], False
 
     def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:
         other = copy.copy(self)
@@ -252,6 +259,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     fleet.state.register(name, module)
                     module.shared()  # what cannot be saved is to be known now
         weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
+        self.averaging.check_members(type(self).__name__, self._traffic(run.num_nodes)[0], run.num_nodes)
         self.averaging.bind(fleet.comm, weighs, run.seed)
         if self.tuning is not None:
             self.tuning.start(fleet, run, self._costs(fleet, run) if self.tuning.tuner.sees == "bytes" else None)
@@ -312,7 +320,9 @@ class CommunicateOptimizeStrategy(Strategy):
             raise ArgumentError(f"a tuner chooses {self.tuning.name} as it goes, and a formula needs one: leave it out")
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
-        traffic = tuple(self.averaging.traffic([t for module in self.modules for t in module.traffic(P, N, b)], N, b))
+        given = [t for module in self.modules for t in module.traffic(P, N, b)]
+        self.averaging.check_members(type(self).__name__, given, N)
+        traffic = tuple(self.averaging.traffic(given, N, b))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
         return Plan(type(self).__name__, traffic, couples)
 

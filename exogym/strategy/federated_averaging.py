@@ -125,6 +125,7 @@ class AveragingCommunicator(PeriodicModule):
         self.participation: Participation | None = None
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
+        self.work: np.ndarray | None = None
         self.fresh_inner_state = not keep_inner_state
         self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
         if not isinstance(privacy, DifferentialPrivacy | None):
@@ -147,7 +148,7 @@ class AveragingCommunicator(PeriodicModule):
         return found
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        if self.local_epochs is not None:
+        if self.local_epochs is not None and self.work is None:  # which is known once a run has begun
             raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
         clients, island = self._sizes(N)
         way = "server" if clients < N or self.privacy is not None else None
@@ -193,7 +194,7 @@ class AveragingCommunicator(PeriodicModule):
         self.weights = example_weights(run, self.weighting)
         if self.weighting == "examples" and not run.examples.all():
             self.weights = torch.from_numpy(run.examples)  # which is filled in as nodes are seated
-        self.work: np.ndarray | None = None
+        self.work = None
         if self.local_epochs is not None:
             self.work = self.local_epochs * -(-run.examples // run.batch_size)
             self.interval_steps = int(self.work.max())

@@ -13,8 +13,9 @@ mean is over all N nodes; the published code divides by the number of those that
 (aggregation="contributors"). That code multiplies by eta twice, here once. There is no outer momentum: beta < 1 forgets
 on purpose.
 
-Payload per round: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the defaults, 1/146 of
-fp32; and for the tables of Q 4 2^bits bytes per tensor, 16. All-gather, tx = rx = (N-1) payload.
+Payload per round, of whole chunks: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the
+defaults, 1/146 of fp32; an index into a smaller chunk of s entries has ceil(log2 s) bits, and indices and values of a
+tensor fill whole bytes each. For the tables of Q 4 2^bits bytes per tensor, 16. All-gather, tx = rx = (N-1) payload.
 
 With absent nodes: means are over those that are there. A node whose synchronisation was lost keeps theta_i and e_i and
 goes on; its next difference is to the theta it last received. One that was down comes back with theta, P b bytes, and

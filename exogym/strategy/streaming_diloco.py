@@ -15,8 +15,9 @@ Payload of a fragment of p elements: p b bytes, ring all-reduce; P b every H ste
 largest fragment at once. With 8 or 4 bits ceil(p bits / 8) and 4 bytes for each tensor's scale, which cannot be summed
 on their way: all-gather, tx = rx = (N-1) payload; sums are in fp32. Buffers are averaged once every H steps.
 
-What is on its way at the end arrives then, and every fragment is sent once more that was trained since (`final_sync`).
-With absent nodes as DiLoCo, for each fragment by itself.
+At the end (`final_sync`) a fragment that is on its way arrives then. Any other is sent once more, unless it arrived
+after the last step. Steps that were taken while a fragment was on its way are not sent at the end. With absent nodes as
+DiLoCo, for each fragment by itself.
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them.
