@@ -42,6 +42,8 @@ FEATURES: dict[str, str] = {
     "several modules": "a strategy of more than one module",
     "a mean of its own": "a strategy or module whose means are not those of the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
+    "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
+    "(`right_in_mean`)",
     "a clock of its own": "a strategy whose nodes do not wait for each other",
     "gradients at every step": "a strategy whose nodes meet at every step",
     "node": "`fit(node=NodeMesh(...))`",
@@ -156,6 +158,13 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused("robust", "a mean of its own", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
     Refused("robust", "parts of a mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
+    Refused(
+        "robust",
+        "values right in the mean only",
+        "a median of mostly zeros is zero, and a node does not keep what it sent, so training stops; a rule over those "
+        "alone who sent an entry would take a bad node's entries whole",
+        "leave robust out, or take 'norm_cap'",
+    ),
     Refused("transport", "no all-reduce", "only an all-reduce may go in several ways", "leave transport out"),
     *(
         Refused(

@@ -1,5 +1,7 @@
 """Bad peers: what they bring is wrong, drags the mean away, and leaves the robust means where they were."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from itertools import combinations
@@ -8,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from battery import outcome, train
+from battery import each, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
+from strategies import STRATEGIES
 
 from exogym.base.rng import generator
 from exogym.communicator import Communicator, Krum, Median, TrimmedMean, rule_of
@@ -17,7 +20,7 @@ from exogym.communicator.robust import bad_among
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
 from exogym.fleet import Fleet
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
+from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 from exogym.strategy.averaging import Averaging, NormCap
 from exogym.strategy.registry import parse_strategy
 
@@ -315,6 +318,20 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: DiLoCoStrategy(robust=3), "must be a name, such as 'median', or a rule"),
         (lambda: DiLoCoStrategy(robust="krum", transport="ring"), "adds them up on the way"),
         (lambda: parse_strategy("demo:robust=median"), r"averages in a way of its own \(DCTMomentum\)"),
+        *(
+            (
+                functools.partial(parse_strategy, f"{sparse}:robust={rule}"),
+                f"{named} sends a part.*leave robust out, or",
+            )
+            for rule in RULES
+            for sparse, named in (
+                ("topk", "CompressedMean"),
+                ("topk:error_feedback=false", "CompressedMean"),
+                ("signsgd:error_feedback=true", "CompressedMean"),
+                ("qsgd", "CompressedMean"),
+                ("sparseloco", "SparseOuterStep"),
+            )
+        ),
         (lambda: TrimmedMean(0.5), "share=0.5 of bad nodes must be over 0 and under 0.5"),
         (lambda: Krum(keep=0), "keep"),
         (lambda: NormCap(0), "wants a number over 0"),
@@ -360,6 +377,55 @@ def test_islands_and_sampled_clients_too_small_for_a_rule_are_refused() -> None:
         with pytest.raises(ArgumentError, match="4 meet: let 5 meet, or take 'median' or 'trimmed_mean'"):
             train(make, num_nodes=8, max_steps=4, val_interval=None)
         train(FedAvgStrategy("sgd", lr=0.02, robust="median", **options), num_nodes=8, max_steps=4, val_interval=None)
+
+
+@pytest.mark.parametrize("name", each(STRATEGIES))
+def test_who_takes_a_median_brings_no_sparse_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of mostly zeros a median is zero, whatever the others bring, and error feedback does not keep what was sent."""
+    strategy = STRATEGIES[name].make()
+    if not isinstance(strategy, CommunicateOptimizeStrategy):  # which takes no robust=
+        return
+    shares, of = [], Median.of
+
+    def looked(rule: Any, wire: Any, x: torch.Tensor, ids: Any, *more: Any) -> torch.Tensor:
+        shares.append(float((x[list(ids)] == 0).double().mean()))
+        return of(rule, wire, x, ids, *more)
+
+    monkeypatch.setattr(Median, "of", looked)
+    try:
+        strategy.average_by(robust="median")
+        train(strategy, max_steps=8, val_interval=None)
+    except ArgumentError as refused:
+        assert "robust='median'" in str(refused)
+    else:
+        assert shares and max(shares) < 0.5, max(shares)
+
+
+def test_modules_with_error_feedback_say_so() -> None:
+    seen = set()
+    for entry in STRATEGIES.values():
+        strategy = entry.make()
+        for module in strategy.modules if isinstance(strategy, CommunicateOptimizeStrategy) else ():
+            fleet = fleet_of(torch.zeros(4, WIDTH), model=Regressor())
+            if any(word in inspect.getsource(type(module)) for word in ("error.{b}", "residual.{b}")):
+                module.start(fleet, run_of(4))
+                fed_back = any(key.startswith(("error.", "residual.")) for key in module.row_state)
+                seen.add(type(module).__name__)
+                assert module.right_in_mean or not fed_back
+    assert seen == {"CompressedMean", "SparseOuterStep", "LowRankMean", "DCTMomentum"}
+
+
+@pytest.mark.parametrize("name", ["topk:density=0.05", "signsgd:error_feedback=true", "sparseloco:H=4"])
+def test_sparse_senders_take_a_cap_that_bears_a_bad_node(name: str) -> None:
+    bad = Faults(bad_nodes=[3], attack="sign_flip", attack_factor=8.0)
+
+    def loss(robust: str, faults: Faults | None = bad) -> float:
+        strategy = parse_strategy(f"{name}{robust}", lr=0.05)
+        trainer = train(strategy, num_nodes=5, max_steps=40, val_interval=None, faults=faults)
+        return trainer.history.last["val_loss"]
+
+    good = loss("", None)
+    assert loss(":robust=norm_cap") < 2 * good < loss("") / 2
 
 
 def test_norm_cap_takes_the_lower_of_two_norms_in_the_middle() -> None:

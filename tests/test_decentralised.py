@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import networkx as nx
 import pytest
 import torch
-from problems import Regressor, dyadic, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import Regressor, dyadic, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
 from exogym.advise import advise
@@ -247,17 +248,25 @@ def test_the_formulas_of_advise() -> None:
 # Stochastic gradient push
 
 
-def by_push(takers: Any, steps: int, n: int, forget: bool = False) -> Tensor:
+def by_push(
+    takers: Any, steps: int, n: int, forget: bool = False, H: int = 1, by_weight: bool = False, build: Any = adamw
+) -> Tensor:
+    """Push-sum after every H steps; `by_weight` steps x, so z at 1 / w of the rate, at the steps between, too."""
     x, w = vector(Regressor()).expand(n, -1).clone(), torch.ones(n, 1, dtype=torch.float64)
 
     def after(models: Models, step: int) -> None:
         nonlocal x, w
-        P = pushing(takers(step - 1), range(n))
+        if step % H:
+            if by_weight:
+                x = x + rows_of(models) - x / w
+                put_rows(models, x / w)
+            return
+        P = pushing(takers(step // H - 1), range(n))
         x = P @ (x + rows_of(models) - x / w)
         w = torch.ones_like(w) if forget else P @ w
         put_rows(models, x / w)
 
-    return plain(shards(n), steps, adamw, after=after)
+    return plain(shards(n), steps, build, after=after)
 
 
 UNEVEN = nx.DiGraph([(0, 1), (0, 2), (1, 2), (2, 3), (3, 0), (3, 1), (3, 4), (4, 0)])
@@ -271,6 +280,35 @@ def test_gradient_push_is_its_rule(graph: Any) -> None:
         by_push(lambda turn: takers_of("complete", 5), 12, 5)))  # fmt: skip
     if graph is UNEVEN:
         unlike(ours.rows, by_push(lambda turn: takers_of(graph, 5), 12, 5, forget=True))
+
+
+@pytest.mark.parametrize(("inner", "build"), [("adamw", adamw), ("sgd", sgd)])
+def test_between_exchanges_push_steps_at_the_full_rate(inner: str, build: Any) -> None:
+    """Whatever a node's weight is; where all weights are 1 there is no other way."""
+    for graph in (UNEVEN, "ring"):
+        ours = train(
+            GradientPushStrategy(inner, graph, 3, lr=0.02 if inner == "adamw" else 0.05), shards(5), 5, 14
+        ).rows
+        push = functools.partial(by_push, lambda turn, graph=graph: takers_of(graph, 5, turn), 14, 5, H=3, build=build)
+        same(ours, push())
+        (unlike if graph is UNEVEN else same)(ours, push(by_weight=True))
+
+
+def test_steps_at_the_full_rate_between_exchanges_bear_rates_at_which_steps_by_weight_diverge() -> None:
+    """What the page says of five quadratic clients: H = 8, rate 0.1."""
+    data = [examples(24, i, 0.2 * i) for i in range(5)]
+    A = torch.stack([2 * x.T @ x / 24 for x, _ in (d.tensors for d in data)])
+    b = torch.stack([2 * x.T @ y[:, 0] / 24 for x, y in (d.tensors for d in data)])
+    best, P = torch.linalg.solve(A.mean(0), b.mean(0)), pushing(takers_of(UNEVEN, 5), range(5))
+    line = nn.Linear(6, 1, bias=False).double()
+    nn.init.zeros_(line.weight)
+    ours = train(GradientPushStrategy("sgd", UNEVEN, 8, lr=0.1), data, 5, 240, line, batch_size=24)
+    x, w = torch.zeros(5, 6, dtype=torch.float64), torch.ones(5, 1, dtype=torch.float64)
+    for step in range(1, 801):
+        x -= 0.1 * (torch.einsum("nij,nj->ni", A, x / w) - b)
+        x, w = (x, w) if step % 8 else (P @ x, P @ w)
+    assert float((ours.model - best).norm()) == pytest.approx(0.07, abs=0.005)
+    assert float(((x / w).mean(0) - best).norm()) > 1e3
 
 
 def test_push_on_a_complete_graph_is_ddp_with_sgd() -> None:

@@ -154,6 +154,10 @@ class CommunicateOptimizeStrategy(Strategy):
         found |= (
             {"parts of a mean": f"{name}, which averages in a way of its own ({', '.join(parts)})"} if parts else {}
         )
+        if in_mean := [type(m).__name__ for m in self.modules if m.right_in_mean]:
+            found["values right in the mean only"] = (
+                f"{name}, whose {', '.join(in_mean)} sends a part of what a node has"
+            )
         found |= {"gradient_modules": f"gradient_modules of {name}"} if self.gradient_modules else {}
         if len(self.communication_modules) + len(self.gradient_modules) > 1:
             found["several modules"] = f"{name}, which has several modules"

@@ -41,7 +41,7 @@ class CompressedMean(GradientModule):
     State: e, (rows, P), with error feedback; then each node's own gradient is clipped, else the mean.
     """
 
-    weighted_means = True
+    weighted_means = right_in_mean = True
 
     def __init__(
         self,

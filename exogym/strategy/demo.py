@@ -51,7 +51,7 @@ class DCTMomentum(GradientModule):
     """
 
     acts_on = "tensors"
-    clip_first = True
+    clip_first = right_in_mean = True
 
     def __init__(self, decay: float, topk: int, chunk: int):
         super().__init__()

@@ -9,6 +9,12 @@ where x_i had taken what the inner optimizer changed of z_i: a step -gamma g_i(z
 splits what it has evenly between itself and those it gives to, so the sums over the nodes of x_i and of w_i are kept
 (the second is N). Forgetting w_i would give a biased mean. The model is the mean of the z_i.
 
+With H > 1 a node's local steps between two exchanges are those of its inner optimizer on z_i, at the full rate; at the
+exchange x_i takes their sum. So where w_i is not 1 (on a graph where a node is not given as much as it gives, or with
+absent nodes) z_i goes on from x_i / w_i, not from where its local steps led. The paper has H = 1, where no gradient is
+computed in between. To step x_i at every local step, so z_i at 1 / w_i of the rate, would be another algorithm: on
+quadratic clients and an uneven graph it ended further from the optimum and diverged at lower rates.
+
 Payload P b + 8 bytes per node and taker every H steps (w_i in 8); tx the same, rx for each giver. By default one taker,
 i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean. A node
 waits for those that give to it only. The paper's overlap of several steps is not built.
@@ -86,7 +92,7 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
             gradient.
         graph: "exponential" (one taker at a time, which changes), "ring" (i to i + 1), "complete", or a networkx graph
             of the nodes 0, 1, ..., along whose edges nodes give.
-        H: steps from one exchange to the next.
+        H: steps from one exchange to the next; between them z_i takes local steps at the full rate, whatever w_i is.
 
     >>> strategy = GradientPushStrategy("sgd", lr=0.1)
     """

@@ -39,10 +39,13 @@ class Module(Stateful, ABC):
             they have done; without it `balance="batch"` and "steps" are refused.
         only_means: whether what it averages is nothing but a part of a mean (a shard, a factor), so that no robust rule
             can take its place.
+        right_in_mean: whether what a node sends stands for what it has in the mean only: sparse entries, values that
+            are rounded by chance, or with the rest kept for later (error feedback). Then no robust rule can take the
+            mean's place: of sparse entries a median is zero, and what was sent is not kept.
     """
 
     acts_on = "elements"
-    weighted_means = only_means = False
+    weighted_means = only_means = right_in_mean = False
     counters: tuple[str, ...] = ()
     name: str | None = None
 

@@ -49,6 +49,7 @@ class SparseOuterStep(PeriodicModule):
     """
 
     acts_on = "tensors"
+    right_in_mean = True
 
     def __init__(
         self,
