@@ -284,10 +284,10 @@ class LocalTrainer(Trainer):
             TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
             CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
             WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C), or with `save_dir` SIGTERM; the run was saved first, where
-                each node stood.
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM; with `save_dir` the run was saved first, where
+                each node stood. A second signal acts at once.
 
-        After an error or Ctrl-C in training the model holds the average of where the nodes stood (after an error
+        After an error, Ctrl-C or SIGTERM in training the model holds the average of where the nodes stood (after an error
         with several processes: the nodes here), and `trainer.history` what happened until then. After an error with
         `engine="ray"` both are as they were before.
         """
@@ -323,8 +323,10 @@ class LocalTrainer(Trainer):
         away = functools.partial(_train_away, self.subject, self.max_stretch)
         try:
             self._take(run_placed(self.subject, options, device, away, engine), options)
-        except Stopped as stop:
-            self._take(stop.left, options)
+        except (Stopped, SystemExit) as end:
+            stop = end if isinstance(end, Stopped) else end.__cause__
+            if isinstance(stop, Stopped):
+                self._take(stop.left, options)
             raise
 
     def _take(self, left: Left | None, options: FitOptions) -> None:

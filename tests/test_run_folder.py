@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import small_disk
+from processes import apart, ended
 
 from exogym import LocalTrainer
 from exogym.base.locks import LOCK
@@ -21,7 +22,7 @@ from exogym.base.processes import described
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
-from exogym.logger import CSVLogger
+from exogym.logger import CSVLogger, in_json
 from exogym.record.observers import Observer
 from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
@@ -127,6 +128,25 @@ def test_a_stopped_run_goes_on_in_its_folder(tmp_path):
     kinds = [event["kind"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert [kind for kind in kinds if kind in ("start", "stopped", "done")] == ["start", "stopped", "start", "done"]
     assert any((tmp_path / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_sigterm_stops_says_so_and_its_records_are_whole(processes, tmp_path):
+    """What Stop on the page sends, to a run that saves nothing."""
+    stop = Every(4, lambda loop: os.kill(os.getpid(), signal.SIGTERM) if loop.step == 8 else None)
+
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        trainer = train(tmp_path / "run", callbacks=[stop], processes=processes)
+        (tmp_path / "history").write_text("".join(f"{json.dumps(in_json(row))}\n" for row in trainer.history))
+        raise trainer.ended
+
+    assert ended(apart(body)) == 143
+    assert read_status(tmp_path / "run")["state"] == "stopped"
+    assert [event["why"] for event in events(tmp_path / "run", "stopped")] == ["SIGTERM after step 8"]
+    kept = known(lines(tmp_path / "history"))
+    assert known(lines(tmp_path / "run" / "records.jsonl")) == kept and kept[-1]["step"] == 8
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 MEASURED = ("wall_s", "examples_per_s", "device_use", "memory_bytes")

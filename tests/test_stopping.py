@@ -193,17 +193,20 @@ def test_how_far_nodes_are_is_said_and_no_further_node_begins(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_without_a_folder_the_model_and_the_history_are_kept(processes, send):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_without_a_folder_the_model_and_the_history_are_kept(number, processes, send, capfd):
     seen, before = [], children()
     model, data = small_problem()
     trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
     start = fingerprint(model)
-    send(12, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    send(12, number)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         trainer.fit(**AVERAGES, num_nodes=4, batch_size=8, max_steps=STEPS, device="cpu", processes=processes,
                     val_interval=2, callbacks=[Every(1, lambda loop: seen.append(loop.step))])  # fmt: skip
     assert 0 < trainer.history[-1]["step"] == seen[-1] < STEPS and fingerprint(model) != start
     assert children() == before
+    said = capfd.readouterr().err
+    assert ("nothing is saved, since the run has no save_dir" in said) == (number == signal.SIGTERM)
 
 
 # Where a signal may come
@@ -419,11 +422,13 @@ def test_a_second_sigterm_ends_the_process_and_its_family(tmp_path):
     assert list_checkpoints(tmp_path) == []
 
 
-def test_sigterm_without_a_folder_ends_the_process_and_its_family():
+@pytest.mark.parametrize(("signals", "code"), [(1, 143), (2, -signal.SIGTERM)])
+def test_sigterm_without_a_folder_ends_the_process_and_its_family(signals, code):
     def body():
-        train(**AVERAGES, model=Calling(Place(9, lambda: os.kill(os.getpid(), signal.SIGTERM))), processes=3)
+        terminate = Place(9, lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(signals)])
+        train(**AVERAGES, model=Calling(terminate), processes=3)
 
-    assert ended(apart(body)) == -signal.SIGTERM
+    assert ended(apart(body)) == code
 
 
 def test_kill_9_of_the_caller_ends_its_family():

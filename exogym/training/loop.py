@@ -91,8 +91,8 @@ class TrainingLoop:
         """Train to the end.
 
         Raises:
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came; with a `save_dir` the run is saved where
-                each node stands.
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came; with a `save_dir` the run was saved first,
+                where each node stood.
         """
         try:
             with self.progress, Interrupt(self.wire, self._signals()) as interrupt:
@@ -105,7 +105,7 @@ class TrainingLoop:
                 self._leave(interrupt.received)
             self._tell("done")
         except (KeyboardInterrupt, SystemExit) as stop:
-            self._tell("stopped", why=str(stop))
+            self._tell("stopped", why=str(stop.__cause__ or stop))
             raise
         except BaseException as error:
             self._tell("error", error=type(error).__name__, why=str(error))
@@ -212,26 +212,31 @@ class TrainingLoop:
         return losses
 
     def _signals(self) -> list[signal.Signals]:
-        """Return the signals that wait for a good moment: one to save at, or one at which all processes meet."""
-        if self.agenda.save_dir is not None:
-            return [signal.SIGINT, signal.SIGTERM]
-        return [signal.SIGINT] if self.wire.is_shared else []
+        """Return the signals that wait until the run can end well, between two steps.
+
+        Ctrl-C, which raises KeyboardInterrupt by itself, waits only to save, or for all processes to meet.
+        """
+        waits = self.agenda.save_dir is not None or self.wire.is_shared
+        return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]
 
     def _save_stopped(self, received: signal.Signals | None) -> None:
         """Save where each node stands, and say what resumes."""
-        if self.agenda.save_dir is None:
-            return
-        path = self.save()
-        self.wire.say(
-            f"stopped by {Stopped(received, self.step)}{self._in_stretch()}; saved in {path}. The same fit with "
-            f"save_dir={str(self.agenda.save_dir)!r}, resume=True goes on from there"
-        )
+        stopped = f"stopped by {Stopped(received, self.step)}{self._in_stretch()}"
+        if self.agenda.save_dir is not None:
+            path = self.save()
+            self.wire.say(
+                f"{stopped}; saved in {path}. The same fit with save_dir={str(self.agenda.save_dir)!r}, resume=True "
+                "goes on from there"
+            )
+        elif received is signal.SIGTERM:
+            self.wire.say(f"{stopped}; nothing is saved, since the run has no save_dir")
 
     def _leave(self, received: signal.Signals | None) -> None:
         """End as the signal asks; one that came too late to stop the run, too."""
+        stopped = Stopped(received, self.step)
         if received is signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
-        raise Stopped(received, self.step)
+            raise SystemExit(128 + signal.SIGTERM) from stopped
+        raise stopped
 
     def _in_stretch(self) -> str:
         losses = self.driver.losses

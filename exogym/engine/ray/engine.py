@@ -178,7 +178,7 @@ class _Watch:
 
         Raises:
             Moved: the run has saved itself, and there is room for more processes.
-            Stopped: a signal came, and the run has stopped.
+            Stopped: a signal came, and the run has stopped. SystemExit, whose cause that is: it was SIGTERM.
             WorkerError, or what a process raised.
         """
         import ray
@@ -218,10 +218,10 @@ class _Watch:
             return end[1]
         if self.received is None:
             raise Moved(f"{self.moving}; the run was saved after step {end[1]}", begun=True)
-        if self.received is signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
         stop = Stopped(self.received, end[1])
         stop.left = end[2]
+        if self.received is signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM) from stop
         raise stop
 
     def _cause(self) -> BaseException | None:
@@ -253,8 +253,8 @@ class _Watch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """While entered, the first Ctrl-C, or SIGTERM where the run can be saved, is noted; the second acts at once."""
-        numbers = [signal.SIGINT, *([signal.SIGTERM] if self.options.may_move else [])]
+        """While entered, the first Ctrl-C or SIGTERM is noted; the second acts at once."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
         if threading.current_thread() is not threading.main_thread():
             numbers = []
         before: dict[signal.Signals, Any] = {}
