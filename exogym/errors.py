@@ -36,6 +36,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from exogym.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
+
 
 class ExoGymError(Exception):
     """The root of the tree: catch this to catch everything ExoGym raises on purpose."""
@@ -107,16 +109,25 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def run_script(main: Callable[[], object]) -> None:
     """Call `main`, and end the process in one line where it fails: an error of ExoGym with status 1, Ctrl-C with 130.
 
+    Where nobody reads stdout any more, as behind `| head`, the status is 141.
+
     >>> run_script(lambda: print("trained"))
     trained
     """
+    fill_in()
+    replace_letters()
     try:
         main()
+        sys.stdout.flush()
     except ExoGymError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted", file=STDERR)
         sys.exit(130)
+    except BrokenPipeError:
+        if not is_stdout_gone():
+            raise
+        sys.exit(BROKEN_PIPE)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

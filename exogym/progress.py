@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from exogym.base.streams import STDERR
+
 LONGEST_SHARE = 0.01  # of the time, at most, is spent drawing
 LEAST_PAUSE_S = 0.1
 LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
@@ -49,7 +51,7 @@ def notice(text: str) -> None:
         if progress._bar is not None:
             progress._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-    print(line, file=sys.stderr, flush=True)
+    print(line, file=STDERR, flush=True)
 
 
 def warn(text: str) -> None:
@@ -113,7 +115,7 @@ class Progress:
         self._due = 0.0  # when to draw next, in seconds of time.perf_counter()
 
     def __enter__(self) -> Progress:
-        terminal = sys.stderr.isatty()
+        terminal = STDERR.isatty()
         self._on = (self.wanted is None or bool(self.wanted)) and not any(bar._on for bar in _entered)
         self._step, self._is_new, self._fields, self._due = None, False, {}, 0.0
         self._is_seldom = self.wanted is None and not terminal
@@ -185,4 +187,4 @@ def _rich_bar() -> Any:
     )  # fmt: skip
     # No refreshing thread: it would be in the way of forks, and take time from training between steps.
     # What the user prints to stdout goes through the bar only where both are the same terminal.
-    return Bar(*columns, console=Narrower(file=sys.stderr), auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+    return Bar(*columns, console=Narrower(file=STDERR), auto_refresh=False, redirect_stdout=sys.stdout.isatty())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from exogym.base.devices import OneThread, resolve_device
 from exogym.base.rng import preserved_state
+from exogym.base.streams import fill_in
 from exogym.errors import ArgumentError, Stopped, checked
 from exogym.record.history import History
 from exogym.training.subject import Subject
@@ -287,9 +288,9 @@ class LocalTrainer(Trainer):
             KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM; with `save_dir` the run was saved first, where
                 each node stood. A second signal acts at once.
 
-        After an error, Ctrl-C or SIGTERM in training the model holds the average of where the nodes stood (after an error
-        with several processes: the nodes here), and `trainer.history` what happened until then. After an error with
-        `engine="ray"` both are as they were before.
+        After an error, Ctrl-C or SIGTERM in training the model holds the average of where the nodes stood (after an
+        error with several processes: the nodes here), and `trainer.history` what happened until then. After an error
+        with `engine="ray"` both are as they were before.
         """
         given = locals()
         from exogym.training.options import FitOptions, asked_to_go_on, option_names
@@ -300,6 +301,7 @@ class LocalTrainer(Trainer):
         return self.model
 
     def _place(self, options: FitOptions) -> None:
+        fill_in()
         from exogym.engine.world import local_device
 
         # Of an engine elsewhere no process is here: each looks for the device of its own machine.

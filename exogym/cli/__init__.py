@@ -1,6 +1,6 @@
 """The command line: `exogym COMMAND`. One file per command; a command says what is wrong in one line.
 
-Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 where nobody reads stdout any more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 import typer.core
 import typer.main
 
+from exogym.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 from exogym.cli.values import INTERRUPTED
 from exogym.errors import ArgumentError, DataError, nearest
 from exogym.progress import notice
@@ -114,16 +115,23 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments` (those of the process if None) and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    fill_in()
+    replace_letters()
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
         try:
             status = app(given, prog_name="exogym", standalone_mode=False) or 0
+            sys.stdout.flush()
+        except SystemExit as end:  # with 1 where click could not print
+            if not isinstance(end.__context__, BrokenPipeError):
+                raise
+            status = BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in given:
-                traceback.print_exc()
-            status = _report(error)
+                traceback.print_exc(file=STDERR)
+            status = BROKEN_PIPE if isinstance(error, OSError) and is_stdout_gone() else _report(error)
     if status == INTERRUPTED:
-        print("exogym: interrupted", file=sys.stderr)
+        print("exogym: interrupted", file=STDERR)
     return status
 
 
@@ -144,5 +152,5 @@ def _report(error: BaseException) -> int:
         known = type(error).__module__ == "exogym.errors"
         text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
         status = 1
-    print("exogym: error: " + " ".join(text.split()), file=sys.stderr)
+    print("exogym: error: " + " ".join(text.split()), file=STDERR)
     return status

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ import typer
 
 from exogym.advise.afterwards import held_against
 from exogym.base.files import new_folder
+from exogym.base.streams import STDERR
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.progress import notice
@@ -95,7 +95,7 @@ def train(
     with contextlib.nullcontext() if watching is None else watching(folder):
         code = launcher.launch(
             JOB, json.dumps(run.as_dict()), module=True, folder=folder, mirror=folder, save_dir=run.save_dir,
-            environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(sys.stderr.isatty()))},
+            environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(STDERR.isatty()))},
         )  # fmt: skip
     bring_run(launcher, folder, 1)
     if code:

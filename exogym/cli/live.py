@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from exogym.base.streams import STDERR
 from exogym.compare import Standing
 from exogym.compare.comparison import Comparison
 from exogym.network import readable_seconds
@@ -39,9 +39,9 @@ class LiveTable:
         self._left_s: float | None = None
 
     def __enter__(self) -> LiveTable:
-        self._due = 0.0 if sys.stderr.isatty() else time.perf_counter() + SELDOM_S
-        if sys.stderr.isatty():
-            self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+        self._due = 0.0 if STDERR.isatty() else time.perf_counter() + SELDOM_S
+        if STDERR.isatty():
+            self._live = Live(console=Console(file=STDERR), auto_refresh=False, transient=True)
             self._live.start()
         return self
 

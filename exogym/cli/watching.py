@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from exogym.base.streams import STDERR
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 from exogym.record.run_folder import read_object
@@ -38,7 +38,7 @@ class Watching:
         self._over = threading.Event()
         self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._live = Live(console=Console(file=sys.stderr), auto_refresh=False, transient=True)
+        self._live = Live(console=Console(file=STDERR), auto_refresh=False, transient=True)
 
     def __enter__(self) -> Watching:
         self._live.start()

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from exogym.base.files import replacing
+from exogym.base.streams import STDERR
 from exogym.distributed.group import destroy_process_group, get_distributed_info, init_process_group
 from exogym.distributed.measure import DEFAULT_SIZES_BYTES, self_test, table
 from exogym.distributed.probing import PROBED_BYTES, as_line, measure, step_seconds
@@ -47,7 +48,7 @@ def main() -> int:
         finally:
             destroy_process_group()
     except (ArgumentError, DataError) as error:
-        print(f"exogym.distributed: error: {error}", file=sys.stderr)
+        print(f"exogym.distributed: error: {error}", file=STDERR)
         return 2
     if info["rank"] == 0 and given.json == "-":
         print(as_line(fields))

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from exogym.base import pulse
+from exogym.base import pulse, streams
 from exogym.engine.hangs import shows_stacks
 from exogym.engine.reports import held, packed, unpacked
 from exogym.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
@@ -73,8 +73,7 @@ def run_forked(
     run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
     children: list[_Child] = []
     pipes: list[tuple[int, int]] = []
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush()
     try:
         for process in range(1, len(placement)):
             children.append(_fork(run, process, pipes, children))
@@ -145,8 +144,7 @@ def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[
         _report(error_write, error)
     finally:
         with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            streams.flush()
         os._exit(code)
 
 
@@ -157,7 +155,9 @@ def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
         run.memory[MAIN_HANGS] = 1
         stacks = pulse.stacks_of(parent, run.stacks)
         if not run.memory[MAIN_KNOWS]:  # it runs no Python any more
-            print(f"exogym: {text}" + (f". Where it stood:\n{stacks}" if stacks else ""), file=sys.stderr, flush=True)
+            print(
+                f"exogym: {text}" + (f". Where it stood:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True
+            )
     return text
 
 

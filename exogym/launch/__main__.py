@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from exogym.base.streams import STDERR, fill_in
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.launch.config import LaunchConfig
 from exogym.launch.launcher import DistributedLauncher
@@ -105,6 +106,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line on `words` (those of the process if None) and return the exit status."""
+    fill_in()
     try:
         own, script, module, arguments = split(sys.argv[1:] if words is None else words)
         options = vars(_parser().parse_args(own))
@@ -113,10 +115,10 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ArgumentError("which script? Give one: python -m exogym.launch --nproc_per_node 2 script.py")
         return DistributedLauncher(LaunchConfig(**options)).launch(script, *arguments, module=module)
     except KeyboardInterrupt:
-        print("exogym.launch: interrupted", file=sys.stderr)
+        print("exogym.launch: interrupted", file=STDERR)
         return 130
     except ExoGymError as error:
-        print("exogym.launch: error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("exogym.launch: error: " + " ".join(str(error).split()), file=STDERR)
         return 2 if isinstance(error, ArgumentError) else 1
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from exogym.balance import Balance
 from exogym.base.devices import resolve_device
 from exogym.base.files import new_folder
+from exogym.base.streams import STDERR
 from exogym.data.partition import Partitioner
 from exogym.engine.world import join_world, local_device, world_size
 from exogym.errors import ArgumentError, WorkerError, check_count, checked
@@ -342,7 +343,7 @@ class NetworkTrainer(Trainer):
             self.hosts, sync=self.sync, max_restarts=restarts, min_hosts=self.min_hosts,
             retries=self.retries,
         )  # fmt: skip
-        watched = options.progress is None and sys.stderr.isatty()
+        watched = options.progress is None and STDERR.isatty()
         again = ""
         if options.save_dir is not None and not options.resume:
             again = "; the same fit with resume=True goes on from the last checkpoint"

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from exogym.base import streams
 from exogym.base.devices import free_memory_bytes
 from exogym.compare.session import Session
 from exogym.engine.forks import can_fork, die_with
@@ -102,8 +103,7 @@ def _has_room() -> bool:
 
 def _forked(job: Job) -> int:
     """Train in a new process; return its number."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    streams.flush()
     parent, collects = os.getpid(), gc.isenabled()
     gc.disable()
     pid = os.fork()
@@ -130,8 +130,7 @@ def _forked(job: Job) -> int:
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            streams.flush()
         os._exit(code)
 
 

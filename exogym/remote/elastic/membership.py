@@ -38,6 +38,7 @@ from types import FrameType
 from typing import Any
 
 from exogym.base.shelf import SENSELESS, Shelf
+from exogym.base.streams import STDERR
 from exogym.launch.door import SECRET, Door, listen
 from exogym.remote.elastic.member import DONE, MEMBERSHIP
 from exogym.remote.orders import SILENCE_S
@@ -359,7 +360,7 @@ class MembershipServer:
 
 
 def _say(text: str) -> None:
-    print(f"exogym: {text}", file=sys.stderr, flush=True)
+    print(f"exogym: {text}", file=STDERR, flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> None:
