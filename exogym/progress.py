@@ -17,34 +17,35 @@ from exogym.base.streams import STDERR
 
 LONGEST_SHARE = 0.01  # of the time, at most, is spent drawing
 LEAST_PAUSE_S = 0.1
+GOING_ON = "going on"  # of a notice: how a stopped run goes on
 LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
 SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
 _NOT_THE_USERS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, contextlib.__file__, functools.__file__)
 _entered: list[Progress] = []  # inside one that is on, others stay quiet
-_silent: list[None] = []
+_silent: list[str | None] = []
 
 
 @contextlib.contextmanager
-def without_notices() -> Iterator[None]:
-    """Print no line of `notice` inside.
+def without_notices(about: str | None = None) -> Iterator[None]:
+    """Print no line of `notice` inside, or none of those `about` something.
 
     >>> with without_notices():
     ...     notice("going on from step 1")
     """
-    _silent.append(None)
+    _silent.append(about)
     try:
         yield
     finally:
         _silent.pop()
 
 
-def notice(text: str) -> None:
+def notice(text: str, about: str | None = None) -> None:
     """Print the line `exogym: text` on stderr, above the progress bar if there is one.
 
     The library says with it what it chose for itself, for example a micro-batch that fits the memory.
     """
-    if _silent:
+    if None in _silent or about in _silent:
         return
     line = f"exogym: {text}"
     for progress in _entered:

@@ -141,7 +141,12 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "exogym").rglob("*") if path.is_file()}
     assert names == {name for name in there if "__pycache__" not in name}
     assert {"exogym/py.typed", "exogym/ui/static/index.html"} <= names
-    assert "licenses/LICENSE" in about and entries.split() == ["[console_scripts]", "exogym", "=", "exogym.cli:main"]
+    assert "licenses/LICENSE" in about and entries.split() == [
+        "[console_scripts]",
+        "exogym",
+        "=",
+        "exogym.__main__:main",
+    ]
     assert metadata["Description-Content-Type"] == "text/markdown"
     check_readme(str(metadata.get_payload()))
     assert f"COPY dist/{built.wheel.name} " in dockerfile()

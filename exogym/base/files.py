@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, ExoGymError
+
+SHORT_BYTES = 1 << 20  # of a file that was written by hand, at most
 
 
 @contextlib.contextmanager
@@ -48,6 +50,39 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     if not is_plain(path):
         raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
     return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
+
+
+def short_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file that somebody has written by hand.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+        ArgumentError: it is longer than any such file, as a device that never ends.
+    """
+    with open(path, "rb") as file:
+        data = file.read(SHORT_BYTES + 1)
+    if len(data) > SHORT_BYTES:
+        raise ArgumentError(
+            f"{os.fspath(path)!r} is longer than {SHORT_BYTES >> 20} MiB: give a text file that was written by hand"
+        )
+    return data.decode("utf-8")
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
+    """Make a folder for the time of the block.
+
+    Raises:
+        ExoGymError: there is no folder for temporary files that can be written.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ExoGymError(
+            f"no temporary folder can be made ({error}): set TMPDIR to a folder that you can write"
+        ) from error
+    with folder as name:
+        yield Path(name)
 
 
 def cut_torn_line(path: str | os.PathLike[str]) -> None:

@@ -63,7 +63,7 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
     commands: Any = context.find_root().command
     forms = {}
     for command in COMMANDS:
-        options = [option for option in commands.commands[command].params if option.name not in OURS]
+        options = [option for option in commands.get_command(context, command).params if option.name not in OURS]
         forms[command] = [
             {
                 "name": option.name, "flag": option.opts[0], "help": option.help or "",

@@ -271,10 +271,10 @@ class Wire:
         rows = self.rows(letters.expand(len(self.ranks), -1), firsts)
         return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
-    def say(self, text: str) -> None:
-        """Tell the user a line, once."""
+    def say(self, text: str, about: str | None = None) -> None:
+        """Tell the user a line, once; `about`: see `exogym.progress.without_notices`."""
         if self.is_main:
-            notice(text)
+            notice(text, about)
 
     def barrier(self) -> None:
         """Wait for all processes."""

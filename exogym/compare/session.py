@@ -20,6 +20,7 @@ from exogym.compare.pace import Pace
 from exogym.compare.plots import Strip
 from exogym.data.partition import Partitioner
 from exogym.errors import TrainingError
+from exogym.progress import GOING_ON, without_notices
 from exogym.record.history import History
 from exogym.record.metrics import Metric
 from exogym.tasks import Task
@@ -105,7 +106,8 @@ class Session:
 
     def settle(self, label: str, seed: int) -> Outcome:
         """Take one run to its end, and keep what came out where there is a folder."""
-        outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
+        with without_notices(GOING_ON):  # who called says how all of them go on
+            outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
         if self.folder is not None:
             self.folder.keep(label, seed, outcome)
         return outcome

@@ -8,11 +8,10 @@ import ipaddress
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from exogym.base.files import replacing
+from exogym.base.files import replacing, temporary_folder
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.remote import ssh
 from exogym.remote.hosts import Host
@@ -75,7 +74,7 @@ def sign(path: str, statement: str) -> str:
     Raises:
         ExoGymError: ssh-keygen cannot sign with it.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         file = os.path.join(folder, "key")  # ssh-keygen reads the public key beside the private one, if it is there
         os.symlink(os.path.abspath(os.path.expanduser(path)), file)
         Path(f"{file}.pub").write_text(own_key(path) + "\n", "utf-8")
@@ -86,7 +85,7 @@ def signed(key: str, statement: str, signature: object) -> bool:
     """Say whether `signature` is over `statement`, and by the private key that belongs to the public `key`."""
     if not isinstance(signature, str) or not signature.isascii():
         return False
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         known, given = os.path.join(folder, "known"), os.path.join(folder, "signature")
         Path(known).write_text(f"caller {key}\n", "ascii")
         Path(given).write_text(signature, "ascii")

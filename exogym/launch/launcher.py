@@ -11,13 +11,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from exogym.base.files import temporary_folder
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.launch.backends import BACKEND_VARIABLE
 from exogym.launch.config import LaunchConfig
@@ -93,9 +93,8 @@ class DistributedLauncher:
         if not module and not os.path.isfile(target):
             raise ArgumentError(f"there is no script {target!r} in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
-        room = tempfile.TemporaryDirectory(prefix="exogym-launch-", ignore_cleanup_errors=True)
-        with _ended_by_signals() as stop, room:
-            folder = stop.folder = Path(room.name)
+        with _ended_by_signals() as stop, temporary_folder("exogym-launch-") as folder:
+            stop.folder = folder
             (folder / "running").mkdir()
             output = Output(folder, self.config.nproc_per_node, log_dir)
             try:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from exogym.base.files import short_text
 from exogym.errors import ArgumentError
 from exogym.network.presets import PRESETS
 
@@ -46,7 +47,9 @@ def settings_of(text: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text("utf-8"))
+        settings = json.loads(short_text(path))
+    except ArgumentError as error:
+        raise ArgumentError(f"the network file {error}") from None
     except OSError as error:
         raise ArgumentError(f"the network file {str(path)!r} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exogym.base.files import short_text
 from exogym.errors import ArgumentError, nearest
 
 MASTER_PORT = 29500
@@ -141,7 +142,9 @@ class HostsConfig:
             raise ArgumentError(f"hosts_config is a {type(source).__name__}, wanted the path of a JSON file or a dict")
         name = Path(source).name
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = short_text(source)
+        except ArgumentError as error:
+            raise ArgumentError(f"the hosts file {error}, such as {EXAMPLE}") from None
         except (OSError, ValueError) as error:
             raise ArgumentError(
                 f"the hosts file {os.fspath(source)!r} cannot be read ({error}): write one, such as {EXAMPLE}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from exogym.base.files import replacing
+from exogym.base.files import replacing, temporary_folder
 from exogym.errors import ExoGymError, checked
 from exogym.network import Network
 from exogym.remote.hosts import HostsConfig
@@ -51,7 +50,7 @@ def measure_hosts(
     words += [] if batch_size is None else ["--batch-size", str(batch_size)]
     words += [] if task_options is None else ["--task-options", task_options]
     words += [] if sizes_bytes is None else ["--sizes_bytes", *map(str, sizes_bytes)]
-    with TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         launcher = SSHLauncher(hosts_config, sync=sync, project=project, out=folder, echo=False)
         code = launcher.launch("exogym.distributed", *words, module=True)
         assert launcher.folder is not None

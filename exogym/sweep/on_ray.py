@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from exogym.base.files import temporary_folder
 from exogym.base.locks import BEAT_S
 from exogym.compare.folder import OUTCOME
 from exogym.engine.ray.cluster import check_machines, connect, machines
@@ -86,8 +85,7 @@ def _settled(packed: bytes, label: str, seed: int) -> Files:
     import ray.cloudpickle
 
     session = ray.cloudpickle.loads(packed)
-    with tempfile.TemporaryDirectory(prefix="exogym-sweep-") as name:
-        top = Path(name)
+    with temporary_folder("exogym-sweep-") as top:
         session.folder.path = top
         session.settle(label, seed)
         return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from exogym.base.devices import resolve_device
-from exogym.base.files import replacing
+from exogym.base.files import replacing, temporary_folder
 from exogym.base.locks import LOCK, Lock
 from exogym.base.processes import described
 from exogym.compare.comparison import MEASURES, TIMED, summarise
@@ -144,7 +143,7 @@ def sweep(
         if out is None:
             if resume:
                 raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/sweep'")
-            run.path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="exogym-sweep-")))
+            run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             check_matplotlib()
             run.path = Path(out).expanduser()

@@ -126,8 +126,10 @@ def _forked(job: Job) -> int:
         code = 0
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as end:  # it was asked to stop
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc(file=streams.STDERR)
     finally:
         with contextlib.suppress(BaseException):
             streams.flush()

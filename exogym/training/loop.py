@@ -25,7 +25,7 @@ from exogym.faults import Outages
 from exogym.fleet import Fleet
 from exogym.fleet.seats import Seats
 from exogym.fleet.state import Shared
-from exogym.progress import Progress
+from exogym.progress import GOING_ON, Progress
 from exogym.record.history import History
 from exogym.record.metrics import Evaluator, spread, usage
 from exogym.record.observers import Fields, Observer, Observers
@@ -226,10 +226,11 @@ class TrainingLoop:
             path = self.save()
             self.wire.say(
                 f"{stopped}; saved in {path}. The same fit with save_dir={str(self.agenda.save_dir)!r}, resume=True "
-                "goes on from there"
+                "goes on from there",
+                GOING_ON,
             )
         elif received is signal.SIGTERM:
-            self.wire.say(f"{stopped}; nothing is saved, since the run has no save_dir")
+            self.wire.say(f"{stopped}; nothing is saved, since the run has no save_dir", GOING_ON)
 
     def _leave(self, received: signal.Signals | None) -> None:
         """End as the signal asks; one that came too late to stop the run, too."""

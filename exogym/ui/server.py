@@ -13,13 +13,17 @@ GET /api/events                  server-sent: the list, when it has changed
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import secrets
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import anyio
@@ -96,16 +100,48 @@ def serve(
     with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
         starter = None if forms is None else Starter(folder, forms, allow_code)
+        over = threading.Event()
         config = uvicorn.Config(
-            application(Shelf(folder), host, token, starter), log_level="warning", server_header=False, lifespan="off",
-            ws="none", http="h11", loop="asyncio", timeout_graceful_shutdown=1,  # the same whatever else is installed
+            application(Shelf(folder), host, token, starter, over), log_level="warning", server_header=False,
+            lifespan="off", timeout_graceful_shutdown=1,
+            ws="none", http="h11", loop="asyncio",  # the same whatever else is installed
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
-        uvicorn.Server(config).run(sockets=[sock])
+        with _quiet(over):
+            _Server(config, over).run(sockets=[sock])
 
 
-def application(shelf: Shelf, host: str, token: str, starter: Starter | None = None) -> Any:
-    """Return the page as an ASGI application, behind its guard; without a starter it only reads."""
+class _Server(uvicorn.Server):
+    """Sets `over` as soon as it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, over: threading.Event):
+        super().__init__(config)
+        self.over = over
+
+    def handle_exit(self, number: int, frame: FrameType | None) -> None:
+        self.over.set()
+        super().handle_exit(number, frame)
+
+
+@contextlib.contextmanager
+def _quiet(over: threading.Event) -> Iterator[None]:
+    """While entered, uvicorn logs nothing once it is `over`: it cuts off what browsers still wait for, with a trace."""
+    log, keep = logging.getLogger("uvicorn.error"), lambda record: not over.is_set()
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+def application(
+    shelf: Shelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None
+) -> Any:
+    """Return the page as an ASGI application, behind its guard; without a starter it only reads.
+
+    What it sends without end, it ends once it is `over`.
+    """
+    is_over = threading.Event() if over is None else over
 
     def index(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -158,7 +194,7 @@ def application(shelf: Shelf, host: str, token: str, starter: Starter | None = N
         return JSONResponse(in_json(list(_watched(shelf))))
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(_changes(shelf), media_type="text/event-stream")
+        return StreamingResponse(_changes(shelf, is_over), media_type="text/event-stream")
 
     def all_forms(request: Request) -> Response:
         return JSONResponse({} if starter is None else starter.forms)
@@ -284,11 +320,13 @@ def _whole(request: Request, name: str, default: Any) -> Any:
         raise HTTPException(400, f"{name} should be a whole number") from None
 
 
-async def _changes(shelf: Shelf) -> AsyncIterator[str]:
+async def _changes(shelf: Shelf, over: threading.Event) -> AsyncIterator[str]:
     """Yield the list of runs, as server-sent events, when it changes; else a comment, which shows a gone reader."""
     before = None
-    while True:
+    while not over.is_set():
         now = json.dumps(await run_in_threadpool(shelf.all))
         yield f"event: runs\ndata: {now}\n\n" if now != before else ": \n\n"
         before = now
-        await anyio.sleep(PAUSE_S)
+        until = anyio.current_time() + PAUSE_S
+        while anyio.current_time() < until and not over.is_set():
+            await anyio.sleep(PAUSE_S / 10)
