@@ -152,4 +152,5 @@ def _why(status: int) -> str:
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         return f"killed by {name}" + ("; the system does so when memory runs out" if name == "SIGKILL" else "")
-    return f"exit code {os.waitstatus_to_exitcode(status)}, its traceback is above"
+    code = os.waitstatus_to_exitcode(status)
+    return "stopped by SIGTERM" if code == 128 + signal.SIGTERM else f"exit code {code}, its traceback is above"
