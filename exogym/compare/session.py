@@ -33,8 +33,8 @@ SAVE_S = 60.0  # a run that takes longer is saved so often, at an evaluation
 class Standing:
     """How far a comparison is: run number `run` of `runs` of strategy `label`, after `step` of `steps` steps.
 
-    `left_s` is how many seconds all runs will still train, None before anything is known of it; tables and pictures come
-    after that.
+    `left_s` is how many seconds all runs will still train, None before anything is known of it; tables and
+    pictures come after that.
     """
 
     label: str
