@@ -1,6 +1,7 @@
 """The hosts file: what it says, and one clear line for whatever is wrong with it."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -8,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, ExoGymError
 from exogym.launch.door import SECRET
 from exogym.remote import Host, HostsConfig, ssh
 from exogym.remote.onhost.interfaces import addresses, interface_of
 from exogym.remote.orders import inside, orders
 from exogym.remote.session import diagnose
-from exogym.remote.sync import sync_words
+from exogym.remote.sync import sync_project, sync_words
 
 DOCUMENTED = {
     "master": "192.168.1.100",
@@ -235,6 +236,28 @@ def test_the_copy_that_is_made() -> None:
     assert f"--exclude=step_{'[0-9]' * 10}*/" in words  # a host's own checkpoints
     local = sync_words(Host("localhost", "localhost", path="/elsewhere"), "/p")
     assert local[-2:] == ["/p/", "/elsewhere/"] and "--rsh" not in local
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "meaning"),
+    [
+        (11, "", "because the disk there is full$"),
+        (12, "rsync: not found", "rsync is missing there.*It said: rsync: not found$"),
+        (99, "", "man rsync"),
+    ],
+)
+def test_how_rsync_ended_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str, meaning: str
+) -> None:
+    """Some statuses come without a word of rsync's own: a full disk, a killed rsync."""
+    rsync = tmp_path / "bin" / "rsync"
+    rsync.parent.mkdir()
+    rsync.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit {status}\n")
+    rsync.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{rsync.parent}:{os.environ['PATH']}")
+    hosts = HostsConfig.load({"master": "localhost", "project_path": str(tmp_path / "there")})
+    with pytest.raises(ExoGymError, match=f"rsync ended with status {status}: .*{meaning}"):
+        sync_project(hosts, str(tmp_path), 60.0)
 
 
 def test_the_interface_of_an_address() -> None:

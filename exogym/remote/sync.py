@@ -17,6 +17,26 @@ EXCLUDED = (
     *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
 )
 
+STATUSES = {  # of rsync's manual, with the usual cause
+    1: "an option is unknown to one of the two rsyncs: install the same version on both",
+    2: "the two rsyncs do not understand each other: install the same version on both",
+    3: "a folder is missing or may not be opened, here or there",
+    5: "the two rsyncs did not begin to talk; a login there that prints text disturbs it",
+    10: "the connection was lost",
+    11: "a file could not be read or written, mostly because the disk there is full",
+    12: "the connection ended early: rsync is missing there or was killed, a full disk, or a login that prints text",
+    13: "one of the two rsyncs had an error of its own",
+    14: "one of the two rsyncs could not start a process, or lost it",
+    20: "it was interrupted",
+    22: "the memory here or there is not enough",
+    23: "some files were not copied: mostly files that may not be read here or written there",
+    24: "files disappeared here while they were copied: leave the folder alone meanwhile, and try again",
+    30: "the other side said nothing for too long",
+    35: "the other side did not answer in time",
+    127: "there is no rsync there: install it",
+    255: "ssh could not connect, or lost the connection",
+}
+
 
 def copies(host: Host, project: str) -> bool:
     """Say whether the project must be copied to `host`: not to the folder in which it is."""
@@ -70,4 +90,15 @@ def _copy(host: Host, project: str, answer_s: float) -> None:
             "there is no rsync on this machine: install it, or copy the project by other means"
         ) from None
     if done.returncode:
-        raise ExoGymError(f"{host.address}: rsync ended with status {done.returncode}: {done.stderr.strip()}")
+        raise ExoGymError(f"{host.address}: {failure(done.returncode, done.stderr)}")
+
+
+def failure(status: int, said: str) -> str:
+    """Return in words how rsync ended, what its status usually means, and what it said.
+
+    >>> failure(11, "")
+    'rsync ended with status 11: a file could not be read or written, mostly because the disk there is full'
+    """
+    meaning = "killed by a signal" if status < 0 else STATUSES.get(status, "man rsync says what this status means")
+    said = said.strip()
+    return f"rsync ended with status {status}: {meaning}" + (f". It said: {said}" if said else "")
