@@ -25,6 +25,7 @@ from exogym.base import rng
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
+from exogym.progress import notice
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Task:
         H: inner steps between communications of the strategies that have them.
         outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
         partitioner: who gets what, as on the command line; None deals anew each epoch.
+        evaluates: what an evaluation looks at, in words; None: all of `val`, which is all that was held out.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Task:
     warmup_steps: int = 0
     max_norm: float | None = None
     partitioner: str | None = None
+    evaluates: str | None = None
 
     def make_model(self, seed: int = 0) -> nn.Module:
         """Return a new model; its weights follow from `seed`, and the caller's random state is left as it was."""
@@ -223,20 +226,35 @@ def whisper_task(
     lines: int = 96,
     held_out: int = 24,
     val_clips: int = 32,
+    general: Data = "spoken",
+    replay: float = 0.0,
 ) -> Task:
     """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
     `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
     `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
     out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
+
+    `general` is running speech that the model must not lose, as in `exogym.data.speech.general_speech`: after a run on
+    hosts the trained model is held against it; None: against nothing. With `replay` such a share of the training clips
+    is drawn from it: then it is a folder with a manifest.
     """
-    from exogym.data.speech import find_speech
+    from exogym.data.speech import find_speech, mixed, speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
     from exogym.models.whisper.weights import find_weights
 
     check_count("val_clips", val_clips)
     found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
-    source = find_speech(data, load_tokens(found, **spoken).encode, window_s=window_s, lines=lines, held_out=held_out)
+    encode = load_tokens(found, **spoken).encode
+    source = find_speech(data, encode, window_s=window_s, lines=lines, held_out=held_out)
+    if replay:
+        if general in (None, "spoken"):
+            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, running speech with a manifest")
+        source = mixed(source, speech(general, encode, window_s=window_s), replay)
+    val = source.val.thinned(val_clips)
+    part = None if len(val) == len(source.val) else f"{len(val)} of the {len(source.val)} clips that are held out"
+    if part is not None:
+        notice(f"an evaluation listens to {part}, evenly spread; val_clips={len(source.val)} listens to all")
     build = functools.partial(
         WhisperModelWrapper.from_weights, found, window_s=source.window_s, lora_rank=lora_rank,
         word_errors=word_errors, gradient_checkpointing=gradient_checkpointing, **spoken,
@@ -247,7 +265,7 @@ def whisper_task(
         f"Whisper on {len(source.train)} clips of up to {source.window_s:g} s, {trained}",
         source.origin,
         source.train,
-        source.val.thinned(val_clips),
+        val,
         build,
         nodes=2,
         batch_size=2,
@@ -259,6 +277,7 @@ def whisper_task(
         lr_scheduler="cosine",
         warmup_steps=4,
         max_norm=1.0,
+        evaluates=part,
     )
 
 

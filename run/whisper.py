@@ -58,7 +58,8 @@ def main() -> None:
 
     if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
         return
-    print(f"{task.description}; {task.origin}; {len(task.val)} clips held out; {args.num_nodes} nodes")
+    heard = task.evaluates or f"all {len(task.val)} clips that are held out"
+    print(f"{task.description}; {task.origin}; evaluated on {heard}; {args.num_nodes} nodes")
     for row in trainer.history.rows(node=None):
         if row["val_loss"] is not None:
             sent = readable_bytes(row["tx_bytes"])

@@ -26,7 +26,8 @@ def measured(tmp_path_factory):
 def test_the_file_has_every_collective_pair_and_step(measured):
     _, network, fields = measured
     assert set(fields) == {
-        "num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "versions", "date"
+        "num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "evaluation_s", "versions",
+        "date",
     }  # fmt: skip
     assert fields["hosts"] == ["localhost"] * 2 and fields["num_nodes"] == network.num_nodes == 2
     assert fields["versions"]["task"] == "digits" and re.match(r"\d{4}-\d\d-\d\dT", fields["date"])
@@ -40,7 +41,8 @@ def test_the_file_has_every_collective_pair_and_step(measured):
         assert fields["first"].get(kind, 1) >= table[max(table, key=int)]
     for i, j in ((0, 1), (1, 0)):
         assert network.link(i, j) == tuple(fields["pairs"][i][j])
-    assert len(fields["step_s"]) == 2 and min(fields["step_s"]) > 0
+    for name in ("step_s", "evaluation_s"):
+        assert len(fields[name]) == 2 and min(fields[name]) > 0 and getattr(network.measurement, name) == fields[name]
 
 
 def test_a_prediction_takes_what_was_measured(measured):

@@ -1,12 +1,14 @@
 """Whisper, held against transformers: what it hears, its loss, what it writes; LoRA, windows, weights, training."""
 
 import copy
+import json
 import random
 import struct
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from speech_files import folder_of_tones, tone
 
 from exogym import LocalTrainer
@@ -17,7 +19,8 @@ from exogym.models.whisper.ctranslate2 import LAYER, NO_BIAS, read_variables
 from exogym.models.whisper.decoding import greedy, unlooped
 from exogym.models.whisper.features import LogMel, mel_filters
 from exogym.models.whisper.tokens import byte_tokens
-from exogym.models.whisper.weights import SMALL, find_weights
+from exogym.models.whisper.weights import SMALL, SMALL_SIZES, _made, find_weights
+from exogym.saving.export import save_model
 from exogym.strategy import DiLoCoStrategy
 from exogym.tasks import load_task
 from exogym.testing import fingerprint
@@ -453,3 +456,105 @@ def test_real_weights_hear_what_is_read_aloud(tmp_path):
         assert WhisperModelWrapper.from_weights(window_s=window_s).errors_on(clips, lines).rate < 0.3
     timed = WhisperModelWrapper.from_weights(timestamps=True).segments(clips[:1])[0]
     assert timed[0][0] == 0.0 and 1.0 < timed[-1][1] < 5.0
+
+
+# What a trained model leaves
+
+
+def opened(folder):
+    """Return the pipeline of transformers for a folder."""
+    from transformers import pipeline
+
+    return pipeline("automatic-speech-recognition", str(folder))
+
+
+def test_a_saved_folder_opens_in_a_pipeline_of_transformers(tmp_path):
+    """With adapters, from a window of 1 s: it hears longer clips, and writes what this wrapper's model writes."""
+    model = talkative(small(lora_rank=4)).eval()
+    never = (model.tokens.start, model.tokens.no_times, *range(model.tokens.first_time, model.tokens.size))
+    model._suppressed = (never, (model.tokens.end,))  # as real weights have them, to be handed on
+    model.save_pretrained(tmp_path)
+    whole = small(window_s=30.0).whisper_model.get_encoder().embed_positions.weight
+    again = WhisperModelWrapper.from_weights(tmp_path).eval()
+    assert again.window_s == 30.0 and torch.equal(again.whisper_model.get_encoder().embed_positions.weight, whole)
+    sound = tone(2.5)
+    heard = opened(tmp_path)(sound, generate_kwargs={"max_new_tokens": 12, "num_beams": 1})["text"]
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    features = processor(sound, sampling_rate=16_000, return_tensors="pt").input_features
+    ours = greedy(again.whisper_model, features, again.tokens, *again._suppressed, 12)
+    assert type(processor).__name__ == "WhisperProcessor"
+    assert heard.strip() == again.tokens.decode(ours[0]) and len(heard) > 3
+
+
+def test_a_multilingual_folder_knows_its_language(tmp_path):
+    tokenizer = multilingual_tokenizer()
+    model = _made(SMALL_SIZES, Tokens(tokenizer))
+    WhisperModelWrapper(model, tokenizer, language="de", window_s=1.0).save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (told["language"], told["task"], told["is_multilingual"]) == ("de", "transcribe", True)
+    assert len(told["lang_to_id"]) == 99 and told["lang_to_id"]["<|de|>"] == 50_261
+    assert opened(tmp_path)(tone(0.5), generate_kwargs={"max_new_tokens": 3})["text"] is not None
+
+
+def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
+    """Window and rank are read from it; a file of something else, or of other weights, is refused."""
+    file = tmp_path / "fit_1.model.safetensors"
+    model = talkative(small(lora_rank=3, window_s=1.5)).eval()
+    save_model(model, file)
+    again = WhisperModelWrapper.from_trained(file, SMALL).eval()
+    assert again.window_s == 1.5 and torch.equal(again._positions, model._positions)
+    batch = batch_of(model)
+    with torch.no_grad():
+        assert torch.equal(again(batch)["loss"], model(batch)["loss"])
+    save_model(small(lora_rank=None), file)
+    assert not any("lora" in name for name in WhisperModelWrapper.from_trained(file, SMALL).state_dict())
+    save_model(torch.nn.Linear(2, 2), file)
+    with pytest.raises(DataError, match=r"holds no Whisper.*give the weights of that run"):
+        WhisperModelWrapper.from_trained(file, SMALL)
+    state = model.state_dict()
+    state.pop("whisper_model.proj_out.weight")
+    save_file({name: x.clone() for name, x in state.items()}, file)
+    with pytest.raises(DataError, match=r"proj_out\.weight differs or is missing"):
+        WhisperModelWrapper.from_trained(file, SMALL)
+    file.write_bytes(b"torn")
+    with pytest.raises(DataError, match="wanted the model file of a run"):
+        WhisperModelWrapper.from_trained(file, SMALL)
+
+
+def test_an_evaluation_says_which_clips_it_hears(tones, capsys):
+    task = load_task("whisper", tones, weights=SMALL, val_clips=2)
+    assert task.evaluates == "2 of the 4 clips that are held out" and len(task.val) == 2
+    assert "an evaluation listens to 2 of the 4 clips" in capsys.readouterr().err
+    assert load_task("whisper", tones, weights=SMALL).evaluates is None
+    assert "listens" not in capsys.readouterr().err
+
+
+def test_replay_mixes_running_speech_into_the_clips(tones, tmp_path):
+    general = folder_of_tones(tmp_path / "general", 10, ["and so my fellow"] * 10)
+    task = load_task("whisper", tones, weights=SMALL, general=str(general), replay=0.25)
+    assert len(task.train) == 20 and task.train.texts.count("and so my fellow") == 5
+    assert set(task.val.texts) <= {"one", "two", "three", "four", "five", "six"} and len(task.val) == 4
+    for wrong in ({"replay": 0.5}, {"replay": 0.5, "general": None}):
+        with pytest.raises(ArgumentError, match="needs general=FOLDER"):
+            load_task("whisper", tones, weights=SMALL, **wrong)
+    with pytest.raises(DataError, match=r"replay=1\.5"):
+        load_task("whisper", tones, weights=SMALL, general=str(general), replay=1.5)
+
+
+@pytest.mark.slow
+def test_real_weights_in_a_short_window_leave_a_folder_that_hears_more(tmp_path):
+    """tiny.en in a window of 2 s, by its file, in a pipeline of transformers: a sentence of over 4 s."""
+    from exogym.data.speech import general_speech
+
+    model = WhisperModelWrapper.from_weights(window_s=2.0, lora_rank=4)
+    sample = general_speech("spoken", model.tokens.encode)
+    save_model(model, tmp_path / "file.safetensors")
+    WhisperModelWrapper.from_trained(tmp_path / "file.safetensors").save_pretrained(tmp_path / "folder")
+    hear = opened(tmp_path / "folder")
+    clips = [clip.numpy() for clip in sample.clips]
+    assert min(map(len, clips)) > 3 * 16_000
+    assert WordErrors.of(sample.texts, [hear(clip)["text"] for clip in clips]).rate < 0.3
+    long = hear(np.concatenate(clips * 2), return_timestamps=True)  # over 30 s
+    assert "country" in long["text"] and len(long["chunks"]) > 3

@@ -1,29 +1,44 @@
 """The wizard: what it proposes, the files it leaves, and a session in a terminal on computers found in a network."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pexpect
 import pytest
+import soundfile
+import torch
 import typer
 from hosts import Hosts, fixtures
 from processes import python
+from speech_files import folder_of_tones, tone
 
 from exogym import LocalTrainer, load_model
 from exogym.cli import app, main
+from exogym.cli import wizard as wizard_command
 from exogym.cli.asking import Asker
 from exogym.cli.values import DATASETS
+from exogym.compare import forecast, measured_evaluation_s
 from exogym.errors import ArgumentError
+from exogym.models import MLP
+from exogym.models.whisper import WhisperModelWrapper, WordErrors
+from exogym.models.whisper.tokens import byte_tokens
+from exogym.models.whisper.weights import SMALL
 from exogym.network import Network
-from exogym.remote.profile import load_profile
+from exogym.record.history import History
+from exogym.remote.profile import Profile, evaluations_of, load_profile, options_of
+from exogym.saving.export import save_model
+from exogym.tasks import load_task
 from exogym.testing import fingerprint
-from exogym.wizard import Taken, make_session, propose
+from exogym.wizard import Taken, hand_over, make_session, propose
+from exogym.wizard.leaving import lost
 
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2
@@ -91,6 +106,49 @@ def test_what_else_the_measurement_says() -> None:
         propose(network=Network("1Gbps"), parameters=1e6, steps=10, batch_size=8)
 
 
+def test_an_evaluation_takes_as_long_as_it_was_measured() -> None:
+    """On the first host, whose process evaluates; a file without it is said to lack it."""
+    known = measured(2e8).measurement
+    assert known is not None
+    network = Network.of(known.describe() | {"step_s": [0.05, 0.04], "evaluation_s": [3.0, 2.0]})
+    without, plan = (planned(network, step_s=None, evaluations=n, evaluated=240) for n in (0, 11))
+    assert plan.seconds - without.seconds == pytest.approx(11 * 3.0)
+    assert plan.alone_s - without.alone_s == pytest.approx(11 * 2.0)
+    assert not any("evaluation" in hint for hint in plan.hints)
+    (hint,) = planned(measured(2e8), evaluations=11, evaluated=240).hints
+    assert "an evaluation was not measured" in hint
+
+
+@pytest.mark.parametrize("steps", [3, 19, 40])
+def test_a_run_is_evaluated_as_often_as_the_estimate_counts(steps: int) -> None:
+    profile = Profile("digits", strategy="ddp", steps=steps)
+    model, train, val, task = profile.problem()
+    trainer = LocalTrainer(model, train, val)
+    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, True) | {"num_nodes": 1})
+    found = [row["step"] for row in trainer.history.rows(node=None) if row["val_loss"] is not None]
+    assert len(found) == evaluations_of(steps) and found[-1] == steps
+
+
+@pytest.mark.parametrize(("each_s", "counted"), [(0.01, 8 + 60), (0.1, 8)])
+def test_an_evaluation_is_timed_as_a_run_does_it(monkeypatch: pytest.MonkeyPatch, each_s: float, counted: int) -> None:
+    """Of sixty examples, on a clock that only evaluation moves: a short one wholly, a long one by eight of them."""
+    clock, timed = [0.0], [0]
+
+    class Slow(MLP):
+        def forward(self, batch: Any) -> Any:
+            if not self.training:
+                clock[0] += each_s * len(batch[1])
+                timed[0] += len(batch[1])
+            return super().forward(batch)
+
+    task = load_task("digits")
+    val = torch.utils.data.Subset(task.val, range(60))
+    task = dataclasses.replace(task, val=val, build=lambda: Slow([64, 4, 10]))
+    monkeypatch.setattr(forecast, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert measured_evaluation_s(task) == pytest.approx(60 * each_s)
+    assert timed[0] == 3 * counted  # a run evaluates at its start and its end, too
+
+
 # The files
 
 
@@ -117,6 +175,104 @@ def test_what_was_taken_is_read_from_the_events(tmp_path: Path) -> None:
     events.write_text(events.read_text() + '{"kind": "done", "at_s": 108.0}\n')
     assert Taken.of(tmp_path, 10.0, 20.0) == Taken(10.0, 5.0, 20.0)
     assert "50 % less" in str(Taken(10.0, 5.0, 20.0))
+
+
+# What a trained model leaves
+
+
+def trained_speech(folder: Path) -> Path:
+    """Write the model file of a run of the task "whisper" with the small model; return it."""
+    torch.manual_seed(0)
+    return save_model(WhisperModelWrapper.from_weights(SMALL, window_s=1.0, lora_rank=2), folder / MODEL)
+
+
+@pytest.mark.slow
+def test_the_lines_that_use_a_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are printed: of speech by transformers, of another task by this package."""
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("recording.wav", tone(1.5, 8_000), 8_000)
+    options = {"weights": SMALL, "general": None}
+    told = hand_over("whisper", None, options, trained_speech(tmp_path))
+    lines = [line.strip() for line in told if line.startswith("    ")]
+    assert len(lines) == 3 and "pipeline" in lines[1]
+    lines[2] = lines[2].replace("[0])['text']", "[0], generate_kwargs={'max_new_tokens': 3})['text']")
+    exec("\n".join(lines), {})
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "model").iterdir()
+    }
+
+
+def test_the_lines_that_use_another_model_run(tmp_path: Path) -> None:
+    model = load_task("digits", hidden=5).make_model(3)
+    told = hand_over("digits", None, {"hidden": 5}, save_model(model, tmp_path / MODEL))
+    found: dict[str, Any] = {}
+    exec("\n".join(line.strip() for line in told if line.startswith("    ")), found)
+    assert fingerprint(found["model"]) == fingerprint(model)
+
+
+class Hearing:
+    """Stands for a model: hears these words, whatever is said."""
+
+    tokens = byte_tokens()
+
+    def __init__(self, *words: str):
+        self.words = words
+
+    def transcribe(self, clips: list[Any]) -> list[str]:
+        return [self.words[i % len(self.words)] for i in range(len(clips))]
+
+    def errors_on(self, clips: list[Any], texts: list[str]) -> WordErrors:
+        return WordErrors.of(texts, self.transcribe(clips))
+
+
+def test_a_model_that_lost_running_speech_is_warned_of(tmp_path: Path) -> None:
+    """Against texts, or against what was heard before where nobody wrote it down; with what to do."""
+    said = "and so my fellow americans ask not what your country can do for you"
+    general = folder_of_tones(tmp_path / "general", 10, [said] * 10)
+    before: Any = Hearing(said)
+    after: Any = Hearing("one", "two")
+    for name, where in ((str(general), "2 clips of general"), (str(general / "3.wav"), "3.wav")):
+        kept, gone = lost(before, before, name), lost(before, after, name)
+        assert len(kept) == 1 and where in kept[0] and len(gone) == 2 and where in gone[0]
+        assert gone[1].startswith("warning: the model lost running speech")
+        assert "replay=0.5" in gone[1] and "--lr" in gone[1]
+    assert "0.0000 before, 1.0000 after" in lost(before, after, str(general))[0]
+    assert len(lost(before, Hearing(said.replace(" you", " me")), str(general))) == 2  # one word of 14
+    (line,) = lost(before, after, str(tmp_path / "nowhere"))
+    assert "was not checked" in line and "does not exist" in line
+
+
+def test_the_result_says_how_much_was_listened_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    history.add_evaluation(0, 0, {"val_loss": 2.0, "val_wer": 0.5})
+    history.add_evaluation(9, 0, {"val_loss": 1.0, "val_wer": 0.25})
+    monkeypatch.setattr(wizard_command, "train", lambda *given: tmp_path)
+    monkeypatch.setattr(wizard_command, "history_of", lambda *given: history)
+    fields = {"task": "digits", "strategy": "ddp"}
+    session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
+    wizard_command.carry_out(session, planned(measured(2e8)), False, "2 of the 5 clips that are held out")
+    said = capsys.readouterr().out
+    assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 clips that are held out" in said
+
+
+def test_running_speech_is_copied_with_the_data(tmp_path: Path) -> None:
+    hosts_file = tmp_path / "hosts.json"
+    hosts_file.write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
+    data, general = (folder_of_tones(tmp_path / name / "speech", 2) for name in ("own", "talks"))
+    options = f"lora_rank=4, general={general}, replay=0.5"
+    for none in (None, "general=none", "general=spoken", "lora_rank=4"):
+        assert wizard_command.general_of(none) is None
+    with pytest.raises(ArgumentError, match="general=nowhere: there is no such file or folder"):
+        wizard_command.general_of("general=nowhere")
+    place = wizard_command.Place.of(tmp_path / "run", None, hosts_file, data, wizard_command.general_of(options))
+    place.make()
+    there = place.options_there(options)
+    assert options_of(there) == {"lora_rank": 4, "general": "data/general/speech", "replay": 0.5}
+    assert (tmp_path / "run" / "data/general/speech/manifest.csv").exists()
+    assert (tmp_path / "run" / "data/speech/manifest.csv").exists()
+    assert wizard_command.Place.of(tmp_path / "b", None, hosts_file, None).options_there(options) == options
 
 
 # Without a terminal
@@ -322,6 +478,8 @@ def test_from_computers_in_a_network_to_a_trained_model(
     session = tmp_path / f"exogym-{task}"
     assert {path.name for path in session.iterdir()} >= {"distributed_hosts.json", "config.ini", "measured.json"}
     (run,) = (session / "runs").iterdir()
+    if task == "whisper":
+        assert (run / "model" / "preprocessor_config.json").exists() and "running speech (4 sentences" in terminal.text
     again = simulated(session, monkeypatch)
     assert fingerprint(load_model(load_profile("config.ini", "wizard").problem()[0], run / MODEL)) == again
 

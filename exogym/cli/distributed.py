@@ -13,14 +13,15 @@ import typer
 from exogym.advise.afterwards import held_against
 from exogym.base.files import new_folder
 from exogym.base.streams import STDERR
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, ExoGymError
 from exogym.network import Network
 from exogym.progress import notice
 from exogym.remote import HostsConfig, SSHLauncher
 from exogym.remote.measuring import MEASURED_FILE
-from exogym.remote.profile import Profile, load_profile
+from exogym.remote.profile import Profile, load_profile, options_of
 from exogym.remote.results import bring, bring_run, description_of, history_of, names, write_seen
 from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
+from exogym.wizard import hand_over
 
 JOB = "exogym.remote.job"
 
@@ -109,7 +110,12 @@ def train(
     last = next((row for row in reversed(history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
     files = [names(1)[0], "history.csv", *([] if seen is None else [seen.name]), "logs of all ranks"]
-    print(f"{quality}written to {folder}/: {', '.join(files)}")
+    print(f"{quality}written to {folder}/: {', '.join(files)}", flush=True)
+    try:
+        lines = hand_over(run.task, run.data, options_of(run.task_options), folder / names(1)[0])
+    except (ExoGymError, OSError) as error:
+        lines = [f"the model is in that file only; it could not be handed over as a model to use: {error}"]
+    print("\n".join(lines))
     return folder
 
 

@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import Network
 from exogym.remote import HostsConfig, check_hosts
 from exogym.remote.measuring import measure_hosts
-from exogym.remote.profile import EVALUATIONS, Profile, options_of
+from exogym.remote.profile import Profile, evaluations_of, options_of
 from exogym.remote.results import history_of
 from exogym.tasks import Task, load_task
 from exogym.wizard import Proposal, Session, Taken, make_session, propose
@@ -35,6 +35,7 @@ HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
 LABELS = {"val_wer": "word error rate"}
+GENERAL = "general"  # of the options of Whisper: what to copy along, since it lies on this computer
 FIREWALL = (
     "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
@@ -122,10 +123,11 @@ def wizard(
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
+    place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, general_of(task_options))
     wanted = Wanted(
-        what, problem, task_options, steps or _steps(asker, problem), strategy, batch_size, lr, balance, seed, save_dir
+        what, problem, place.options_there(task_options), steps or _steps(asker, problem), strategy, batch_size, lr,
+        balance, seed, save_dir,
     )  # fmt: skip
-    place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data)
     run = Preparing(asker, wanted, place, yes)
     if not run.look():
         raise typer.Exit(1)
@@ -138,11 +140,26 @@ def wizard(
         return
     session = run.write(plan)
     if run.starts:
-        carry_out(session, plan, asker.can_ask)
+        carry_out(session, plan, asker.can_ask, problem.evaluates)
 
 
 def _steps(asker: Asker, task: Task) -> int:
     return asker.text("--steps", "How many steps shall each computer train?", count, str(task.steps))
+
+
+def general_of(options: str | None) -> Path | None:
+    """Return the folder or file of running speech that the options of a task name; None: they name none.
+
+    Raises:
+        ArgumentError: it is not here.
+    """
+    given = options_of(options).get(GENERAL)
+    if given in (None, "spoken"):
+        return None
+    path = Path(str(given)).expanduser()
+    if not path.exists():
+        raise ArgumentError(f"--task-options general={given}: there is no such file or folder here")
+    return path
 
 
 def free(name: str) -> Path:
@@ -186,14 +203,18 @@ class Place:
 
     Attributes:
         data: of the task, beside the other files once it was copied; None: in the usual places.
+        general: running speech that the task's options name, copied too; None: they name none that is here.
     """
 
     folder: Path
     hosts: dict[str, Any]
     data: Path | None
+    general: Path | None = None
 
     @classmethod
-    def of(cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None) -> Place:
+    def of(
+        cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, general: Path | None = None
+    ) -> Place:
         """Raises ArgumentError where the hosts file is wrong, or has one computer only."""
         config = HostsConfig.load(hosts_file)
         if config.slots < 2:
@@ -202,20 +223,33 @@ class Place:
         for entry in [fields["master"], *fields.get("workers", [])]:
             if isinstance(entry, dict):
                 entry.pop("path", None)
-        return cls(folder, fields, data)
+        return cls(folder, fields, data, general)
 
     @property
     def data_there(self) -> str | None:
         return None if self.data is None else f"data/{self.data.name}"
 
+    @property
+    def general_there(self) -> str | None:
+        return None if self.general is None else f"data/{GENERAL}/{self.general.name}"
+
+    def options_there(self, options: str | None) -> str | None:
+        """Return the task's options as they hold in the folder, here and on each host."""
+        if options is None or self.general_there is None:
+            return options
+        parts = options.split(",")
+        named = [part.partition("=")[0].strip() for part in parts]
+        parts[named.index(GENERAL)] = f" {GENERAL}={self.general_there}"
+        return ",".join(parts).strip()
+
     def make(self) -> None:
         """Make the folder, with the data in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.data is None:
-            return
-        target = self.folder / "data" / self.data.name
-        target.parent.mkdir()
-        (shutil.copytree if self.data.is_dir() else shutil.copy)(self.data, target)
+        for source, name in ((self.data, self.data_there), (self.general, self.general_there)):
+            if source is not None and name is not None:
+                target = self.folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
 
 
 class Preparing:
@@ -312,7 +346,7 @@ class Preparing:
             self._batch = wanted.batch
         return propose(
             network=self._network, parameters=parameters_of(wanted.task), steps=wanted.steps, batch_size=wanted.batch,
-            strategy=wanted.strategy, evaluations=EVALUATIONS + 1, evaluated=len(wanted.task.val),  # type: ignore[arg-type]
+            strategy=wanted.strategy, evaluations=evaluations_of(wanted.steps), evaluated=len(wanted.task.val),  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _said(self) -> str:
@@ -341,8 +375,11 @@ class Preparing:
         wanted.balance = found or None
 
 
-def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
+def carry_out(session: Session, plan: Proposal, watched: bool, evaluates: str | None) -> None:
     """Train, with a view of it in a terminal, and say how it went.
+
+    Args:
+        evaluates: see `exogym.tasks.Task`.
 
     Raises:
         typer.Exit: a host failed.
@@ -363,7 +400,8 @@ def carry_out(session: Session, plan: Proposal, watched: bool) -> None:
     for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
         if rows[0][name] is not None and rows[-1].get(name) is not None:
             label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))
-            say(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after")
+            on = "" if evaluates is None else f", on {evaluates}"
+            say(f"validation {label}: {rows[0][name]:.4f} before, {rows[-1][name]:.4f} after{on}")
     if taken is not None:
         say(str(taken))
 

@@ -1,7 +1,7 @@
 """Comparisons: the same model, from the same weights, on the same data, under several strategies.
 
-`compare` trains them and gives a `Comparison` (`exogym.compare.comparison`); `measured_step_s` says how long a step
-takes here.
+`compare` trains them and gives a `Comparison` (`exogym.compare.comparison`); `measured_step_s` and
+`measured_evaluation_s` say how long a step and an evaluation take here.
 
 >>> seen = []
 >>> def watch(standing: Standing):
@@ -21,12 +21,20 @@ from typing import TYPE_CHECKING
 
 from exogym.base.lazy import lazily
 
-__all__ = ["DEFAULT_STRATEGIES", "ComparisonInterrupted", "Standing", "compare", "measured_step_s", "split_strategies"]
+__all__ = [
+    "DEFAULT_STRATEGIES",
+    "ComparisonInterrupted",
+    "Standing",
+    "compare",
+    "measured_evaluation_s",
+    "measured_step_s",
+    "split_strategies",
+]
 
 if TYPE_CHECKING:
     from exogym.compare.comparison import ComparisonInterrupted
     from exogym.compare.entries import split_strategies
-    from exogym.compare.forecast import measured_step_s
+    from exogym.compare.forecast import measured_evaluation_s, measured_step_s
     from exogym.compare.run import DEFAULT_STRATEGIES, compare
     from exogym.compare.session import Standing
 else:

@@ -24,6 +24,8 @@ from exogym.trainer import LocalTrainer
 MEASURED = "measured"
 # A short run: so long, but at least so many steps; the first ones, in which caches warm up, are left out.
 TRIAL_S, LEAST_STEPS, MOST_STEPS, WARM_UP = 0.5, 8, 1000, 3
+FEW = 8  # examples of a short evaluation; if that takes long, all of them take as much longer as they are more
+LONG_S = 2.0  # for an evaluation of all, as the short one lets one expect
 NO_TRAFFIC = Network("1Gbps")  # of a node alone, which never sends: any network will do
 
 
@@ -163,3 +165,48 @@ def measured_step_s(
     )  # fmt: skip
     _, ends_s = trainer.history.column("time_s")
     return float(statistics.median(np.diff(ends_s)[WARM_UP - 1 :]))
+
+
+def measured_evaluation_s(
+    task: Task,
+    batch_size: int | None = None,
+    device: str | torch.device = "auto",
+    loss_fn: Callable[..., Tensor] | None = None,
+) -> float:
+    """Return the seconds that one evaluation of the task's whole validation set takes here.
+
+    An evaluation may do much more than a step's forward pass: Whisper writes down what it hears, word by word. A few
+    examples are timed first. All of them are timed only if that takes a second or two.
+
+    Args:
+        batch_size, device, loss_fn: as `measured_step_s`.
+
+    Raises:
+        ArgumentError, DataError, ModelError: the task cannot be trained.
+
+    >>> from exogym.tasks import load_task
+    >>> 1e-5 < measured_evaluation_s(load_task("digits")) < 10
+    True
+    """
+    whole = len(task.val)  # type: ignore[arg-type]
+
+    def timed(examples: int) -> float:
+        took: list[float] = []
+
+        def evaluate(loop: Any) -> None:
+            start = time.perf_counter()
+            loop.evaluate()
+            took.append(time.perf_counter() - start)
+
+        silent = CommunicateOptimizeStrategy(task.inner_optim, lr=task.lr, max_norm=task.max_norm)
+        trainer = LocalTrainer(task.make_model(), task.train, task.val, loss_fn=loss_fn)
+        trainer.fit(
+            silent, max_steps=1, batch_size=batch_size or task.batch_size, val_size=examples, device=device,
+            progress=False, callbacks=[Every(1, evaluate)],
+        )  # fmt: skip
+        return took[0]
+
+    few = min(FEW, whole)
+    part_s = timed(few)
+    expected_s = part_s * whole / few
+    return expected_s if few == whole or expected_s > LONG_S else timed(whole)

@@ -35,15 +35,18 @@ def main() -> int:
     try:
         if given.json is None and given.task is not None:
             raise ArgumentError("--task needs --json: it measures a step for the file")
-        step_s = (
-            None if given.task is None else step_seconds(given.task, given.batch_size, given.data, given.task_options)
-        )
+        step_s, evaluation_s = (
+            (None, None) if given.task is None
+            else step_seconds(given.task, given.batch_size, given.data, given.task_options)
+        )  # fmt: skip
         init_process_group()
         try:
             if given.json is None:
                 rows = self_test(given.sizes_bytes or DEFAULT_SIZES_BYTES, given.repeats)
             else:
-                rows, fields = measure(given.sizes_bytes or PROBED_BYTES, given.repeats, step_s, given.task)
+                rows, fields = measure(
+                    given.sizes_bytes or PROBED_BYTES, given.repeats, step_s, given.task, evaluation_s
+                )
             info = get_distributed_info()
         finally:
             destroy_process_group()

@@ -46,14 +46,15 @@ KINDS = (*COLD, "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
 Call = Callable[[Tensor], Any]
 STEP = """
 import sys
-from exogym.compare import measured_step_s
+from exogym.compare import measured_evaluation_s, measured_step_s
 from exogym.remote.profile import options_of
 from exogym.tasks import load_task
 
 sys.path.insert(0, "")
 task, batch_size, data, options = sys.argv[1:]
 loaded = load_task(task, data or None, **options_of(options))
-print(measured_step_s(loaded, int(batch_size) if batch_size else None))
+size = int(batch_size) if batch_size else None
+print(measured_step_s(loaded, size), "none" if loaded.val is None else measured_evaluation_s(loaded, size))
 """
 
 
@@ -63,6 +64,7 @@ def measure(
     repeats: int = 5,
     step_s: float | None = None,
     task: str | None = None,
+    evaluation_s: float | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Check all collectives, time them and probe the links; all processes call it, and all get the same.
@@ -77,7 +79,8 @@ def measure(
         sizes_bytes: to probe, beside 4 bytes for each process; of gathers the size is that of all parts together.
             Rounded up to a multiple of 4 bytes times the processes.
         repeats: most timed calls of each size; those of more than a second are timed twice.
-        step_s, task: seconds of a step of one's model on this host, on all or on none, and what was trained.
+        step_s, task, evaluation_s: seconds of a step of one's model on this host, on all or on none, what was trained,
+            and seconds of an evaluation of its validation set.
         kinds: which collectives, of `KINDS`.
 
     Returns:
@@ -92,11 +95,15 @@ def measure(
     rows = self_test([min(sizes_bytes)], repeats)
     unit = ITEM_BYTES * dist.get_world_size()
     sizes = sorted({-(-size // unit) * unit for size in (unit, *sizes_bytes)})
-    return rows, _fields(sizes, repeats, kinds, step_s, task)
+    return rows, _fields(sizes, repeats, kinds, {"step_s": step_s, "evaluation_s": evaluation_s}, task)
 
 
-def step_seconds(task: str, batch_size: int | None = None, data: str | None = None, options: str = "") -> float:
-    """Return the median seconds of a step of a task here, measured in a process of its own that is in no world.
+def step_seconds(
+    task: str, batch_size: int | None = None, data: str | None = None, options: str = ""
+) -> tuple[float, float | None]:
+    """Return the median seconds of a step of a task here, and those of an evaluation of its validation set.
+
+    They are measured in a process of its own that is in no world. A task without a validation set has None.
 
     Args:
         options: of the task, as a profile's `task_options`.
@@ -111,7 +118,8 @@ def step_seconds(task: str, batch_size: int | None = None, data: str | None = No
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise DataError(f"a step of the task {task!r} cannot be measured: {said[-1] if said else done.returncode}")
-    return float(done.stdout.split()[-1])
+    step_s, evaluation_s = done.stdout.split()[-2:]
+    return float(step_s), None if evaluation_s == "none" else float(evaluation_s)
 
 
 def as_line(fields: dict[str, Any]) -> str:
@@ -120,7 +128,7 @@ def as_line(fields: dict[str, Any]) -> str:
 
 
 def _fields(
-    sizes: Sequence[int], repeats: int, kinds: Sequence[str], step_s: float | None, task: str | None
+    sizes: Sequence[int], repeats: int, kinds: Sequence[str], own_s: Mapping[str, float | None], task: str | None
 ) -> dict[str, Any]:
     n = dist.get_world_size()
     calls = _calls(n)
@@ -141,12 +149,12 @@ def _fields(
         },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    own = torch.tensor([-1.0 if step_s is None else step_s], dtype=torch.float64, device=wire.device())
-    steps = [torch.empty_like(own) for _ in range(n)]
-    seconds = [float(step) for step in wire.all_gather_(steps, own)]
-    if min(seconds) >= 0:
-        fields["step_s"] = seconds
-        fields["versions"] |= {"task": task}
+    for name, own in own_s.items():
+        mine = torch.tensor([-1.0 if own is None else own], dtype=torch.float64, device=wire.device())
+        seconds = [float(x) for x in wire.all_gather_([torch.empty_like(mine) for _ in range(n)], mine)]
+        if min(seconds) >= 0:
+            fields[name] = seconds
+            fields["versions"] |= {"task": task}
     return fields
 
 

@@ -17,7 +17,9 @@ from exogym.network.costs import cost_among
 from exogym.network.links import Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.probes import NOISE, Probes, kind_and_way, positive_s, table_of
 
-FIELDS = ("num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "versions", "date")
+FIELDS = (
+    *("num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "evaluation_s", "versions", "date"),
+)
 ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # stand for each other, bytes being equal
 
 
@@ -30,6 +32,7 @@ class Measurement:
         probes: of each collective that was measured, by its name in the file ("exact all_reduce").
         message_s: of a few bytes among all nodes, by which processes agree; 0 where it was not measured.
         step_s: (N,) seconds of a step of the user's model on each host, or None; `task` is its name.
+        evaluation_s: (N,) seconds of an evaluation of its validation set on each host, or None.
         links: for what was not probed.
     """
 
@@ -43,14 +46,15 @@ class Measurement:
         hosts: Sequence[str] | None = None,
         message_s: Any = None,
         step_s: Any = None,
+        evaluation_s: Any = None,
         versions: Mapping[str, Any] | None = None,
         date: str | None = None,
     ):
         check_count("num_nodes", num_nodes, least=2)
         self.num_nodes = num_nodes
         self.hosts = _per_host("hosts", hosts, num_nodes)
-        steps = _per_host("step_s", step_s, num_nodes)
-        self.step_s = None if steps is None else [positive_s(s, f"step_s of host {i}") for i, s in enumerate(steps)]
+        self.step_s = _seconds_per_host("step_s", step_s, num_nodes)
+        self.evaluation_s = _seconds_per_host("evaluation_s", evaluation_s, num_nodes)
         self.about = {name: value for name, value in (("versions", versions), ("date", date)) if value}
         self.message_s = 0.0 if message_s is None else positive_s(message_s, "message_s")
         self.task = None if versions is None else versions.get("task")
@@ -102,7 +106,7 @@ class Measurement:
             clean = without_diagonal({"b": self.pairs.bandwidth_bps.tolist(), "l": self.pairs.latency_s.tolist()})
             rows = zip(clean["b"], clean["l"], strict=True)
             out["pairs"] = [[list(pair) for pair in zip(*row, strict=True)] for row in rows]
-        for name in ("hosts", "step_s"):
+        for name in ("hosts", "step_s", "evaluation_s"):
             if getattr(self, name) is not None:
                 out[name] = list(getattr(self, name))
         return out | self.about
@@ -146,6 +150,11 @@ class Measurement:
                 )
             set_up_s = max(0.0, cold_s - warm_s)
         return Probes(name, sizes, times, floor_s, set_up_s)
+
+
+def _seconds_per_host(name: str, given: Any, num_nodes: int) -> list[float] | None:
+    values = _per_host(name, given, num_nodes)
+    return None if values is None else [positive_s(s, f"{name} of host {i}") for i, s in enumerate(values)]
 
 
 def _per_host(name: str, given: Any, num_nodes: int) -> list[Any] | None:

@@ -35,7 +35,7 @@ from exogym.tasks import Task, load_task
 
 PREFIX = "distributed:"
 DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
-EVALUATIONS = 10  # of a run, beside the one at its start
+EVALUATIONS = 10  # of a run, beside the one at its start; some more where they do not divide the steps
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,30 @@ class Profile:
             "num_nodes": self.nodes, "max_steps": steps,
             "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
             "balance": self.balance, "partitioner": task.partitioner if task else None,
-            "val_interval": max(1, steps // EVALUATIONS) if evaluates else None, "save_dir": self.save_dir,
+            "val_interval": val_interval(steps) if evaluates else None, "save_dir": self.save_dir,
             "checkpoint_interval": self.checkpoint_interval, "max_restarts": self.max_restarts, "resume": self.resume,
         }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def val_interval(steps: int) -> int:
+    """Return every how many steps a run of a profile is evaluated.
+
+    >>> val_interval(40), val_interval(5)
+    (4, 1)
+    """
+    return max(1, steps // EVALUATIONS)
+
+
+def evaluations_of(steps: int) -> int:
+    """Return how often a run of a profile is evaluated: at its start, at every interval, and at its end.
+
+    >>> evaluations_of(40), evaluations_of(19), evaluations_of(5)
+    (11, 20, 6)
+    """
+    return 1 + -(-steps // val_interval(steps))
 
 
 def options_of(text: str | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What `exogym wizard` proposes and leaves behind: a plan for a task on measured hosts, and the files that repeat it.
 
 `propose` chooses strategy, H and batch and says how long it should take, `Session` is the folder of such a run, and
-`Taken` says how far the estimate was off. The questions are `exogym/cli/wizard.py`'s.
+`Taken` says how far the estimate was off. `hand_over` makes of the trained model what its user can use. The questions
+are `exogym/cli/wizard.py`'s.
 
 A plan for two measured computers, and the folder that repeats it:
 
@@ -22,9 +23,10 @@ from typing import TYPE_CHECKING
 
 from exogym.base.lazy import lazily
 
-__all__ = ["Proposal", "Session", "Taken", "make_session", "propose"]
+__all__ = ["Proposal", "Session", "Taken", "hand_over", "make_session", "propose"]
 
 if TYPE_CHECKING:
+    from exogym.wizard.leaving import hand_over
     from exogym.wizard.proposal import Proposal, propose
     from exogym.wizard.session import Session, Taken, make_session
 else:

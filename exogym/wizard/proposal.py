@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from exogym.advise import Advice, Row, advise
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network, readable_seconds
@@ -15,7 +17,7 @@ LEAST_ROUNDS = 4
 EVERY_STEP = ("ddp", "sparta:p_sparta=0.005")
 UNEQUAL = 1.25  # times as slow: worth sharing the load out
 START = "10 to 20 s"  # until the processes of two hosts have met
-FORWARD = 1 / 3  # of a training step is what an evaluation of as many examples takes
+FORWARD = 1 / 3  # of a training step is what an evaluation of as many examples takes, where it was not measured
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def propose(
         parameters: trainable numbers of the model.
         step_s: of each node, instead of those measured with the network.
         strategy: this one instead of the recommended.
-        evaluations, evaluated: how often, and on how many examples, rank 0 evaluates.
+        evaluations, evaluated: how often, and on how many examples, rank 0 evaluates, which is on the first host.
 
     Raises:
         ArgumentError: the network is no measurement with steps, or no such strategy.
@@ -105,7 +107,9 @@ def propose(
     row = advice.recommended if strategy is None else _row_of(advice, strategy)
     if row is None:
         raise ArgumentError("no strategy can be recommended: give one with --strategy")
-    evaluation_s = evaluations * evaluated / batch_size * min(seconds) * FORWARD
+    known = None if measurement is None else measurement.evaluation_s
+    forward_s = [evaluated / batch_size * s * FORWARD for s in seconds]
+    evaluation_s = [evaluations * s for s in (forward_s if known is None else known)]
     because = [advice.because if strategy is None else "you chose it", _sent(row)]
     because.append(f"{batch_size} examples in a batch are what the task's learning rate was chosen for")
     hints = []
@@ -114,12 +118,14 @@ def propose(
             f"the slowest computer takes {max(seconds) / min(seconds):.2g} times as long for a step as the fastest: "
             "--balance steps shares the load out"
         )
+    if known is None and evaluations:
+        hints.append("an evaluation was not measured, and is taken for a third of a step for as many examples")
     if row.speedup < 1:
         hints.append("the fastest computer alone would be faster than all of them together")
     return Proposal(
-        row.strategy, steps, batch_size, steps * row.seconds_per_step + evaluation_s,
-        steps * nodes * min(seconds) + evaluation_s, row.speedup, row.speedup_range or (row.speedup, row.speedup),
-        because, hints, advice,
+        row.strategy, steps, batch_size, steps * row.seconds_per_step + evaluation_s[0],
+        steps * nodes * min(seconds) + evaluation_s[int(np.argmin(seconds))], row.speedup,
+        row.speedup_range or (row.speedup, row.speedup), because, hints, advice,
     )  # fmt: skip
 
 

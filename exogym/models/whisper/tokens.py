@@ -43,6 +43,7 @@ class Tokens:
         timestamps: bool = False,
     ):
         self.tokenizer, self.timestamps = tokenizer, timestamps
+        self.language, self.task = language, task
         check_choice("task", task, TASKS)
         self.end, self.start = self._id("<|endoftext|>"), self._id("<|startoftranscript|>")
         self.no_times = self._id("<|notimestamps|>")

@@ -5,21 +5,24 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from exogym.errors import ArgumentError, DataError, check_count, checked, needs
 from exogym.models.whisper.decoding import WordErrors, greedy, unlooped
 from exogym.models.whisper.features import FRAMES_PER_SECOND, POSITIONS_PER_SECOND, SAMPLE_RATE, LogMel
+from exogym.models.whisper.folder import write_folder
 from exogym.models.whisper.tokens import Tokens
 from exogym.models.whisper.weights import Pretrained, load_pretrained, of_transformers
 
 NO_LABEL = -100
+POSITIONS = "model.encoder.embed_positions.weight"
 AT_ONCE = 8  # clips, where no gradient is wanted: the scores of one are 50,000 numbers a token
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
 TOKENS_PER_SECOND, TOKENS_AT_LEAST = 8, 24  # what is written of a clip at most; a model that repeats itself ends there
@@ -102,6 +105,42 @@ class WhisperModelWrapper(nn.Module):
         own = {name: options.pop(name) for name in ("language", "task", "timestamps") if name in options}
         found = load_pretrained(weights, **own)
         return cls(found.model, found, **options)
+
+    @classmethod
+    def from_trained(
+        cls, file: str | os.PathLike[str], weights: str | os.PathLike[str] | None = None, **options: Any
+    ) -> WhisperModelWrapper:
+        """Return the model in a safetensors file that a run left, such as `fit_1.model.safetensors`.
+
+        The window and the rank of the adapters are read from the file.
+
+        Args:
+            weights: those that the run started from, as for `load_pretrained`.
+            options: as of the class, but for `window_s` and `lora_rank`.
+
+        Raises:
+            DataError: the file cannot be read, or holds no model that started from these weights.
+        """
+        try:
+            state = load_file(str(file))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DataError(f"{os.fspath(file)!r} cannot be read: {error}; wanted the model file of a run") from error
+        positions = next((len(x) for name, x in state.items() if name.endswith(POSITIONS)), 0)
+        ranks = [len(x) for name, x in state.items() if ".lora_A." in name]
+        made = cls.from_weights(
+            weights, window_s=positions / POSITIONS_PER_SECOND, lora_rank=ranks[0] if ranks else None, **options
+        ) if positions else None  # fmt: skip
+        wanted = {} if made is None else {name: x.shape for name, x in made.state_dict().items()}
+        unlike = sorted(
+            name for name in wanted.keys() | state.keys() if name not in state or wanted.get(name) != state[name].shape
+        )
+        if made is None or unlike:
+            raise DataError(
+                f"{os.fspath(file)!r} holds no Whisper that started from weights={weights!r} "
+                f"({unlike[0] if unlike else POSITIONS} differs or is missing): give the weights of that run"
+            )
+        made.load_state_dict(state)
+        return made
 
     @property
     def samples(self) -> int:
@@ -218,9 +257,12 @@ class WhisperModelWrapper(nn.Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write `exported` and the tokenizer, as `load_pretrained` and transformers read them."""
-        self.exported().save_pretrained(folder)  # type: ignore[operator]
-        self.tokens.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        """Write `exported` with all that belongs to it, as `load_pretrained` and transformers read it.
+
+        `transformers.pipeline("automatic-speech-recognition", folder)` opens the folder, and hears 30 s at once,
+        whatever the window of this wrapper was.
+        """
+        write_folder(self.exported(), self.tokens, *self._suppressed, folder)
 
 
 def cut_window(model: Any, window_s: float) -> Tensor:

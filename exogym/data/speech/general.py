@@ -1,0 +1,67 @@
+"""Running speech of the usual kind, to see whether a model that learned something special still understands it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, from_numpy
+
+from exogym.data.speech.audio import SAMPLE_RATE, read_audio
+from exogym.data.speech.clips import FULL_WINDOW_S, Encode, speech
+from exogym.data.speech.manifest import ENDINGS
+from exogym.data.speech.synthetic import PROGRAM, spoken
+from exogym.errors import DataError
+
+SPOKEN = "spoken"
+MOST_CLIPS = 8
+LINES = (
+    "Ask not what your country can do for you, ask what you can do for your country.",
+    "Four score and seven years ago our fathers brought forth on this continent a new nation.",
+    "It was the best of times, it was the worst of times, it was the age of wisdom.",
+    "The train to the city leaves every morning at half past seven, and it is often late.",
+)
+
+
+@dataclass(frozen=True)
+class GeneralSpeech:
+    """Clips of running speech.
+
+    Attributes:
+        clips: each (n,) float32 at 16 kHz, up to 30 s.
+        texts: what is said in them; None: nobody wrote it down.
+        origin: where they came from, in words.
+    """
+
+    clips: list[Tensor]
+    texts: list[str] | None
+    origin: str
+
+
+def general_speech(general: str | os.PathLike[str], encode: Encode) -> GeneralSpeech:
+    """Return a sample of running speech: of a folder with a manifest at most eight clips of those held out.
+
+    Args:
+        general: a folder or a manifest as for `speech`; or a sound file, of which the first 30 s count; or "spoken":
+            four sentences that espeak-ng reads aloud.
+        encode: see `speech`.
+
+    Raises:
+        DataError: no such file or folder, or none that can be read; "spoken" without espeak-ng.
+    """
+    if general == SPOKEN:
+        if shutil.which(PROGRAM) is None:
+            raise DataError(f"{PROGRAM} is not installed: install it, or give general= (recordings of running speech)")
+        rows = spoken(LINES)
+        clips = [from_numpy(row["audio"]["array"]) for row in rows]
+        return GeneralSpeech(clips, list(LINES), f"{len(clips)} sentences read aloud by {PROGRAM}")
+    path = Path(general).expanduser()
+    if path.is_file() and path.suffix.lower() not in ENDINGS:
+        samples, seconds = read_audio(path)
+        if not len(samples):
+            raise DataError(f"general={os.fspath(general)!r} lasts {seconds:.0f} s: wanted up to an hour")
+        return GeneralSpeech([from_numpy(samples[: round(FULL_WINDOW_S * SAMPLE_RATE)])], None, path.name)
+    kept = speech(general, encode).val.thinned(MOST_CLIPS)
+    return GeneralSpeech([kept.clip(i) for i in range(len(kept))], kept.texts, f"{len(kept)} clips of {path.name}")
