@@ -1,7 +1,7 @@
 """The private parts of torch, each tried by itself: where another torch has changed one, its test says which.
 
-Tried with torch 2.13.0 (`TRIED_WITH` of `exogym.base.torch_private`). With another version each test still asks for the
-same behaviour, so a failure names the part to look at.
+Tried with the versions in `TRIED_WITH` of `exogym.base.torch_private`. With another version each test asks for the same
+behavior, so a failure names the part to look at.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from exogym.errors import ModelError
 
 # The versions of torch that all parts were tried with. The oldest is the floor in pyproject.toml.
-TRIED_WITH = ("2.13.0",)
+TRIED_WITH = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # Tensors
 
