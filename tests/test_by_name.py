@@ -33,6 +33,13 @@ def test_advice_takes_every_one(name: str) -> None:
     assert row.strategy == name and row.seconds_per_step > 0.2 and row.tx_bytes_per_step > 0
 
 
+def test_a_class_keeps_its_inner_optimizer_where_the_default_is_not_for_it() -> None:
+    assert parse_strategy("fednova", inner_optim="adamw", lr=0.1).inner.spec.cls is torch.optim.SGD
+    assert parse_strategy("fedavg", inner_optim="adamw", lr=0.1).inner.spec.cls is torch.optim.AdamW
+    with pytest.raises(ArgumentError, match="none is known for AdamW"):
+        parse_strategy("fednova:inner_optim=adamw")
+
+
 def misspelt(option: str) -> str:
     """Return `option` with two letters the other way round."""
     at = next(k for k in range(len(option) // 2, len(option) - 1) if option[k] != option[k + 1])

@@ -161,6 +161,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
     }
     identities = ("equal numbers of steps = fedavg",)
+    only_inner = ("sgd",)
 
     @checked
     def __init__(

@@ -36,7 +36,8 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
             `false`, `none`, or else text.
         **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise.
-            `outer_lr` is only for the outer optimizer of the paper, `outer_momentum` only beside it.
+            `outer_lr` is only for the outer optimizer of the paper, `outer_momentum` only beside it, and `inner_optim`
+            only for a class that takes it (`only_inner`).
 
     Raises:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
@@ -63,6 +64,8 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
         given[option] = value_of(value)
+    if kind.only_inner and defaults.get("inner_optim") not in kind.only_inner:
+        defaults.pop("inner_optim", None)
     if "inner_lr" in given:
         defaults.pop("lr", None)
     if "outer_optim" in given:

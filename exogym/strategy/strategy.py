@@ -121,6 +121,8 @@ class Strategy:
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
         needs_gradients: whether nodes take every step together, since gradients meet there.
         own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
+        only_inner: names of the inner optimizers that its equation holds for; empty: any. `exogym compare` keeps its
+            default where the task's optimizer is none of them.
         not_taken: arguments of other strategies that this one does not take, and why.
 
     >>> class MyStrategy(Strategy):
@@ -140,6 +142,7 @@ class Strategy:
     driven_by = "programs"
     needs_gradients = True
     own_rule = False
+    only_inner: tuple[str, ...] = ()
     stacked = False
     overflowed = False
     weighted_means = False
