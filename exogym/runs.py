@@ -5,7 +5,8 @@
     runs.draw([...], "out")    the curves of any runs over each other
 
 Everything is read from the files of `exogym.record.run_folder`, at any moment: while they are written, after a kill in
-the middle of a line, and while a folder is being removed. What cannot be read is left out, never waited for.
+the middle of a line, and while a folder is being removed. A folder that holds what no run writes
+(`exogym.record.schema`) is listed as "unreadable", with the reason, and changes no other line.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import builtins
 import csv
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,9 +47,11 @@ from exogym.base.files import opened_plain, replacing
 from exogym.base.processes import is_alive
 from exogym.compare.plots import Curve, check_matplotlib, plot_against_bytes, plot_against_steps, plot_against_time
 from exogym.errors import ArgumentError, ExoGymError, nearest
-from exogym.logger import NOT_IN_JSON
+from exogym.logger import NOT_IN_JSON, in_json
+from exogym.record import schema
 from exogym.record.notes import read_notes
-from exogym.record.run_folder import read_object, read_status
+from exogym.record.run_folder import standing
+from exogym.record.schema import EVENT, RECORD, rows_in
 from exogym.strategy.registry import STRATEGIES
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 TAIL_BYTES = 1 << 16  # of the records of a run that goes on, in which its newest are looked for
 FROM_JSON = {text: float(name) for name, text in NOT_IN_JSON.items()}
 PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that says so
+UNREADABLE = "unreadable"  # the state of a folder that holds what no run writes
 ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or a sweep, in the words of a run
 Row = dict[str, Any]
 
@@ -69,7 +72,7 @@ class Listed:
     Attributes:
         name: its folder below the one that was listed, "digits" or "comparison/ddp-seed-0".
         kind: "run", "comparison" or "sweep".
-        state: running, done, stopped, failed or lost: it says that it is running, and its process is gone.
+        state: running, done, stopped, failed; lost: it says that it is running, and its process is gone; unreadable.
         strategy, task: as written, or its short name, or that of the class where it has none; the task of a comparison
             or sweep, or of what it is in.
         step, total_steps: of the run.
@@ -78,6 +81,7 @@ class Listed:
         wall_s, time_s: seconds of training here, and predicted on a network.
         started_s, heard_s: when it began, and when it was last heard of; seconds since 1970.
         tags, note: that a reader gave it.
+        reason: why it is unreadable.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Listed:
     heard_s: float | None = None
     tags: Sequence[str] = ()
     note: str = ""
+    reason: str | None = None
 
     def to_json(self) -> Row:
         """Return it as JSON has it."""
@@ -104,20 +109,12 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run as its folder tells of it; the names of the columns are those of `trainer.history`.
-
-    Attributes:
-        description: what decides it. `about`: all of run.json. `status`: where it stands, {} where that is not said.
-        records: of the averaged model (`node` is None) and of the nodes, in the order of steps.
-        events: what happened. `summary`: how it ended, {} until then.
-    """
+class Standing:
+    """What a run's folder tells of it without its records and events."""
 
     path: Path
     about: Row
     status: Row
-    records: builtins.list[Row]
-    events: builtins.list[Row]
     summary: Row
 
     @property
@@ -127,6 +124,20 @@ class Run:
     @property
     def state(self) -> str:
         return _state(self.about, self.status)
+
+
+@dataclass(frozen=True)
+class Run(Standing):
+    """A run as its folder tells of it; the names of the columns are those of `trainer.history`.
+
+    Attributes:
+        description: what decides it. `about`: all of run.json. `status`: where it stands, {} where that is not said.
+        records: of the averaged model (`node` is None) and of the nodes, in the order of steps.
+        events: what happened. `summary`: how it ended, {} until then.
+    """
+
+    records: builtins.list[Row]
+    events: builtins.list[Row]
 
     @property
     def columns(self) -> builtins.list[str]:
@@ -190,7 +201,7 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
         folders = _folders(top)
     except OSError as error:
         raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): name a folder") from error
-    found = [family for path in folders if (family := _family(path, path.name))]
+    found = [family for path in folders if (family := _family(path, in_json(path.name)))]
     found.sort(key=lambda family: -(family[0].started_s or 0.0))
     return [listed for family in found for listed in family]
 
@@ -206,28 +217,43 @@ def load(path: str | os.PathLike[str]) -> Run:
     ...
     exogym.errors.ArgumentError: 'runs/none' holds no run: name the folder of one, as exogym runs list shows them
     """
+    found = stand(path)
+    lines = {"records": builtins.list(read_lines(found.path / "records.jsonl"))}
+    lines["events"] = builtins.list(read_lines(found.path / "events.jsonl"))
+    return Run(found.path, found.about, found.status, found.summary, **lines)
+
+
+def stand(path: str | os.PathLike[str]) -> Standing:
+    """Return what `load` does but the records and events, however many there are.
+
+    Raises:
+        ArgumentError: as `load` does.
+    """
     path = Path(path)
-    about, status = read_object(path / "run.json"), read_status(path)
+    try:
+        about, status = schema.read(path / "run.json"), standing(path)
+        kind = _parent(path, about)
+        summary = {} if kind else _numbers(schema.read(path / "summary.json"))
+    except ArgumentError as error:
+        raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     if not about and not status:
         raise ArgumentError(f"{str(path)!r} holds no run: name the folder of one, as exogym runs list shows them")
-    if kind := _parent(path, about):
+    if kind:
         inside = [child.name for child in _children(path)]
         raise ArgumentError(
             f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'of none yet'}"
         )
-    lines = {name: builtins.list(read_lines(path / f"{name}.jsonl")) for name in ("records", "events")}
-    return Run(path, about, status, lines["records"], lines["events"], _numbers(read_object(path / "summary.json")))
+    return Standing(path, about, status, summary)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Yield the objects of a file of JSON lines, without what is no whole one; nothing where there is no such file."""
-    try:
-        with opened_plain(path) as file:
-            for line in file:
-                if line.endswith(b"\n") and (row := _row(line)) is not None:
-                    yield row
-    except OSError:
-        return
+    """Yield the records or events of a file of JSON lines, without what is no whole line; nothing without a file.
+
+    Raises:
+        ArgumentError: a line holds what no run writes (`exogym.record.schema`); the message names it.
+    """
+    for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
+        yield _numbers(row)
 
 
 def draw(
@@ -269,10 +295,18 @@ def _curve(run: Run, title: str) -> Curve:
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
     """Return where the run of a folder stands; None where there is none. `parent`: of its comparison or sweep."""
     path = Path(path)
-    status, about = read_status(path), read_object(path / "run.json")
+    try:
+        return _listed(path, name, parent)
+    except (ArgumentError, OSError) as error:
+        return _unreadable(path, name, error)
+
+
+def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
+    _check_name(path)
+    status, about = standing(path), schema.read(path / "run.json")
     if not status and not isinstance(about.get("description"), dict):
         return None
-    last = _numbers(read_object(path / "summary.json")) or _newest(path / "records.jsonl")
+    last = _numbers(schema.read(path / "summary.json")) or _newest(path / "records.jsonl")
     description, task = about.get("description") or {}, (parent or {}).get("task")
     strategy = description.get("strategy")
     return Listed(
@@ -283,15 +317,34 @@ def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -
     )  # fmt: skip
 
 
+def _unreadable(path: Path, name: str, error: Exception) -> Listed | None:
+    """Return the line of a folder that holds what no run writes; None where it has just been removed."""
+    if isinstance(error, OSError) and not path.exists():
+        return None
+    why = f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+    return Listed(name, path, "run", UNREADABLE, reason=in_json(why))
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a name that no browser and no terminal could be sent."""
+    if in_json(path.name) != path.name:
+        raise ArgumentError(f"the folder's name is no UTF-8 ({os.fsencode(path.name)!r}): rename it")
+
+
 def _family(path: Path, name: str) -> builtins.list[Listed]:
     """Return what a folder holds: one run, or a comparison or sweep with its runs; [] for neither."""
-    about = read_object(path / "run.json")
-    kind = _parent(path, about)
-    if kind is None:
-        run = listed(path, name)
-        return [] if run is None else [run]
-    about = read_object(path / PARENTS[kind])
-    children = [run for child in _children(path) if (run := listed(child, f"{name}/{child.name}", about)) is not None]
+    try:
+        _check_name(path)
+        about = schema.read(path / "run.json")
+        kind = _parent(path, about)
+        if kind is None:
+            run = listed(path, name)
+            return [] if run is None else [run]
+        about = schema.read(path / PARENTS[kind])
+    except (ArgumentError, OSError) as error:
+        above = _unreadable(path, name, error)
+        return [] if above is None else [above, *_inside(path, name, {})]
+    children = _inside(path, name, about)
     state = str(about.get("state"))
     if state == "running":
         state = _of_process(about)
@@ -311,6 +364,12 @@ def _family(path: Path, name: str) -> builtins.list[Listed]:
     ]  # fmt: skip
 
 
+def _inside(path: Path, name: str, about: Row) -> builtins.list[Listed]:
+    """Return the runs of a comparison or sweep."""
+    found = [listed(child, f"{name}/{in_json(child.name)}", about) for child in _children(path)]
+    return [run for run in found if run is not None]
+
+
 def _notes(path: Path) -> dict[str, Any]:
     notes = read_notes(path)
     return {"tags": notes.tags, "note": notes.note}
@@ -324,7 +383,7 @@ def short_name(strategy: Any) -> str | None:
     """
     if not isinstance(strategy, dict) or "name" not in strategy:
         return None
-    name = str(strategy["name"])
+    name = str(strategy["name"])[: schema.LABEL]
     return next((short for short, kind in STRATEGIES.items() if kind.__name__ == name), name)
 
 
@@ -358,7 +417,7 @@ def _state(about: Row, status: Row) -> str:
 def _of_process(about: Row) -> str:
     """Return "running" or "lost", of what says it is running, and in which process."""
     process = about.get("process")
-    if not isinstance(process, dict) or type(process.get("pid")) is not int:
+    if process is None or process.get("pid") is None:
         return "lost"
     return "lost" if is_alive(process) is False else "running"
 
@@ -369,24 +428,17 @@ def _newest(path: Path) -> Row:
         with opened_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")[:-1]
+            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]  # whole ones
     except OSError:
         return {}
     found: Row = {}
-    for row in map(_row, reversed(lines)):
-        if row is not None and "step" in row and row.get("node") is None:
+    for line in reversed(lines):
+        row = schema.row_of(line, RECORD)
+        if row is not None and row.get("node") is None:
             found |= {name: value for name, value in row.items() if found.get(name) is None}
             if found.get("val_loss") is not None:
                 break
-    return found
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return _numbers(row) if isinstance(row, dict) else None
+    return _numbers(found)
 
 
 def _numbers(row: Row) -> Row:

@@ -134,6 +134,7 @@ def test_who_was_killed_is_lost(tmp_path: Path) -> None:
     (tmp_path / "torn" / "run.json").write_text('{"description": {"strat')
     (tmp_path / "file").write_text("")
     states = {run.name: run.state for run in runs.list(tmp_path)}
+    assert states.pop("torn") == "unreadable"
     assert states == {"lives": "running", "killed": "lost", "failed": "failed", "early": "lost"}
 
 

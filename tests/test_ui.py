@@ -23,7 +23,8 @@ from exogym.remote.health import Board
 from exogym.remote.orders import Order
 from exogym.ui import serve
 from exogym.ui.guard import Guard
-from exogym.ui.shelf import Shelf, thinned
+from exogym.ui.lines import thinned
+from exogym.ui.shelf import Shelf
 from exogym.ui.starting import Starter
 
 

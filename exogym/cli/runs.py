@@ -27,7 +27,7 @@ Names = Annotated[
     list[str], typer.Argument(metavar="NAME...", help="As exogym runs list shows them: NAME or PARENT/CHILD.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-STATES = ("running", "done", "stopped", "failed", "lost")
+STATES = ("running", "done", "stopped", "failed", "lost", runs.UNREADABLE)
 RUNS = Path("runs")
 LONGEST_LINE = 40  # of a note, in the list
 
@@ -49,7 +49,8 @@ def list_runs(
     """List runs, comparisons and sweeps, the newest first; a comparison's runs are PARENT/CHILD.
 
     The loss is the newest validation loss, of a comparison or sweep the lowest; bytes are those that a node has sent;
-    time is that of training here; age says when it was last heard of. A run that was killed is lost.
+    time is that of training here; age says when it was last heard of. A run that was killed is lost. A folder whose
+    files hold what no run writes is unreadable; its note says why.
     """
     if state is not None:
         check_choice("--state", state, STATES)
@@ -63,10 +64,10 @@ def list_runs(
         notice(f"no runs in {where}")
         return
     headers = ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
-    noted = any(run.tags or run.note for run in found)
+    noted = any(run.tags or run.note or run.reason for run in found)
     _print(headers + ["tags", "note"] * noted, [
         [run.name, run.state, run.strategy or "", run.task or "", _steps(run), _number(run.loss), _bytes(run.tx_bytes),
-         _seconds(run.wall_s), _seconds(runs.age_s(run))] + [",".join(run.tags), _first_line(run.note)] * noted
+         _seconds(run.wall_s), _seconds(runs.age_s(run))] + [",".join(run.tags), run.reason or _first_line(run.note)] * noted
         for run in found
     ])  # fmt: skip
 

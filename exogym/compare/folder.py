@@ -34,6 +34,7 @@ from exogym.saving.export import load_history, save_history
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
+MOST_ALIKE = 100  # labels whose folders differ by a number only
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,15 @@ class Folder:
 
     def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = (), lock: Lock | None = None) -> None:
         self.path, self.lock, self._made, self._names = path, lock, list(made), dict[str, str]()
+        taken: set[str] = set()
         for label in labels:
-            name = plain_name(label)
-            while name in self._names.values():
-                name += "-2"
+            name, alike = plain_name(label), 0
+            while name in taken:
+                name, alike = f"{name}-2", alike + 1
+                if alike > MOST_ALIKE:
+                    raise ArgumentError(f"{label[:80]!r}: over {MOST_ALIKE} labels have its letters: name fewer at once")
             self._names[label] = name
+            taken.add(name)
 
     @classmethod
     def new(cls, out: str | os.PathLike[str], name: str, labels: Iterable[str]) -> Folder:

@@ -9,6 +9,8 @@
 
 and from others notes.json (`exogym.record.notes`), timeline.json (`exogym.clock`), hosts.json (`exogym.remote.health`).
 
+What each file may hold is one table, `exogym.record.schema`.
+
 A run that goes on in its folder adds to the events. It writes the records anew, up to the step from which it goes on,
 from the checkpoint's history: a checkpoint on the disk is complete, but a power cut may take the newest records.
 
@@ -33,20 +35,20 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from exogym.base.files import cut_torn_line, is_plain, opened_plain, replacing
+from exogym.base.files import cut_torn_line, is_plain, replacing
 from exogym.base.locks import Lock, acquire
 from exogym.base.processes import described, is_alive
 from exogym.errors import ArgumentError
 from exogym.logger import JSONLinesLogger, in_json
 from exogym.progress import notice
+from exogym.record import schema
 from exogym.record.observers import Fields, Observer
+from exogym.record.schema import FILES
 
 BEAT_S = 1.0  # between two heartbeats at least
 LOST_S = 60.0  # without one, a run on another machine counts as lost
 ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
-OBJECT_BYTES = 1 << 24  # of a file that is read as a whole, at most
 FREE = ("limits", "placement", "chosen", "rounds", "shared")  # of a description, what a run that goes on may have else
-FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")
 
 
 class RunFolder(Observer):
@@ -127,7 +129,9 @@ class RunFolder(Observer):
         about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
         about["process"] = self._process
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
-            _write(self.folder / "run.json", about | {"started_s": self._started} | self.more)
+            about = in_json(about | {"started_s": self._started} | self.more)
+            schema.check("run.json", about)  # what cannot be read again is not begun
+            _write(self.folder / "run.json", about)
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
         self._say()
 
@@ -222,15 +226,25 @@ class RunFolder(Observer):
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return where the run of a folder stands; {} where it does not say, or cannot be read (see `standing`)."""
+    try:
+        return standing(folder)
+    except ArgumentError:
+        return {}
+
+
+def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return where the run of a folder stands; {} where it does not say.
 
     A run that says it is running and whose process is gone is "lost", as is one on another machine that has not been
     heard of for a minute.
+
+    Raises:
+        ArgumentError: its status holds what no run has written.
     """
-    status = read_object(Path(folder) / "status.json")
-    process: Any = status.get("process")
-    heard_s: Any = status.get("heartbeat_s")
-    if not isinstance(process, dict) or type(process.get("pid")) is not int or type(heard_s) not in (int, float):
+    status = schema.read(Path(folder) / "status.json")
+    process, heard_s = status.get("process"), status.get("heartbeat_s")
+    if process is None or heard_s is None or process.get("pid") is None:
         return {}
     if status.get("state") == "running":
         alive = is_alive(process)
@@ -240,13 +254,11 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a file of JSON; {} where there is none."""
+    """Return the object of a file of a run folder; {} where there is none, or one that does not fit the schema."""
     try:
-        with opened_plain(path) as file:
-            found = json.loads(file.read(OBJECT_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return schema.read(path)
+    except ArgumentError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def versions() -> dict[str, str]:

@@ -21,7 +21,8 @@ from typing import Any
 from exogym.base.files import replacing
 from exogym.base.processes import described, is_alive
 from exogym.progress import notice
-from exogym.record.run_folder import FILES, read_object
+from exogym.record.run_folder import read_object
+from exogym.record.schema import FILES
 from exogym.remote.orders import Order
 
 NAME, TOKEN = "hosts.json", ".controller"
@@ -175,21 +176,20 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
     or "silent".
     """
     found = read_object(Path(folder) / NAME)
-    hosts: Any = found.get("hosts")
-    if not isinstance(hosts, list):
+    hosts: list[Row] | None = found.get("hosts")
+    if hosts is None:
         return {}
-    process = found.get("process")
-    known = isinstance(process, dict) and type(process.get("pid")) is int
-    here = not found.get("ended") and known and is_alive(process)  # type: ignore[arg-type]
+    process = found.get("process") or {}
+    here = not found.get("ended") and "pid" in process and is_alive(process)
     now = time.time()
-    for host in (host for host in hosts if isinstance(host, dict)):
+    for host in hosts:
         heard_s = host.get("heard_s")
-        host["quiet_s"] = max(now - heard_s, 0.0) if isinstance(heard_s, int | float) else None
+        host["quiet_s"] = None if heard_s is None else max(now - heard_s, 0.0)
         if host.get("state") in ("starting", "running") and here is False:
             host["state"] = "unknown"
         elif host.get("state") == "running" and (host["quiet_s"] or 0.0) > SILENT_S:
             host["state"] = "silent"
-    return {"hosts": [host for host in hosts if isinstance(host, dict)], "events": found.get("events") or []}
+    return {"hosts": hosts, "events": found.get("events") or []}
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:

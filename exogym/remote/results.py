@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from exogym.base.files import replacing
 from exogym.errors import ExoGymError
 from exogym.record.history import History
-from exogym.record.run_folder import FILES
+from exogym.record.schema import FILES
 from exogym.remote.world import RUNS, send, tell
 from exogym.saving.export import load_model, save_model, split_history
 

@@ -36,10 +36,11 @@ class Guard:
     Args:
         host: the address that is listened on; a loopback one answers to loopback names only.
         token: what a request must bring.
+        know: called with the client of each request that brings it.
     """
 
-    def __init__(self, app: App, host: str, token: str):
-        self.app, self.host, self.token = app, host, token
+    def __init__(self, app: App, host: str, token: str, know: Callable[[Any], object] = lambda client: None):
+        self.app, self.host, self.token, self.know = app, host, token, know
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -71,6 +72,7 @@ class Guard:
         given = [asked, request.cookies.get(_cookie(request)), bearer, request.headers.get("x-exogym-token")]
         if not any(text and hmac.compare_digest(text.encode(), self.token.encode()) for text in given):
             return _error(401, "the token is missing or wrong: open the address that was printed")
+        self.know(request.scope.get("client"))
         if asked is not None and request.method in READS and not request.url.path.startswith("/api/"):
             others = [(name, x) for name, x in parse_qsl(request.url.query) if name != "token"]
             path = "/" + request.url.path.lstrip("/\\")  # "//other.site" would lead there

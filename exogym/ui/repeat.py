@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.compare.folder import Folder
+from exogym.errors import ArgumentError
 from exogym.record.run_folder import read_object
 from exogym.sweep.axes import arguments_of
 
@@ -45,8 +46,11 @@ def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
     sweep = read_object(parent / "sweep.json")
     above = sweep or read_object(parent / "run.json")
     given = above.get("arguments")
-    if isinstance(given, dict) and isinstance(given.get("problem"), str) and (sweep or "strategies" in above):
-        found = _cell(path, sweep, given) if sweep else _strategy(path, above, given)
+    if given is not None and given.get("problem") is not None and (sweep or isinstance(above.get("strategies"), dict)):
+        try:
+            found = _cell(path, sweep, given) if sweep else _strategy(path, above, given)
+        except ArgumentError:  # a cell that no sweep has
+            found = None
         return "" if found is None else _comparison(*found, given)
     words, folder = _words(about), about.get("folder")
     if not words or not words[0].endswith(".py") or not isinstance(folder, str) or Path(words[0]).name == "__main__.py":

@@ -4,7 +4,7 @@ GET /                            the page; its files lie in static/
 GET /api/runs                    all runs, comparisons and sweeps, as `exogym.runs.list` has them
 GET /api/runs/NAME               one: description, status, summary, events, notes, what repeats it
 GET /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
-                                 ?most=N: about N of them
+                                 ?most=N: about N of them, then also ?most_bytes=B: from about B bytes of the file
 GET /api/runs/NAME/nodes         what each node did over steps; timeline: when; grid: the cells of a sweep; hosts: how
                                  they are, see `exogym.ui.views` and `exogym.remote.health`
 GET /api/hosts                   the newest runs on hosts, with these
@@ -42,15 +42,18 @@ from exogym.logger import in_json
 from exogym.progress import notice
 from exogym.record.notes import Notes, read_notes, write_notes
 from exogym.remote.health import read_hosts
+from exogym.ui.door import AT_ONCE, LOG, QUEUE, Door, seldom
 from exogym.ui.guard import Guard, is_loopback
+from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of
-from exogym.ui.shelf import Shelf, thinned
+from exogym.ui.shelf import Shelf
 from exogym.ui.starting import Form, Refused, Starter
-from exogym.ui.views import grid_of, nodes_of, timeline_of
+from exogym.ui.views import grid_of, timeline_of
 
 STATIC = Path(__file__).parent / "static"
 PAUSE_S = 1.0  # between looks for what is to be sent
 MOST_EVENTS = 500  # of a run, the newest
+MOST_POINTS = 20_000  # of a curve that is thinned out
 MOST_WATCHED = 20  # runs on hosts, the newest
 LEAST_TOKEN = 16
 PORTS_TRIED = 20  # from the one that was asked for
@@ -100,23 +103,28 @@ def serve(
     with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
         starter = None if forms is None else Starter(folder, forms, allow_code)
-        over = threading.Event()
+        over, door = threading.Event(), Door()
         config = uvicorn.Config(
-            application(Shelf(folder), host, token, starter, over), log_level="warning", server_header=False,
-            lifespan="off", timeout_graceful_shutdown=1,
-            ws="none", http="h11", loop="asyncio",  # the same whatever else is installed
+            application(Shelf(folder), host, token, starter, over, door.know), log_level="warning",
+            server_header=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="asyncio",
+            http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # the same whatever else is installed
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
-        with _quiet(over):
+        with seldom(LOG, logging.getLogger("asyncio")), _quiet(over):
             _Server(config, over).run(sockets=[sock])
 
 
 class _Server(uvicorn.Server):
-    """Sets `over` as soon as it is asked to end."""
+    """Sets `over` as soon as it is asked to end; accepts `AT_ONCE` connections, and has the system keep `QUEUE`."""
 
     def __init__(self, config: uvicorn.Config, over: threading.Event):
         super().__init__(config)
         self.over = over
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(QUEUE)
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
         self.over.set()
@@ -126,20 +134,24 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def _quiet(over: threading.Event) -> Iterator[None]:
     """While entered, uvicorn logs nothing once it is `over`: it cuts off what browsers still wait for, with a trace."""
-    log, keep = logging.getLogger("uvicorn.error"), lambda record: not over.is_set()
-    log.addFilter(keep)
+    def keep(record: logging.LogRecord) -> bool:
+        return not over.is_set()
+
+    LOG.addFilter(keep)
     try:
         yield
     finally:
-        log.removeFilter(keep)
+        LOG.removeFilter(keep)
 
 
 def application(
-    shelf: Shelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None
-) -> Any:
+    shelf: Shelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
+    know: Callable[[Any], object] = lambda client: None,
+) -> Any:  # fmt: skip
     """Return the page as an ASGI application, behind its guard; without a starter it only reads.
 
-    What it sends without end, it ends once it is `over`.
+    What it sends without end, it ends once it is `over`. `know` is called with the client of each request that brings
+    the token.
     """
     is_over = threading.Event() if over is None else over
 
@@ -150,36 +162,36 @@ def application(
         return JSONResponse(shelf.all())
 
     def one_run(request: Request) -> Response:
-        path = _folder(shelf, request)
-        try:
-            run = runs.load(path)
-        except ArgumentError:
-            return _parent(shelf, request)
         name = request.path_params["name"]
+        listed = {row["name"]: row for row in shelf.all()}
+        if (row := listed.get(name)) is not None and row["state"] == runs.UNREADABLE:
+            return JSONResponse(row | {"description": {}, "status": {}, "summary": {}, "events": []})
+        path = _folder(shelf, request)
+        if row is not None and row["kind"] != "run":
+            return JSONResponse(row | {"runs": [other for other in listed if other.startswith(f"{name}/")]})
+        try:
+            run = runs.stand(path)
+        except ArgumentError as error:
+            raise HTTPException(404, "there is no such run") from error
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
             "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
-            "events": [event for event in run.events if event.get("kind") != "clock"][-MOST_EVENTS:],
+            "events": newest_events(path / "events.jsonl", MOST_EVENTS),
             **asdict(read_notes(path)),
         }  # fmt: skip
         return JSONResponse(in_json(found))
 
     def records(request: Request) -> Response:
-        path = _folder(shelf, request)
-        after, most = _whole(request, "after", -1), _whole(request, "most", None)
-        rows = shelf.records(path)
-        last = rows[-1]["step"] if rows else after
-        rows = [row for row in rows if row["step"] > after]
-        if request.query_params.get("node") == "none":
-            rows = [row for row in rows if row.get("node") is None]
-        if most is not None:
-            rows = thinned(rows, max(most, 2))
-        return JSONResponse({"records": rows, "last": last})
+        path = _folder(shelf, request) / "records.jsonl"
+        after, most, most_bytes = (_whole(request, name) for name in ("after", "most", "most_bytes"))
+        after, is_model = -1 if after is None else after, request.query_params.get("node") == "none"
+        if most is None:
+            return StreamingResponse(as_text(path, after, is_model), media_type="application/json")
+        return JSONResponse(some_of(path, after, is_model, min(max(most, 2), MOST_POINTS), most_bytes))
 
     def nodes(request: Request) -> Response:
-        path = _folder(shelf, request)
-        return JSONResponse(in_json(nodes_of(shelf.records(path), list(runs.read_lines(path / "events.jsonl")))))
+        return JSONResponse(in_json(shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))))
 
     def timeline(request: Request) -> Response:
         return JSONResponse(in_json(timeline_of(_folder(shelf, request))))
@@ -257,8 +269,9 @@ def application(
             raise HTTPException(400, str(error)) from None
 
     def failed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return JSONResponse({"error": error.detail}, error.status_code)
+        if isinstance(error, HTTPException):
+            return JSONResponse({"error": error.detail}, error.status_code)
+        return JSONResponse({"error": in_json(str(error))}, 409)  # what lies there is none that a run has written
 
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
@@ -269,7 +282,7 @@ def application(
         Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip
-    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: failed}), host, token)
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: failed, ArgumentError: failed}), host, token, know)
 
 
 def _folder(shelf: Shelf, request: Request) -> Path:
@@ -283,16 +296,6 @@ def _own(starter: Starter | None) -> Starter:
     if starter is None:
         raise HTTPException(403, "this page only reads: it was started with --read-only")
     return starter
-
-
-def _parent(shelf: Shelf, request: Request) -> Response:
-    """Return a comparison or sweep: its line, and the names of its runs."""
-    name = request.path_params["name"]
-    found = next((row for row in shelf.all() if row["name"] == name), None)
-    if found is None:
-        raise HTTPException(404, "there is no such run")
-    inside = [row["name"] for row in shelf.all() if row["name"].startswith(f"{name}/")]
-    return JSONResponse(found | {"runs": inside})
 
 
 def _is_listed(shelf: Shelf, request: Request) -> bool:
@@ -310,10 +313,10 @@ def _watched(shelf: Shelf) -> Iterator[dict[str, Any]]:
                    **found}  # fmt: skip
 
 
-def _whole(request: Request, name: str, default: Any) -> Any:
+def _whole(request: Request, name: str) -> int | None:
     text = request.query_params.get(name)
     if text is None:
-        return default
+        return None
     try:
         return int(text)
     except ValueError:

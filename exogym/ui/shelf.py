@@ -1,8 +1,10 @@
-"""What the page knows of the runs folder; read again when it may have changed, and seldom where that takes long."""
+"""What the page knows of the runs folder; read again when it may have changed, and seldom where that takes long.
+
+No file is read under a lock, so nobody waits for somebody else's run.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from exogym import runs
-from exogym.base.files import opened_plain
 from exogym.logger import in_json
+from exogym.record.schema import EVENT, RECORD, row_of
+from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Place, piece_after
+from exogym.ui.views import NodesPicture
 
 SHARE = 5  # a list that took a second is kept for so many
-KEPT = 8  # runs whose records are kept
+CACHE_BYTES = 64 << 20  # of pictures that are kept
 Row = dict[str, Any]
 
 
@@ -26,24 +30,40 @@ class Shelf:
         self.top = top
         self._lock = threading.Lock()
         self._listed: list[Row] = []
-        self._due = 0.0
-        self._records: OrderedDict[str, _Records] = OrderedDict()
+        self._due, self._age, self._asked = 0.0, -1, 0  # when to look again; what the list is of; what is wanted
+        self._looking: int | None = None  # what somebody looks for now
+        self._found = threading.Condition(self._lock)
+        self._pictures: OrderedDict[str, _Followed] = OrderedDict()
 
     def all(self) -> list[Row]:
-        """Return all runs as JSON has them."""
-        with self._lock:
-            if time.monotonic() >= self._due:
-                begun = time.monotonic()
-                found = runs.list(self.top) if self.top.is_dir() else []
-                self._listed = [_row(run) for run in found]
+        """Return all runs as JSON has them. While one looks, the others have the list of before, if it will do."""
+        with self._found:
+            while self._looking == self._asked or time.monotonic() < self._due:
+                if self._age == self._asked:
+                    return self._listed
+                if self._looking != self._asked:
+                    break
+                self._found.wait()
+            age = self._looking = self._asked
+        found: list[Row] | None = None
+        begun = time.monotonic()
+        try:
+            found = [_row(run) for run in (runs.list(self.top) if self.top.is_dir() else [])]
+        finally:
+            with self._found:
                 took = time.monotonic() - begun
-                self._due = begun + took + min(max(SHARE * took, 0.5), 60.0)
-            return self._listed
+                if found is not None and age >= self._age:
+                    self._listed, self._age = found, age
+                    self._due = time.monotonic() + min(max(SHARE * took, 0.5), 60.0)
+                if self._looking == age:
+                    self._looking = None
+                self._found.notify_all()
+        return found
 
     def forget(self) -> None:
         """Look anew the next time: something has just been changed from here."""
         with self._lock:
-            self._due = 0.0
+            self._asked += 1
 
     def folder(self, name: str) -> Path | None:
         """Return the folder of a run; None where the name is none of a folder in `top`, or leads out of it.
@@ -58,62 +78,66 @@ class Shelf:
         inside = os.path.realpath(path) == os.path.join(os.path.realpath(self.top), *parts)  # no links either
         return path if inside and path.is_dir() else None
 
-    def records(self, path: Path) -> list[Row]:
-        """Return all records of a run."""
+    def nodes(self, path: Path, most_bytes: int | None = None) -> Row:
+        """Return what the nodes of a run did (`NodesPicture`), and `more`: whether some of its files is yet to be read.
+
+        Args:
+            most_bytes: to read now, about; None: all there is.
+
+        Raises:
+            ArgumentError: a record or event that no run writes.
+        """
         with self._lock:
-            kept = self._records.setdefault(os.fspath(path), _Records(path / "records.jsonl"))
-            self._records.move_to_end(os.fspath(path))
-            while len(self._records) > KEPT:
-                self._records.popitem(last=False)
-            return kept.all()
+            followed = self._pictures.setdefault(os.fspath(path), _Followed(path))
+            self._pictures.move_to_end(os.fspath(path))
+        spent, is_more = 0, True
+        while is_more and (most_bytes is None or spent < most_bytes):
+            is_more, spent = followed.advance(), spent + PIECE_BYTES
+        with self._lock:
+            size_bytes = sum(other.size_bytes for other in self._pictures.values())
+            while size_bytes > CACHE_BYTES and len(self._pictures) > 1:
+                size_bytes -= self._pictures.popitem(last=False)[1].size_bytes
+        return followed.found() | {"more": is_more}
 
 
-class _Records:
-    """The records of one run: what is added to the file is read, and no more."""
+class _Followed:
+    """The picture of a run's nodes; what is added to its files is read, and no more."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._rows: list[Row] = []
-        self._place = (-1, 0)  # of the file, and up to where it is read
+        self._lock = threading.Lock()
+        self._begin()
 
-    def all(self) -> list[Row]:
-        try:
-            with opened_plain(self.path) as file:
-                inode, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
-                if inode != self._place[0] or size < self._place[1]:  # begun anew, or gone on with from before
-                    self._rows, self._place = [], (inode, 0)
-                file.seek(self._place[1])
-                text = file.read(size - self._place[1])
-        except OSError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                self._rows.append(row)
-        self._place = (inode, self._place[1] + len(whole))
-        return self._rows
+    def _begin(self) -> None:
+        self._picture = NodesPicture()
+        self._places = {"records.jsonl": Place(), "events.jsonl": Place()}
 
+    def advance(self) -> bool:
+        """Read a piece of each file; say whether there is more."""
+        return any([self._read("records.jsonl"), self._read("events.jsonl")])
 
-def thinned(rows: list[Row], most: int) -> list[Row]:
-    """Return at most about `most` rows: all evaluations of the averaged model, as far as they fit, and others evenly.
+    def _read(self, name: str) -> bool:
+        kinds, wanted = (RECORD, OF_A_NODE) if name == "records.jsonl" else (EVENT, OF_A_CLOCK)
+        place = self._places[name]
+        lines, reached, is_anew, is_more = piece_after(self.path / name, place)
+        rows = [row for line in lines if wanted.search(line) and (row := row_of(line, kinds)) is not None]
+        with self._lock:
+            if self._places[name] is not place:  # somebody else has read it
+                return True
+            if is_anew:
+                self._begin()
+            self._places[name] = reached
+            for row in rows:
+                (self._picture.take_record if kinds is RECORD else self._picture.take_event)(row)
+        return is_more or is_anew
 
-    >>> len(thinned([{"step": k} for k in range(1000)], 100)), thinned([{"step": 1}], 5)
-    (100, [{'step': 1}])
-    """
-    if len(rows) <= most:
-        return rows
-    evaluated = [k for k, row in enumerate(rows) if row.get("val_loss") is not None]
-    kept = set(_evenly(evaluated, most // 2)) | {len(rows) - 1}
-    kept |= set(_evenly([k for k in range(len(rows)) if k not in kept], most - len(kept)))
-    return [rows[k] for k in sorted(kept)]
+    @property
+    def size_bytes(self) -> int:
+        return self._picture.size_bytes
 
-
-def _evenly(items: list[int], most: int) -> list[int]:
-    return items if len(items) <= most else [items[k * len(items) // most] for k in range(most)]
+    def found(self) -> Row:
+        with self._lock:
+            return self._picture.found()
 
 
 def _row(run: runs.Listed) -> Row:

@@ -110,7 +110,7 @@ class Starter:
         given: dict[str, Any] = {name: x for name, x in saved.items() if name in names and x is not None}
         given["dataset"] = saved.get("problem")
         if sweep:
-            given["axes"] = [f"{name}={_values(values)}" for name, values in saved["axes"].items()]
+            given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
             raise ArgumentError(f"{path.name} was started from Python: go on there, with resume=True")

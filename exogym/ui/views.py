@@ -2,68 +2,146 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from exogym.clock import TIMELINE
 from exogym.compare.folder import Folder
-from exogym.record.run_folder import read_object
+from exogym.errors import ArgumentError
+from exogym.record import schema
+from exogym.record.schema import is_finite
 
 MOST_NODES = 64
 MOST_COLUMNS = 300  # steps of the picture of nodes
+MOST_HELD = 2 * MOST_COLUMNS
 MOST_SPANS = 4000
+MOST_RUNS = 100_000  # of a grid
 SHARES = ("computing", "sending", "waiting", "down")
 Row = dict[str, Any]
 
 
-def nodes_of(records: Sequence[Row], events: Sequence[Row]) -> Row:
+def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
     """Return what each node did over steps, at most 300 columns of at most 64 nodes.
 
     steps, nodes; loss: a row for each node, null where it was absent; and where the run has a clock, share_steps and
     shares: by part, the share of a node's time since the column before.
     """
-    rows = [row for row in records if type(row.get("node")) is int]
-    ids = sorted({row["node"] for row in rows})
-    steps = sorted({row["step"] for row in rows})
-    shown, place = ids[:MOST_NODES], {step: k for k, step in enumerate(steps)}
-    wide = min(len(steps), MOST_COLUMNS)
-    loss: list[list[float | None]] = [[None] * wide for _ in shown]
-    line = {node: k for k, node in enumerate(shown)}
-    for row in rows:
-        if row["node"] in line and _is_number(row.get("train_loss")):
-            loss[line[row["node"]]][place[row["step"]] * wide // len(steps)] = float(f"{row['train_loss']:.4g}")
-    columns = [steps[(k * len(steps) + wide - 1) // wide] for k in range(wide)]
-    return {"steps": columns, "nodes": shown, "of": len(ids), "loss": loss} | _shares(events)
+    picture = NodesPicture()
+    for row in records:
+        picture.take_record(row)
+    for event in events:
+        picture.take_event(event)
+    return picture.found()
 
 
-def _shares(events: Sequence[Row]) -> Row:
-    told = [event for event in events if event.get("kind") == "clock" and _are_parts(event)]
-    told = [told[k * len(told) // MOST_COLUMNS] for k in range(MOST_COLUMNS)] if len(told) > MOST_COLUMNS else told
-    size = min((len(event["computing"]) for event in told), default=0)
-    found: dict[str, list[list[float | None]]] = {part: [[] for _ in range(size)] for part in SHARES}
-    steps, before = [], None
-    for event in told:
-        if before is not None:
-            steps.append(event.get("step"))
-            for node in range(size):
-                spent = {part: event[part][node] - before[part][node] for part in SHARES}
-                whole = sum(spent.values())
-                for part in SHARES:
-                    found[part][node].append(round(spent[part] / whole, 4) if whole > 0 else None)
-        before = event
-    return {"share_steps": steps, "shares": found if steps else {}}
+class NodesPicture:
+    """What `nodes_of` returns, of records and events that come one by one; its size does not grow with the run's.
 
+    It holds up to twice the columns that are shown. Where one more comes, each two become one, with the later values.
+    """
 
-def _are_parts(event: Row) -> bool:
-    parts = [event.get(part) for part in SHARES]
-    return all(isinstance(part, list) and all(map(_is_number, part)) for part in parts)
+    def __init__(self) -> None:
+        self._steps: list[int] = []  # the first of each column
+        self._each, self._filled, self._step = 1, 0, -1  # steps of a column, of the last one so far, the newest step
+        self._loss: dict[int, np.ndarray] = {}  # of the first nodes
+        self._last = -1  # of these
+        self._seen, self._of = bytearray(), 0  # which nodes there are, a bit each, and how many
+        self._told: list[tuple[Any, np.ndarray]] = []  # step and (parts, nodes), of each so many clocks
+        self._every, self._clocks = 1, 0
 
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory it takes."""
+        return 8 * MOST_HELD * (len(self._loss) + 8) + len(self._seen) + sum(200 + told.nbytes for _, told in self._told)
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    def take_record(self, row: Row) -> None:
+        node = row.get("node")
+        if type(node) is not int or type(row.get("step")) is not int:
+            return
+        self._count(node)
+        self._reach(row["step"])
+        if node not in self._loss:
+            if len(self._loss) == MOST_NODES and node > self._last:
+                return
+            self._loss[node] = np.full(MOST_HELD, np.nan)
+            if len(self._loss) > MOST_NODES:
+                del self._loss[self._last]
+            self._last = max(self._loss)
+        if is_finite(row.get("train_loss")):
+            self._loss[node][len(self._steps) - 1] = row["train_loss"]
+
+    def _count(self, node: int) -> None:
+        byte, bit = node >> 3, 1 << (node & 7)
+        if byte >= len(self._seen):
+            self._seen.extend(bytes(byte + 1 - len(self._seen)))
+        if not self._seen[byte] & bit:
+            self._seen[byte] |= bit
+            self._of += 1
+
+    def _reach(self, step: int) -> None:
+        """Begin the column of a step, where it is a new one."""
+        if step <= self._step:
+            return
+        self._step = step
+        if self._steps and self._filled < self._each:
+            self._filled += 1
+            return
+        if len(self._steps) == MOST_HELD:
+            self._steps, self._each = self._steps[::2], 2 * self._each
+            for node, losses in self._loss.items():
+                early, late = losses[::2], losses[1::2]
+                self._loss[node] = np.full(MOST_HELD, np.nan)
+                self._loss[node][: MOST_HELD // 2] = np.where(np.isnan(late), early, late)
+        self._steps.append(step)
+        self._filled = 1
+
+    def take_event(self, event: Row) -> None:
+        if event.get("kind") != "clock":
+            return
+        parts = [event.get(part) for part in SHARES]
+        if not all(isinstance(part, list) and all(map(is_finite, part)) for part in parts):
+            return
+        self._clocks += 1
+        if (self._clocks - 1) % self._every:
+            return
+        size = min(MOST_NODES, *(len(part) for part in parts if part is not None))
+        self._told.append((event.get("step"), np.array([(part or [])[:size] for part in parts], float)))
+        if len(self._told) == MOST_HELD:
+            self._told, self._every = self._told[::2], 2 * self._every
+
+    def found(self) -> Row:
+        shown, many = sorted(self._loss), len(self._steps)
+        wide = min(many, MOST_COLUMNS)
+        loss: list[list[float | None]] = [[None] * wide for _ in shown]
+        for row, node in zip(loss, shown, strict=True):
+            for k, value in enumerate(self._loss[node][:many].tolist()):
+                if not math.isnan(value):
+                    row[k * wide // many] = float(f"{value:.4g}")
+        columns = [self._steps[(k * many + wide - 1) // wide] for k in range(wide)]
+        return {"steps": columns, "nodes": shown, "of": self._of, "loss": loss} | self._shares()
+
+    def _shares(self) -> Row:
+        told, many = self._told, len(self._told)
+        if many > MOST_COLUMNS:
+            told = [told[k * many // MOST_COLUMNS] for k in range(MOST_COLUMNS)]
+        size = min((clock.shape[1] for _, clock in told), default=0)
+        found: dict[str, list[list[float | None]]] = {part: [[] for _ in range(size)] for part in SHARES}
+        for (_, before), (_, now) in itertools.pairwise(told):
+            with np.errstate(all="ignore"):
+                spent = now[:, :size] - before[:, :size]
+                whole = spent.sum(0)
+                shares = np.where(whole > 0, spent / whole, np.nan)
+            for part, of_nodes in zip(SHARES, shares.tolist(), strict=True):
+                for node, share in enumerate(of_nodes):
+                    found[part][node].append(round(share, 4) if math.isfinite(share) else None)
+        steps = [step for step, _ in told[1:]]
+        return {"share_steps": steps, "shares": found if steps else {}}
 
 
 def timeline_of(path: Path) -> Row:
@@ -71,17 +149,17 @@ def timeline_of(path: Path) -> Row:
 
     nodes; spans: [node, kind, start_s, end_s, name]; until_s of whole_s; shares of the whole run.
     """
-    found = read_object(path / TIMELINE)
+    found = schema.read(path / TIMELINE)
     spans = found.get("spans")
     if not isinstance(spans, list):
         return {}
-    spans = [span for span in spans if isinstance(span, list) and len(span) == 5 and all(map(_is_number, span[2:4]))]
-    nodes = sorted({span[0] for span in spans if type(span[0]) is int})[:MOST_NODES]
+    spans = [span for span in spans if isinstance(span, list) and len(span) == 5 and all(map(is_finite, span[2:4]))]
+    nodes = sorted({span[0] for span in spans if type(span[0]) is int and span[0] >= 0})[:MOST_NODES]
     spans = sorted((span for span in spans if span[0] in nodes), key=lambda span: span[2])
     whole_s = max((span[3] for span in spans), default=0.0)
     until_s = spans[MOST_SPANS][2] if len(spans) > MOST_SPANS else whole_s
     shown = [[*span[:3], min(span[3], until_s), span[4]] for span in spans[:MOST_SPANS]]
-    shares = {kind: x for kind, x in (found.get("shares") or {}).items() if _is_number(x)}
+    shares = {kind: x for kind, x in (found.get("shares") or {}).items() if is_finite(x)}
     return {"nodes": nodes, "spans": shown, "until_s": until_s, "whole_s": whole_s, "shares": shares}
 
 
@@ -91,15 +169,17 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     Args:
         listed: name, PARENT/CHILD, to the line of each run.
     """
-    sweep = read_object(path / "sweep.json")
+    sweep = schema.read(path / "sweep.json")
     cells, axes = sweep.get("cells"), sweep.get("axes")
-    if not isinstance(cells, dict) or not isinstance(axes, dict):
+    if cells is None or axes is None:
         return {}
     folder, found = Folder(path, cells), []
     seeds = _seeds(sweep)
+    if len(cells) * len(seeds) > MOST_RUNS:
+        raise ArgumentError(f"sweep.json: {len(cells)} cells of {len(seeds)} seeds: wanted at most {MOST_RUNS} runs")
     for label, options in cells.items():
         runs = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
-        ended = [run["loss"] for run in runs if run is not None and run["state"] == "done" and _is_number(run["loss"])]
+        ended = [run["loss"] for run in runs if run is not None and run["state"] == "done" and is_finite(run["loss"])]
         found.append({
             "cell": label, "options": options, "seeds": len(ended), "wanted": len(seeds),
             "loss": statistics.fmean(ended) if ended else None,

@@ -1,6 +1,6 @@
 // What all pages share. Whatever a run says of itself becomes text (textContent), never markup.
 
-export const POLL_MS = 1000;
+export const POLL_MS = 1000, PART_BYTES = 2 ** 21;  // of a run's files, read for one answer
 export const store = { list: [], chosen: new Set() };
 export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
 
@@ -46,6 +46,22 @@ export async function get(path) {
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error ?? answer.statusText);
   return found;
+}
+
+// What the averaged model's records are, as they come: each call reads on from the last one, in a part of bounded size.
+// `rows`: those so far, thinned out; `more`: whether another call would bring some at once.
+export function followed(name, most) {
+  let rows = [], last = -1, file = null;
+  return async () => {
+    const found = await get(`/api/runs/${address(name)}/records?node=none&after=${last}&most=${most}&most_bytes=${PART_BYTES}`);
+    if (found.last < last || (file !== null && found.file !== file)) {  // it goes on from an earlier step
+      rows = []; last = -1; file = null;
+      return { rows, more: true };
+    }
+    rows.push(...found.records); last = found.last; file = found.file;
+    while (rows.length > 2 * most) rows = rows.filter((row, k) => k % 2 || isNumber(row.val_loss) && k % 4);
+    return { rows, more: found.more };
+  };
 }
 
 export async function send(path, body) {

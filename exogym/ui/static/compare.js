@@ -1,6 +1,6 @@
 // Several runs over each other; a comparison, or a sweep with its cells.
 
-import { actions, address, find, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
+import { actions, address, find, followed, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
@@ -45,17 +45,18 @@ export function comparePage(main, names) {
   async function poll() {
     try {
       for (const run of runs().slice(0, MOST_CURVES)) {
-        const known = curves.get(run.name);
-        if (known && known.state !== "running") continue;
-        const found = await get(`/api/runs/${address(run.name)}/records?node=none&most=${MOST_POINTS}`);
-        curves.set(run.name, { rows: found.records, state: run.state });
+        const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
+        if (!known.more && known.state === run.state && run.state !== "running") continue;
+        const found = await known.next().catch(() => ({ more: false }));  // its own line says why
+        curves.set(run.name, { ...known, ...found, state: run.state });
       }
       const all = runs().length, few = all > curves.size ? `, curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
       at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "no runs of that name yet";
       if (!gone) { show(); await showGrid(); }
     } catch (error) { at.textContent = error.message; }
-    if (!gone) timer = setTimeout(poll, 2 * POLL_MS);
+    const more = [...curves.values()].some((curve) => curve.more);
+    if (!gone) timer = setTimeout(poll, more ? 0 : 2 * POLL_MS);
   }
   poll();
   return { update() { own?.fill(); }, leave() { gone = true; clearTimeout(timer); } };

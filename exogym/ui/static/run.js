@@ -1,6 +1,6 @@
 // One run, while it trains and afterwards.
 
-import { actions, address, copied, find, get, isNumber, make, notes, POLL_MS, look, table } from "./base.js";
+import { actions, address, copied, find, followed, get, isNumber, make, notes, PART_BYTES, POLL_MS, look, table } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { hostsTables } from "./hosts.js";
 import { nodesPicture, timelinePicture } from "./pictures.js";
@@ -10,6 +10,7 @@ const CHARTS = {
   "consensus distance": ["consensus_distance"], "examples per second": ["examples_per_s"], "learning rate": ["lr"],
 };
 const MOST_POINTS = 2000, SELDOM = 3;  // pictures are asked for at each third look
+const BEFORE_DRAWING_MS = 500;  // in which a long run is read on with
 
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
@@ -23,7 +24,8 @@ export function runPage(main, name) {
     link("Download description", api, "run.json")), acted, own,
     charts, hosts, nodes.box, timeline.box, about, make("h2", {}, "Events"),
     table([["time", false], ["what", false], ["step", true], ["told", false]], events));
-  let rows = [], last = -1, over = false, timer = 0, looks = 0, shownAbout = "";
+  const next = followed(name, MOST_POINTS);
+  let rows = [], over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
   function show() {
     const axis = rows.some((row) => isNumber(row[look.axis])) ? look.axis : "step";
@@ -54,8 +56,10 @@ export function runPage(main, name) {
       run.command || run.snippet ? make("h2", {}, "Again") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
   }
 
+  // Draw them, and return whether there is more to read for that.
   async function pictures() {
-    nodes.show(await get(`${api}/nodes`));
+    const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
+    nodes.show(told);
     timeline.show(await get(`${api}/timeline`));
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;
@@ -64,25 +68,26 @@ export function runPage(main, name) {
       hosts.replaceChildren(make("h2", {}, "Hosts"), ...hostsTables(found));
       hosts.querySelector("details").open = open;
     }
+    return told.more;
   }
 
   async function poll() {
+    let more = false;
     try {
-      const run = await get(api);
-      const found = await get(`${api}/records?node=none&after=${last}&most=${MOST_POINTS}`);
-      if (found.last < last) { rows = []; last = -1; }  // it goes on from an earlier step
-      else { rows.push(...found.records); last = found.last; }
-      while (rows.length > 2 * MOST_POINTS) rows = rows.filter((row, k) => k % 2 || isNumber(row.val_loss) && k % 4);
+      const run = await get(api), until = performance.now() + BEFORE_DRAWING_MS;
       describe(run);
+      if (run.reason) throw new Error(`${run.state}: ${run.reason}`);
+      do { ({ rows, more } = await next()); } while (more && !gone && performance.now() < until);
       show();
-      if (over || looks % SELDOM === 0) await pictures();
+      if (over || behind || looks % SELDOM === 0) behind = await pictures();
       looks += 1;
-    } catch (error) { at.textContent = error.message; }
-    timer = over ? 0 : setTimeout(poll, POLL_MS);
+    } catch (error) { at.textContent = error.message; more = behind = false; }
+    if (gone) return;
+    timer = over && !more && !behind ? 0 : setTimeout(poll, more || behind ? 0 : POLL_MS);
   }
   poll();
   return {
-    update() { own.fill(); if (over && !timer && find(name)?.state === "running") poll(); },
-    leave() { clearTimeout(timer); over = true; },
+    update() { own.fill(); if (over && !timer && !gone && find(name)?.state === "running") poll(); },
+    leave() { clearTimeout(timer); gone = true; },
   };
 }

@@ -20,7 +20,7 @@ export const COLUMNS = [
 export function cell(run, [key, , text, number]) {
   if (key === "name") {
     const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`;
-    return make("td", { class: "name", title: run.note }, make("a", { href: way }, run.name),
+    return make("td", { class: "name", title: run.reason ?? run.note }, make("a", { href: way }, run.name),
       ...run.tags.map((tag) => make("span", { class: "tag" }, tag)));
   }
   if (key === "state") return make("td", {}, stateOf(run.state));
@@ -36,7 +36,7 @@ export function runsPage(main) {
     oninput(event) { look.text = event.target.value; show(); } });
   filter.value = look.text;
   const states = make("select", { id: "state", onchange(event) { look.state = event.target.value; show(); } });
-  for (const state of ["", "running", "done", "stopped", "failed", "lost"]) {
+  for (const state of ["", "running", "done", "stopped", "failed", "lost", "unreadable"]) {
     states.append(make("option", { value: state }, state || "any state"));
   }
   states.value = look.state;

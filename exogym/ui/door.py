@@ -1,0 +1,140 @@
+"""Who may stay connected to the page: who brings the token, and others for a moment.
+
+Until a connection has brought the token (see `exogym.ui.guard`), it is a stranger's. A stranger is closed after
+`HEADER_S` seconds, whatever it has sent by then. Of one address `MOST_OF_ONE_ADDRESS` may wait, of all `MOST_WAITING`;
+where one more comes, the one that came first is closed. So there is always room for the next, and the page's owner
+needs it for one request only: from then on its connection counts no more. All of one machine come from one address,
+which is why nobody is turned away by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_S = 10.0
+MOST_WAITING, MOST_OF_ONE_ADDRESS = 256, 128
+AT_ONCE = 16  # connections accepted before what others sent is read, which takes a few turns: fewer than may wait
+QUEUE = 1024  # connections that the system may hold until they are accepted
+LINE_S = 60.0  # between two lines of a log
+LOG = logging.getLogger("uvicorn.error")
+Place = tuple[str, int]
+
+
+class Door:
+    """The connections that have not brought the token, the oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Place, Connection] = {}
+
+    def enter(self, connection: Connection) -> None:
+        if connection.client is None:
+            return
+        connection.network = _network(connection.client[0])
+        alike = [place for place, other in self._waiting.items() if other.network == connection.network]
+        if len(alike) >= MOST_OF_ONE_ADDRESS:
+            self._send_away(alike[0])
+        elif len(self._waiting) >= MOST_WAITING:
+            self._send_away(next(iter(self._waiting)))
+        self._waiting[connection.client] = connection
+
+    def leave(self, connection: Connection) -> None:
+        if connection.client is not None and self._waiting.get(connection.client) is connection:
+            del self._waiting[connection.client]
+
+    def know(self, client: Any) -> None:
+        """The connection of this client has brought the token."""
+        if client is not None:
+            self._waiting.pop(tuple(client), None)
+
+    def send_away_late(self, connection: Connection) -> None:
+        """Close a connection whose time is over, if it is a stranger's still."""
+        if connection.client is not None and self._waiting.get(connection.client) is connection:
+            self._send_away(connection.client)
+
+    def _send_away(self, place: Place) -> None:
+        self._waiting.pop(place).transport.abort()
+        LOG.warning("a connection from %s was closed: it did not bring the token in time", place[0])
+
+    def protocol(self) -> type[H11Protocol]:
+        """Return the protocol that uvicorn is to give each connection."""
+        return type("Connection", (Connection,), {"door": self})
+
+
+class Connection(H11Protocol):
+    """A connection that stands at a `Door` until it has brought the token."""
+
+    door: Door
+    network = ""
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.door.enter(self)
+        self._late = self.loop.call_later(HEADER_S, self.door.send_away_late, self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._late is not None:
+            self._late.cancel()
+        self.door.leave(self)
+        super().connection_lost(exc)
+
+
+class Seldom(logging.Filter):
+    """Lets each level of a log have one line in `LINE_S` seconds, and says how many it held back.
+
+    An error of the system, such as too many open files, comes without its traceback.
+
+    >>> log = logging.getLogger("exogym.example")
+    >>> with seldom(log):
+    ...     [log.filter(logging.LogRecord("x", logging.WARNING, "", 1, "no", (), None)) for _ in range(3)]
+    [True, False, False]
+    """
+
+    def __init__(self, line_s: float = LINE_S):
+        super().__init__()
+        self._line_s, self._next, self._held = line_s, dict[int, float](), dict[int, int]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if time.monotonic() < self._next.get(record.levelno, float("-inf")):
+            self._held[record.levelno] = self._held.get(record.levelno, 0) + 1
+            return False
+        self._next[record.levelno] = time.monotonic() + self._line_s
+        if held := self._held.pop(record.levelno, 0):
+            record.msg, record.args = f"{record.getMessage()} (and {held} more like this)", ()
+        if record.exc_info and isinstance(record.exc_info[1], OSError):
+            record.exc_info = record.exc_text = None
+        return True
+
+
+@contextlib.contextmanager
+def seldom(*logs: logging.Logger) -> Iterator[None]:
+    """Hold these logs to a line of each level in a minute."""
+    filters = [(log, Seldom()) for log in logs]
+    for log, one in filters:
+        log.addFilter(one)
+    try:
+        yield
+    finally:
+        for log, one in filters:
+            log.removeFilter(one)
+
+
+def _network(address: str) -> str:
+    """Return what counts as one address: of IPv6 the network of 64 bits, in which one host has them all.
+
+    >>> _network("127.0.0.1"), _network("2001:db8::1") == _network("2001:db8::2")
+    ('127.0.0.1', True)
+    """
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if known.version == 4 else str(ipaddress.ip_network((known, 64), strict=False))

@@ -1,0 +1,262 @@
+"""Reads records and events of a run from where they were read up to, a piece at a time; nothing is held on to.
+
+The records of a run are in the order of steps, so the first one after a step is found by halving the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from exogym.base.files import opened_plain
+from exogym.errors import ArgumentError
+from exogym.logger import in_json
+from exogym.record.schema import EVENT, LINE_BYTES, RECORD, check_length, row_of
+
+PIECE_BYTES = 2 << 20  # read at once; more than the longest line
+MARK_BYTES = 64  # before a place, by which it is known again
+NEAR_BYTES = 1 << 16  # less is not halved
+BACK_BYTES, BLOCK_BYTES = 4 << 20, 1 << 16  # from the end, in which the newest events are looked for
+ANSWER_BYTES = 1 << 18  # sent at once
+OF_A_NODE = re.compile(rb'"node"\s*:\s*\d')
+OF_A_CLOCK = re.compile(rb'"kind"\s*:\s*"clock"')
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Up to where a file has been read: which file it was, how far, and the bytes before that."""
+
+    inode: int = -1
+    offset: int = 0
+    mark: bytes = b""
+
+
+def piece_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool, bool]:
+    """Return the whole lines after a place, up to where they go, whether the file began anew, and whether more follow.
+
+    The file began anew where it is another one, is shorter, or has other bytes before the place.
+
+    Raises:
+        ArgumentError: a line is longer than any run writes.
+    """
+    try:
+        with opened_plain(path) as file:
+            about = os.fstat(file.fileno())
+            is_known = about.st_ino == place.inode and about.st_size >= place.offset
+            if is_known:
+                file.seek(place.offset - len(place.mark))
+                is_known = file.read(len(place.mark)) == place.mark
+            old, start = place.inode != -1, place if is_known else Place(about.st_ino)
+            file.seek(start.offset)
+            data = file.read(PIECE_BYTES)
+    except OSError:
+        return [], Place(), place.inode != -1, False
+    whole = data[: data.rfind(b"\n") + 1]
+    if not whole:
+        check_length(data, path.name)
+    offset = start.offset + len(whole)
+    mark = (start.mark + whole)[-MARK_BYTES:]
+    is_more = bool(whole) and offset < about.st_size
+    return whole.splitlines(keepends=True), Place(start.inode, offset, mark), old and not is_known, is_more
+
+
+def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row | None, int]]:
+    """Yield the records of steps after one, as far as whole lines go, each with where it ends in the file.
+
+    With `is_model` those of the averaged model only: a line of a node is None, unread.
+
+    Raises:
+        ArgumentError: a record that no run writes.
+    """
+    try:
+        with opened_plain(path) as file:
+            at = _before(file, step)
+            file.seek(at)
+            while line := file.readline(LINE_BYTES + 1):
+                check_length(line, path.name)
+                if not line.endswith(b"\n"):
+                    return
+                at += len(line)
+                if is_model and OF_A_NODE.search(line):
+                    yield None, at
+                elif (row := row_of(line, RECORD)) is not None and row["step"] > step:
+                    yield row, at
+    except OSError:
+        return
+
+
+def _before(file: IO[bytes], step: int) -> int:
+    """Return where a line begins, near to and not behind the first record after a step."""
+    low, high = 0, file.seek(0, os.SEEK_END)
+    if step < 0:
+        return 0
+    while high - low > NEAR_BYTES:
+        middle = (low + high) // 2
+        file.seek(middle)
+        file.readline(LINE_BYTES + 1)  # the rest of one
+        begin = file.tell()
+        row = row_of(file.readline(LINE_BYTES + 1), RECORD)
+        if begin >= high or row is None or row["step"] > step:
+            high = middle
+        else:
+            low = begin
+    return low
+
+
+def step_reached(path: Path, after: int) -> int:
+    """Return the step of the newest whole record where none comes after a step; `after` where there is no record."""
+    for line in _backwards(path):
+        if (row := row_of(line, RECORD)) is not None:
+            return min(int(row["step"]), after)
+    return after
+
+
+def newest_events(path: Path, most: int) -> list[Row]:
+    """Return the newest events but clocks, in their order, as far as the last 4 MB of the file have them."""
+    found: list[Row] = []
+    for line in _backwards(path):
+        if not OF_A_CLOCK.search(line) and (row := row_of(line, EVENT)) is not None:
+            found.append(row)
+            if len(found) == most:
+                break
+    return found[::-1]
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a file from its end, as far as `BACK_BYTES` reach."""
+    try:
+        with opened_plain(path) as file:
+            end = size = file.seek(0, os.SEEK_END)
+            rest: bytes | None = None  # of a line that begins further up; None: what comes last is torn, or nothing
+            while end > max(size - BACK_BYTES, 0):
+                begin = max(end - BLOCK_BYTES, size - BACK_BYTES, 0)
+                file.seek(begin)
+                parts = (file.read(end - begin) + (rest or b"")).split(b"\n")
+                if rest is None:
+                    parts[-1] = b""
+                rest, end = parts[0], begin
+                yield from (line + b"\n" for line in reversed(parts[1:]) if line)
+            if rest and end == 0:
+                yield rest + b"\n"
+    except OSError:
+        return
+
+
+def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
+    """Yield the answer to who wants every record, in parts: however many there are, few are held at a time.
+
+    A record that no run writes ends it, with the reason as `error`.
+    """
+    last, parts, size, told = None, ['{"records": ['], 0, dict[str, Any]()
+    try:
+        for row, _ in records_after(path, after, is_model):
+            if row is None:
+                continue
+            parts.append(f"{'' if last is None else ', '}{json.dumps(row)}")
+            last, size = row["step"], size + len(parts[-1])
+            if size > ANSWER_BYTES:
+                yield "".join(parts)
+                parts, size = [], 0
+        told = {"last": step_reached(path, after) if last is None else last}
+    except ArgumentError as error:
+        told = {"last": after if last is None else last, "error": in_json(str(error))}
+    yield "".join(parts) + "], " + json.dumps(told)[1:]
+
+
+def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int | None) -> Row:
+    """Return about `most` records after a step: all evaluations of the averaged model as far as they fit, and others.
+
+    `last` is the step up to which they go, `more` whether later ones were not read, and `file` which file it is: a run
+    that goes on from an earlier step begins another.
+
+    Args:
+        most_bytes: of the file to go through, about, and at least a whole step; None: all of it.
+
+    Raises:
+        ArgumentError: a record that no run writes.
+    """
+    thinner, begun, last = Thinner(most), None, None
+    try:
+        which = f"{os.lstat(path).st_ino:x}"
+    except OSError:
+        which = ""
+    for row, at in records_after(path, after, is_model):
+        begun = at if begun is None else begun
+        if row is None:
+            continue
+        if most_bytes is not None and at - begun > most_bytes and last is not None and row["step"] > last:
+            return {"records": thinner.rows(), "last": last, "more": True, "file": which}
+        last = row["step"]
+        thinner.take(row)
+    last = step_reached(path, after) if last is None else last
+    return {"records": thinner.rows(), "last": last, "more": False, "file": which}
+
+
+class Thinner:
+    """Keeps about `most` of many rows, in a memory that does not grow with their number.
+
+    >>> thinner = Thinner(100)
+    >>> for k in range(5000):
+    ...     thinner.take({"step": k})
+    >>> rows = thinner.rows()
+    >>> len(rows), rows[0]["step"], rows[-1]["step"]
+    (100, 0, 4999)
+    """
+
+    def __init__(self, most: int):
+        self.most, self._count = most, 0
+        self._kinds = {True: _Evenly(4 * most), False: _Evenly(4 * most)}  # evaluated or not
+        self._last: tuple[int, Row] | None = None
+
+    def take(self, row: Row) -> None:
+        self._last = self._count, row
+        self._kinds[row.get("val_loss") is not None].take(self._last)
+        self._count += 1
+
+    def rows(self) -> list[Row]:
+        found = dict(pair for kind in self._kinds.values() for pair in kind.items)
+        if self._last is not None:
+            found[self._last[0]] = self._last[1]
+        return thinned([found[k] for k in sorted(found)], self.most)
+
+
+@dataclass
+class _Evenly:
+    """Every so many-th of what comes, at most `most`."""
+
+    most: int
+
+    def __post_init__(self) -> None:
+        self.items: list[tuple[int, Row]] = []
+        self._every, self._count = 1, 0
+
+    def take(self, item: tuple[int, Row]) -> None:
+        if self._count % self._every == 0:
+            self.items.append(item)
+            if len(self.items) > self.most:
+                self.items, self._every = self.items[::2], 2 * self._every
+        self._count += 1
+
+
+def thinned(rows: list[Row], most: int) -> list[Row]:
+    """Return at most about `most` rows: all evaluations of the averaged model, as far as they fit, and others evenly.
+
+    >>> len(thinned([{"step": k} for k in range(1000)], 100)), thinned([{"step": 1}], 5)
+    (100, [{'step': 1}])
+    """
+    if len(rows) <= most:
+        return rows
+    evaluated = [k for k, row in enumerate(rows) if row.get("val_loss") is not None]
+    kept = set(_evenly(evaluated, most // 2)) | {len(rows) - 1}
+    kept |= set(_evenly([k for k in range(len(rows)) if k not in kept], most - len(kept)))
+    return [rows[k] for k in sorted(kept)]
+
+
+def _evenly(items: list[int], most: int) -> list[int]:
+    return items if len(items) <= most else [items[k * len(items) // most] for k in range(most)]
