@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
-
 from exogym.ui.door import MOST_OF_ONE_ADDRESS, MOST_WAITING, Door, Seldom
 
 PAGE = """

@@ -21,8 +21,8 @@ from exogym.record.run_folder import read_object, read_status
 from exogym.strategy import DiLoCoStrategy
 from exogym.sweep import sweep
 from exogym.testing import small_problem
-from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.lines import thinned
+from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import Shelf
 from exogym.ui.starting import Refused, Starter
 from exogym.ui.views import MOST_COLUMNS, MOST_NODES, MOST_SPANS, grid_of, nodes_of, timeline_of
@@ -90,7 +90,7 @@ def test_the_timeline_is_kept_and_cut(top: Path, tmp_path: Path) -> None:
     cut = timeline_of(tmp_path)
     assert len(cut["spans"]) == MOST_SPANS and cut["until_s"] == MOST_SPANS < cut["whole_s"] and cut["shares"] == {}
     (tmp_path / "timeline.json").write_text('{"spans"')
-    with pytest.raises(ArgumentError, match="timeline.json is no whole JSON"):
+    with pytest.raises(ArgumentError, match=r"timeline\.json is no whole JSON"):
         timeline_of(tmp_path)
     (tmp_path / "timeline.json").unlink()
     assert timeline_of(tmp_path) == {}

@@ -67,7 +67,7 @@ def list_runs(
     noted = any(run.tags or run.note or run.reason for run in found)
     _print(headers + ["tags", "note"] * noted, [
         [run.name, run.state, run.strategy or "", run.task or "", _steps(run), _number(run.loss), _bytes(run.tx_bytes),
-         _seconds(run.wall_s), _seconds(runs.age_s(run))] + [",".join(run.tags), run.reason or _first_line(run.note)] * noted
+         _seconds(run.wall_s), _seconds(runs.age_s(run))] + [",".join(run.tags), _remark(run)] * noted
         for run in found
     ])  # fmt: skip
 
@@ -213,8 +213,11 @@ def _texts(row: Sequence[Any]) -> list[str]:
     return [name, strategy or "", state, step, _number(loss), share, _bytes(sent), _seconds(predicted), _seconds(spent)]
 
 
-def _first_line(text: str) -> str:
-    first = text.partition("\n")[0]
+def _remark(run: runs.Listed) -> str:
+    """Return why a run is unreadable, whole, or the first line of its note."""
+    if run.reason is not None:
+        return run.reason
+    first = run.note.partition("\n")[0]
     return first if len(first) <= LONGEST_LINE else f"{first[: LONGEST_LINE - 3]}..."
 
 

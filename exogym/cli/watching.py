@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -21,6 +22,7 @@ from exogym.remote.health import figures, read_hosts
 
 PAUSE_S = 0.5
 BAR = 30
+TAIL_BYTES = 1 << 16  # of a log, in which the newest line is looked for
 NUMBERS = ("step", "total_steps", "heartbeat_s", "started_s")  # of the status
 LOSS = re.compile(r"step \d+.*?(?:loss|val) ")
 
@@ -74,7 +76,9 @@ class Watching:
     def _said(self) -> Iterator[str]:
         """Yield the newest line of progress of rank 0, if there is one."""
         try:
-            lines = (self.folder / "training_rank_0.log").read_text("utf-8", "replace").splitlines()
+            with open(self.folder / "training_rank_0.log", "rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+                lines = file.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return
         yield from [line for line in lines if LOSS.search(line)][-1:]

@@ -59,7 +59,9 @@ class Folder:
             while name in taken:
                 name, alike = f"{name}-2", alike + 1
                 if alike > MOST_ALIKE:
-                    raise ArgumentError(f"{label[:80]!r}: over {MOST_ALIKE} labels have its letters: name fewer at once")
+                    raise ArgumentError(
+                        f"{label[:80]!r}: over {MOST_ALIKE} labels have its letters: name fewer at once"
+                    )
             self._names[label] = name
             taken.add(name)
 

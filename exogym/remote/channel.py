@@ -8,12 +8,13 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import IO, TextIO
 
-from exogym.progress import notice
+from exogym.progress import notice, readable_bytes
 from exogym.remote import ssh
+from exogym.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
 from exogym.remote.health import Board
 from exogym.remote.orders import Order
 
@@ -24,7 +25,7 @@ HARMLESS_BLOCK = re.compile(r"TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed
 IN_BLOCK = re.compile(
     r"Exception raised from |frame #\d+: |<omitting python frames>|$"
 )  # the empty line is the last one
-RANK = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
+RANK = re.compile(r"\[rank (\d{1,9})\] ?(.*)", re.S)
 # The line of a host's launcher on the rank that failed; not that of one that only lost its connection to it.
 FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*); what it printed is ", re.S)
 
@@ -34,28 +35,33 @@ class Logs:
 
     Args:
         folder: gets `training_rank_{rank}.log` with what a rank printed, and `host_{number}.log` with what the host's
-            own launcher or ssh said.
+            own launcher or ssh said. Of each host `most_bytes` are kept.
         echo: whether to print it here too.
 
     Attributes:
         first: (number of the host, what its launcher said) of the rank that failed first, once one has.
     """
 
-    def __init__(self, folder: Path, echo: bool = True):
-        self.folder, self.echo = folder, echo
+    def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
+        self.folder, self.echo, self.most_bytes = folder, echo, most_bytes
+        self._budgets: dict[int, Budget] = {}
+        self._full: set[int] = set()  # hosts of which no more is kept
         self.first: tuple[int, str] | None = None
         self._files: dict[str, IO[str] | None] = {}
         self._lock = threading.Lock()
         self._deaf: set[int] = set()  # terminal streams that nobody reads any more
         self._blocks: set[tuple[int, int, str]] = set()  # host, stream and file in which a harmless block goes on
 
-    def take(self, number: int, address: str, line: str, terminal: TextIO) -> None:
-        """Take a line that host `number` printed."""
+    def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
+        """Take a line that host `number` printed; with `ranks`, only these have files by their name."""
         found = RANK.match(line)
+        if found is not None and ranks is not None and int(found[1]) not in ranks:
+            found = None
         name = f"training_rank_{found[1]}.log" if found else f"host_{number}.log"
         text = found[2] if found else line
         with self._lock:
-            self._write(name, text + "\n")
+            if self._has_room(number, address, len(text.encode("utf-8", "replace")) + 1):
+                self._write(name, text + "\n")
             if self.first is None and found is None and (failed := FAILED.match(line)):
                 self.first = number, failed[1]
             if (
@@ -67,6 +73,17 @@ class Logs:
                     print(f"[{address}] {line}", file=terminal, flush=True)
                 except (OSError, ValueError):
                     self._deaf.add(id(terminal))
+
+    def _has_room(self, number: int, address: str, count: int) -> bool:
+        if number in self._full:
+            return False
+        if self._budgets.setdefault(number, Budget(self.most_bytes)).take(count):
+            return True
+        self._full.add(number)
+        why = f"{address} has printed {readable_bytes(self.most_bytes)}: no more of it is kept in {self.folder}"
+        self._write(f"host_{number}.log", f"exogym: {why}\n")
+        notice(why)
+        return False
 
     def _is_harmless(self, source: tuple[int, int, str], text: str) -> bool:
         inside = source in self._blocks and IN_BLOCK.match(text) is not None
@@ -147,18 +164,19 @@ class Channel:
         return True
 
     def _read(self, stream: IO[bytes], terminal: TextIO) -> None:
-        mark, begun = self.board.mark.encode(), b""
-        for raw in stream:
+        mark, begun, ranks = self.board.mark.encode(), b"", self.order.ranks
+        while raw := stream.readline(LINE_BYTES):
             before, found, report = raw.partition(mark)
             if found:  # behind what may be half a line that a rank printed
                 self.board.take(self.order, report.decode("utf-8", "replace"))
-                begun += before
+                begun = (begun + before)[:LINE_BYTES]
                 continue
             line = (begun + raw).decode("utf-8", "replace").rstrip("\r\n")
             begun = b""
-            self.logs.take(self.number, self.order.host.address, line, terminal)
+            self.logs.take(self.number, self.order.host.address, line, terminal, ranks)
         if begun:
-            self.logs.take(self.number, self.order.host.address, begun.decode("utf-8", "replace"), terminal)
+            text = begun.decode("utf-8", "replace")
+            self.logs.take(self.number, self.order.host.address, text, terminal, ranks)
         stream.close()
 
     def _wait(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import threading
@@ -20,9 +19,10 @@ from typing import Any
 
 from exogym.base.files import replacing
 from exogym.base.processes import described, is_alive
-from exogym.progress import notice
+from exogym.progress import notice, readable_bytes
 from exogym.record.run_folder import read_object
-from exogym.record.schema import FILES
+from exogym.record.schema import FILES, is_finite
+from exogym.remote.budget import TOLD_BYTES
 from exogym.remote.orders import Order
 
 NAME, TOKEN = "hosts.json", ".controller"
@@ -40,15 +40,19 @@ class Board:
 
     Args:
         folder: of the launch, on the controller.
-        mirror: run folder below it that rank 0's host sends what it writes of; None: none.
+        mirror: run folder below it that rank 0's host sends what it writes of; None: none. Its files take at most
+            `told_bytes`.
         there: its path below the project's folder on that host.
 
     Attributes:
         mark: what a report's line begins with.
     """
 
-    def __init__(self, folder: Path, mirror: Path | None = None, there: str | None = None):
-        self.folder, self.mirror, self.there = folder, mirror, there
+    def __init__(
+        self, folder: Path, mirror: Path | None = None, there: str | None = None, told_bytes: int = TOLD_BYTES
+    ):
+        self.folder, self.mirror, self.there, self.told_bytes = folder, mirror, there, told_bytes
+        self._is_full = False
         self.mark = f"exogym-{secrets.token_hex(8)}: "
         self._hosts: dict[int, Row] = {}  # by the first rank
         self._events: list[Row] = []
@@ -163,10 +167,23 @@ class Board:
                 return
             if not at:
                 beside.unlink(missing_ok=True)
+            if not self._has_room(len(text)):
+                return
             with open(beside, "ab") as file:
                 file.write(text.encode("latin-1"))
             if beside is not path and said.get("whole") is True:
                 os.replace(beside, path)
+
+    def _has_room(self, count: int) -> bool:
+        assert self.mirror is not None
+        names = [*FILES, *(f".{name}.coming" for name in FILES)]
+        there = sum(path.stat().st_size for path in map(self.mirror.joinpath, names) if path.exists())
+        if there + count <= self.told_bytes:
+            return True
+        if not self._is_full:
+            notice(f"{self.mirror} holds {readable_bytes(there)}: what the host tells of the run is no longer written")
+        self._is_full = True
+        return False
 
 
 def read_hosts(folder: str | os.PathLike[str]) -> Row:
@@ -200,7 +217,7 @@ def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
     """
     return {
         name: said[name] for name in names
-        if type(said.get(name)) in (int, float) and math.isfinite(said[name])
+        if is_finite(said.get(name))
     }  # fmt: skip
 
 
@@ -213,6 +230,6 @@ def _processes(ranks: Sequence[int], said: Row) -> list[Row]:
     found = []
     for local, rank in enumerate(ranks):
         row = said.get(str(local))
-        if isinstance(row, list) and len(row) == 3 and all(type(x) in (int, float) and math.isfinite(x) for x in row):
+        if isinstance(row, list) and len(row) == 3 and all(map(is_finite, row)):
             found.append({"rank": rank, "step": row[0], "restarts": row[1], "quiet_s": row[2]})
     return found

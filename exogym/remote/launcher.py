@@ -20,6 +20,7 @@ from exogym.base.files import new_folder
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.progress import notice
 from exogym.remote import ssh
+from exogym.remote.budget import Budget
 from exogym.remote.channel import Logs
 from exogym.remote.fetching import fetch
 from exogym.remote.health import Board
@@ -83,6 +84,7 @@ class SSHLauncher:
                 raise ArgumentError(f"min_hosts={min_hosts}, but the hosts file has {len(self.config.hosts)}: lower it")
         self.min_hosts, self.retries = min_hosts, retries
         self.finished: list[Host] = []
+        self._budgets: dict[Host, Budget] = {}  # of what is fetched
         self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
         self.project = os.path.realpath(project or os.getcwd())
         self.out, self.answer_s, self.echo = Path(out), answer_s, echo
@@ -167,10 +169,11 @@ class SSHLauncher:
             host: the master by default.
 
         Raises:
-            ExoGymError: it is not there, or was damaged on the way.
+            ExoGymError: it is not there, is larger than what a host may fill here, or was damaged on the way.
         """
         host = host or self.config.master
-        fetch(host, host.path or self.project, path, target)
+        budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
+        fetch(host, host.path or self.project, path, target, budget)
 
     def shown(self, parts: Sequence[Order]) -> list[str]:
         """Return, as text, every command that a run would have this machine run."""

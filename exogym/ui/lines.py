@@ -18,7 +18,7 @@ from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.record.schema import EVENT, LINE_BYTES, RECORD, check_length, row_of
 
-PIECE_BYTES = 2 << 20  # read at once; more than the longest line
+PIECE_BYTES = 1 << 19  # read at once
 MARK_BYTES = 64  # before a place, by which it is known again
 NEAR_BYTES = 1 << 16  # less is not halved
 BACK_BYTES, BLOCK_BYTES = 4 << 20, 1 << 16  # from the end, in which the newest events are looked for
@@ -55,6 +55,8 @@ def piece_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool, boo
             old, start = place.inode != -1, place if is_known else Place(about.st_ino)
             file.seek(start.offset)
             data = file.read(PIECE_BYTES)
+            if b"\n" not in data:
+                data += file.read(LINE_BYTES)  # one long line
     except OSError:
         return [], Place(), place.inode != -1, False
     whole = data[: data.rfind(b"\n") + 1]

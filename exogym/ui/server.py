@@ -282,7 +282,9 @@ def application(
         Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip
-    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: failed, ArgumentError: failed}), host, token, know)
+    return Guard(
+        Starlette(routes=routes, exception_handlers={HTTPException: failed, ArgumentError: failed}), host, token, know
+    )
 
 
 def _folder(shelf: Shelf, request: Request) -> Path:

@@ -58,7 +58,9 @@ class NodesPicture:
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        return 8 * MOST_HELD * (len(self._loss) + 8) + len(self._seen) + sum(200 + told.nbytes for _, told in self._told)
+        return (
+            8 * MOST_HELD * (len(self._loss) + 8) + len(self._seen) + sum(200 + told.nbytes for _, told in self._told)
+        )
 
     def take_record(self, row: Row) -> None:
         node = row.get("node")

@@ -1,6 +1,6 @@
 // What all pages share. Whatever a run says of itself becomes text (textContent), never markup.
 
-export const POLL_MS = 1000, PART_BYTES = 2 ** 21;  // of a run's files, read for one answer
+export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // of a run's files, read for one answer
 export const store = { list: [], chosen: new Set() };
 export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
 

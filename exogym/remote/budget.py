@@ -1,0 +1,43 @@
+"""How much of this machine's disk a host may fill in a launch, whatever it sends.
+
+what it prints          256 MB; the rest is shown, and not kept
+what it tells of a run  1 GB of files at a time; the rest comes at the end of the run
+files that are fetched  a quarter of what is free when the first one comes
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+PRINTED_BYTES, TOLD_BYTES = 256 << 20, 1 << 30
+FETCHED_SHARE = 0.25
+LINE_BYTES = 1 << 20  # of a line that is read as one
+
+
+class Budget:
+    """Bytes that may still be written.
+
+    >>> budget = Budget(10)
+    >>> budget.take(6), budget.take(6), budget.left, budget.take(4)
+    (True, False, 4, True)
+    """
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes = self.left = most_bytes
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> bool:
+        """Take so many bytes; False, and take none, where fewer are left."""
+        with self._lock:
+            if count > self.left:
+                return False
+            self.left -= count
+            return True
+
+    @classmethod
+    def of_disk(cls, folder: Path) -> Budget:
+        """Return the share of the free disk that files fetched from one host may fill."""
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return cls(int(FETCHED_SHARE * shutil.disk_usage(there).free))
