@@ -204,6 +204,8 @@ def test_a_hundred_thousand_records(browser: Any, folder: Path) -> None:
     count = until(browser, POINTS, lambda count: count > 500)
     assert count <= 2000
     assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 9999
+    early = "document.querySelector('.chart').plot.data[0].filter(step => step < 1000).length"
+    assert until(browser, early, lambda count: count > 50) <= 400  # as dense as what came last
     until(browser, "!document.querySelector('canvas.heat').closest('section').hidden")
     sizes = "performance.getEntriesByType('resource').filter(e => e.name.includes('/run')).map(e => e.decodedBodySize)"
     assert max(browser.execute_script(f"return {sizes}")) < 2_000_000

@@ -92,7 +92,7 @@ class RunFolder(Observer):
 
     def _check_nothing_is_lost(self) -> None:
         """Of a run that starts at its beginning: refuse to write over one that was whole, and say so of any other."""
-        state = self._there(standing, self.folder).get("state")
+        state = read_status(self.folder).get("state")
         if state == "done":
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
@@ -135,17 +135,9 @@ class RunFolder(Observer):
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
         self._say()
 
-    def _there(self, read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-        try:
-            return read(path)
-        except ArgumentError as error:
-            raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds what no run has written ({error}): give another folder"
-            ) from None
-
     def _check_same(self, now: Fields) -> None:
         """Refuse to write into the folder of another run."""
-        before: Any = self._there(schema.read, self.folder / "run.json").get("description")
+        before: Any = read_object(self.folder / "run.json").get("description")
         common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if before[name] != now[name]]:  # fmt: skip

@@ -48,18 +48,39 @@ export async function get(path) {
   return found;
 }
 
+// Keeps at most so many rows, evenly over the steps: the first of every so many, which become twice as many when needed.
+function evenly(most) {
+  let rows = [], width = 1;
+  const place = (row) => Math.floor(row.step / width);
+  return {
+    get rows() { return rows; },
+    take(row) {
+      if (rows.length && place(rows.at(-1)) === place(row)) return;
+      rows.push(row);
+      while (rows.length > most) {
+        width *= 2;
+        rows = rows.filter((each, k) => k === 0 || place(each) !== place(rows[k - 1]));
+      }
+    },
+  };
+}
+
 // What the averaged model's records are, as they come: each call reads on from the last one, in a part of bounded size.
-// `rows`: those so far, thinned out; `more`: whether another call would bring some at once.
+// `rows`: those so far, thinned out to `most`; `more`: whether another call would bring some at once.
 export function followed(name, most) {
-  let rows = [], last = -1, file = null;
+  let evaluated, others, newest, last, file;
+  function begin() { evaluated = evenly(most / 2 - 1); others = evenly(most / 2 - 1); newest = null; last = -1; file = null; }
+  begin();
   return async () => {
     const found = await get(`/api/runs/${address(name)}/records?node=none&after=${last}&most=${most}&most_bytes=${PART_BYTES}`);
     if (found.last < last || (file !== null && found.file !== file)) {  // it goes on from an earlier step
-      rows = []; last = -1; file = null;
-      return { rows, more: true };
+      begin();
+      return { rows: [], more: true };
     }
-    rows.push(...found.records); last = found.last; file = found.file;
-    while (rows.length > 2 * most) rows = rows.filter((row, k) => k % 2 || isNumber(row.val_loss) && k % 4);
+    for (const row of found.records) { (isNumber(row.val_loss) ? evaluated : others).take(row); newest = row; }
+    last = found.last; file = found.file;
+    const rows = [...evaluated.rows, ...others.rows].sort((a, b) => a.step - b.step);
+    if (newest !== null && rows.at(-1) !== newest) rows.push(newest);
     return { rows, more: found.more };
   };
 }
