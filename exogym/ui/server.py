@@ -134,6 +134,7 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def _quiet(over: threading.Event) -> Iterator[None]:
     """While entered, uvicorn logs nothing once it is `over`: it cuts off what browsers still wait for, with a trace."""
+
     def keep(record: logging.LogRecord) -> bool:
         return not over.is_set()
 
