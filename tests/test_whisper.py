@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from speech_files import folder_of_tones, tone
 
 from exogym import LocalTrainer
@@ -468,6 +468,29 @@ def opened(folder):
     return pipeline("automatic-speech-recognition", str(folder))
 
 
+def test_a_saved_folder_has_what_transformers_asks_for(tmp_path):
+    """Adapters merged, the whole window, features, vocabulary, and the ids by which it writes."""
+    model = small(lora_rank=4)
+    model._suppressed = (5, 6), (7,)
+    model.save_pretrained(tmp_path)
+    state, whole = load_file(tmp_path / "model.safetensors"), small(window_s=30.0).whisper_model
+    assert torch.equal(state["model.encoder.embed_positions.weight"], whole.get_encoder().embed_positions.weight)
+    assert not any("lora" in name or "base_layer" in name for name in state)
+    config, told, features, words = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in ("config", "generation_config", "preprocessor_config", "tokenizer_config")
+    )
+    assert (config["max_source_positions"], features["feature_size"]) == (1500, 80)
+    assert (features["feature_extractor_type"], words["tokenizer_class"]) == (
+        "WhisperFeatureExtractor",
+        "WhisperTokenizer",
+    )
+    assert (told["suppress_tokens"], told["begin_suppress_tokens"], told["max_length"]) == ([5, 6], [7], 448)
+    assert (told["decoder_start_token_id"], told["no_timestamps_token_id"]) == (257, 258)
+    assert "_from_model_config" not in told  # else transformers draws it anew from the config, and these ids are lost
+
+
+@pytest.mark.slow
 def test_a_saved_folder_opens_in_a_pipeline_of_transformers(tmp_path):
     """With adapters, from a window of 1 s: it hears longer clips, and writes what this wrapper's model writes."""
     model = talkative(small(lora_rank=4)).eval()
@@ -495,7 +518,6 @@ def test_a_multilingual_folder_knows_its_language(tmp_path):
     told = json.loads((tmp_path / "generation_config.json").read_text())
     assert (told["language"], told["task"], told["is_multilingual"]) == ("de", "transcribe", True)
     assert len(told["lang_to_id"]) == 99 and told["lang_to_id"]["<|de|>"] == 50_261
-    assert opened(tmp_path)(tone(0.5), generate_kwargs={"max_new_tokens": 3})["text"] is not None
 
 
 def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
