@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.advise import advise
+from exogym.advise import advise, prediction
 from exogym.callbacks import Every
 from exogym.network import Network
-from exogym.strategy import powersgd
+from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 
 SIDE, LAYERS = 64, 2
@@ -24,6 +24,12 @@ MORE = (
     "diloco:eager=true", "diloco:delay=2", "noloco:group_size=3", "fedavg:island_size=2", "async_diloco:dylu=true",
     "decoupled_diloco:quorum=2",
 )  # fmt: skip
+SAMPLED = (
+    "fedavg:client_fraction=0.4", "scaffold:client_fraction=0.5", "fednova:client_fraction=0.7",
+    "fedopt:client_fraction=0.5", "fedprox:client_fraction=0.5", "fedavg:client_fraction=0.4:over_sampling=0.6",
+    "fedavg:client_fraction=0.6:deadline_s=0.7", "private",
+)  # fmt: skip
+PRIVATE = DifferentialPrivacy(1.0, 1.0)
 OURS = [TEXTS.get(name, name) for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")]
 # Who meets is drawn; a node's round ends between the readings; a node waits for its neighbours alone; what is sent is
 # drawn, or filled up
@@ -42,10 +48,18 @@ def unlike(seed: int) -> tuple[Network, list[float]]:
     return Network.matrix(np.minimum.outer(lines, lines), (latency + latency.T) / 2), steps_s.tolist()
 
 
-def by_the_clock(text: str, network: Network, steps_s: list[float], end: int) -> tuple[float, np.ndarray, np.ndarray]:
+def made(text: str) -> Strategy:
+    if text == "private":
+        return FedAvgStrategy(H=5, client_fraction=0.5, weighting="uniform", privacy=PRIVATE)
+    return parse_strategy(text, H=5)
+
+
+def by_the_clock(
+    text: str, network: Network, steps_s: list[float], end: int, warm: int = WARM
+) -> tuple[float, np.ndarray, np.ndarray]:
     """Return the seconds of a step of the fleet, and (N,) shares of computing and seconds of a node's own step."""
     torch.manual_seed(0)
-    seen = []
+    seen = [(0.0, *[np.zeros(len(steps_s))] * 4)] if not warm else []
 
     def look(loop) -> None:
         clock = loop.timing.clock
@@ -58,11 +72,11 @@ def by_the_clock(text: str, network: Network, steps_s: list[float], end: int) ->
         loss_fn=F.cross_entropy,
     )
     trainer.fit(
-        parse_strategy(text, H=5), num_nodes=len(steps_s), max_steps=end, batch_size=1, device="cpu", network=network,
+        made(text), num_nodes=len(steps_s), max_steps=end, batch_size=1, device="cpu", network=network,
         step_seconds=steps_s, final_sync=False, callbacks=[Every(WARM, look, may_end=False)],
     )  # fmt: skip
     last_s, time_s, computing_s, own_s, steps = (b - a for a, b in zip(seen[0], seen[-1], strict=True))
-    return last_s / (end - WARM), computing_s / time_s, own_s / steps
+    return last_s / (end - warm), computing_s / time_s, own_s / np.maximum(steps, 1)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -78,13 +92,36 @@ def test_a_row_is_what_the_clock_says_on_unlike_lines(text, seed, monkeypatch):
     def told(target: float):
         return advise(
             parameters=LAYERS * SIDE * SIDE, num_nodes=len(steps_s), network=network, step_seconds=steps_s,
-            strategies=[parse_strategy(text, H=5)], algorithm="recorded", target_utilisation=target,
+            strategies=[made(text)], algorithm="recorded", target_utilisation=target,
         ).rows[0]  # fmt: skip
 
     enough, too_little = told(slowest * (1 - rough)), told(min(1.0, slowest * (1 + rough)))
     assert enough.seconds_per_step == pytest.approx(step_s, rel=rough)
     assert enough.utilisation == pytest.approx(computing.mean(), rel=rough)
     assert enough.meets_target and not too_little.meets_target
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("text", SAMPLED)
+def test_a_row_is_what_the_clock_says_of_sampled_clients(text, seed, monkeypatch):
+    """Round by round the same clients are drawn for the formula, as many rounds as the run has: all agrees."""
+    monkeypatch.setattr(prediction, "MEETINGS", WARM // 5)
+    network, steps_s = unlike(seed)
+    step_s, computing, _ = by_the_clock(text, network, steps_s, WARM, warm=0)
+    slowest = computing[np.equal(steps_s, max(steps_s))].mean()
+
+    def told(target: float):
+        return advise(
+            parameters=LAYERS * SIDE * SIDE, num_nodes=len(steps_s), network=network, step_seconds=steps_s,
+            strategies=[made(text)], algorithm="recorded", target_utilisation=target,
+        ).rows[0]  # fmt: skip
+
+    row = told(0.9)
+    assert row.seconds_per_step == pytest.approx(step_s, rel=0.005)
+    assert row.utilisation == pytest.approx(computing.mean(), rel=0.005)
+    assert row.speedup == pytest.approx(min(steps_s) * (computing / steps_s).sum(), rel=0.005)
+    if slowest:  # a deadline may leave it out of all rounds
+        assert told(slowest * 0.995).meets_target and not told(slowest * 1.005).meets_target
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])

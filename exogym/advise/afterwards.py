@@ -32,7 +32,8 @@ def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[st
         plan = plan_of(strategy, parameters, description["num_nodes"], bytes_per_element)
     except ArgumentError:
         return {}
-    if plan.local_steps is not None:  # nodes that do not wait for each other have no step of the fleet
+    # nodes that do not wait for each other have no step of the fleet; who is asked for a round is not traffic alone
+    if plan.local_steps is not None or plan.rounds is not None:
         return {}
     sent = [{name: value for name, value in asdict(t).items() if value is not None} for t in plan.traffic]
     return {"parameters": parameters, "plan": {"couples_every": plan.couples_every, "traffic": sent}}

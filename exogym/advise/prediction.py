@@ -15,6 +15,12 @@ waits for a quorum, 0 for a quorum of one. N local steps of whichever nodes are 
 
 Where groups of nodes meet on lines that differ, c is the mean time that a turn loses, over many draws of the groups.
 
+Where a server asks some of the nodes in each round, S_r of the N, rounds of H steps are drawn as the strategy draws
+them. A round begins when the one before has ended, and nodes that sit it out do not compute:
+
+    seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
+    utilisation      = sum over r and i in S_r of H T_i / (N times all of these seconds)
+
 The slowest node decides whether a strategy is good enough. That is the node with the longest step T_w; where each node
 goes at its own pace, the node with the longest T_w + c_w / H_w.
 """
@@ -418,27 +424,59 @@ def _row_of_fleet(
     stalls, sent, names = 0.0, 0.0, []
     mean_s = time.mean_s(num_nodes)
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
-    step_s = _slowest_step_s(time, num_nodes, every)
+    asked = [t for t in plan.traffic if plan.rounds is not None and t.members is not None]
+    if asked:
+        step_s, busy = _of_asked(plan, asked, num_nodes, network, time, scale)
+    else:
+        step_s, busy = _slowest_step_s(time, num_nodes, every), np.ones(num_nodes)
     for traffic, times in Counter(plan.traffic).items():
         count = min(num_nodes if traffic.members is None else traffic.members, num_nodes)
-        turns = _meetings(traffic, network, num_nodes, count)
+        turns = _meetings(network, num_nodes, count) if traffic not in asked else []
         way = _way(traffic, network, turns[0][0] if turns else count, algorithm)
         alone_s = partial(_cost_s, traffic, network, way, traffic.every_steps * step_s, scale * times)
-        cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
-        overlap = min(traffic.overlap_steps, traffic.every_steps) if network.late_overlaps else 0
-        stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
-        of_all = 1.0 if traffic.members is None or traffic.algorithm != "server" else count / num_nodes
+        if traffic not in asked:
+            cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
+            overlap = min(traffic.overlap_steps, traffic.every_steps) if network.late_overlaps else 0
+            stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
+        of_all = float(busy.mean()) if traffic in asked else 1.0
         factor = _tx_factor(traffic.kind, way, count)
         sent += times * factor * traffic.payload_bytes * of_all / traffic.every_steps
         names += [f"{way or 'ring'} {traffic.kind}"] * times
     if num_nodes > 1 and math.isfinite(every):
         stalls += scale * AGREEMENTS * network.message_s / every
     seconds = step_s + stalls
-    computing, busiest = min(1.0, float(mean_s.mean()) / seconds), float(mean_s.max()) / seconds
+    computing = min(1.0, float((busy * mean_s).mean()) / seconds)
+    busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds
     return Row(
-        plan.name, seconds, sent, 1 - computing, computing, num_nodes * float(mean_s.min()) / seconds,
+        plan.name, seconds, sent, 1 - computing, computing, float(busy.sum()) * float(mean_s.min()) / seconds,
         plan.couples_every, tuple(names), busiest >= target, plan.can_train,
     )  # fmt: skip
+
+
+def _of_asked(
+    plan: Plan, asked: Sequence[Traffic], num_nodes: int, network: Network, time: StepTime, scale: float
+) -> tuple[float, np.ndarray]:
+    """Return the seconds of a step where some nodes take part in a round, and (N,) the share of steps each takes."""
+    assert plan.rounds is not None
+    H = max(1, round(asked[0].every_steps))
+    steps, now_s = np.zeros(num_nodes, dtype=np.int64), np.zeros(num_nodes)
+    most = max(LEAST_SAMPLES, min(MEETINGS, 20 * DRAWS // num_nodes))
+    for turn, (groups, least_s) in enumerate(plan.rounds(time.mean_s(num_nodes)), 1):
+        counts = np.zeros(num_nodes, dtype=np.int64)
+        counts[[i for group in groups for i in group]] = H
+        begin_s = float(now_s.max())
+        now_s = now_s + time.ticks(steps, counts) / TICKS_PER_S
+        steps += counts
+        if least_s is not None:
+            now_s[:] = max(float(now_s.max()), begin_s + least_s)
+        for group in filter(None, groups):
+            here_s = float(now_s[group].max())
+            now_s[group] = here_s + sum(_cost_s(t, network, t.algorithm, here_s - begin_s, scale, group) for t in asked)
+        if least_s is not None:
+            now_s[:] = now_s.max()
+        if turn == most or (turn >= LEAST_SAMPLES and not time.is_fixed and steps.sum() > DRAWS):
+            break
+    return float(now_s.max()) / (turn * H), steps / (turn * H)
 
 
 def _cost_s(
@@ -450,14 +488,14 @@ def _cost_s(
     return times * (network.duration_s(cost) + network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s))
 
 
-def _meetings(traffic: Traffic, network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
+def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
     """Return the groups that meet in each of several turns, drawn anew; [] where it does not matter who meets.
 
-    A server asks `count` nodes in a turn. Without one, every node is in a group of so many, but for those left over.
+    Every node is in a group of `count`, but for those left over.
     """
     if count == num_nodes or network.num_nodes is None:
         return []
-    starts = [0] if traffic.algorithm == "server" else range(0, num_nodes, count)
+    starts = range(0, num_nodes, count)
     turns = []
     for turn in range(max(1, MEETINGS // len(starts))):
         order = numpy_generator(0, "who meets", turn).permutation(num_nodes).tolist()
@@ -469,7 +507,7 @@ def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], 
     """Return the seconds by which a turn takes longer than the slowest node computes.
 
     Args:
-        turns: the groups of each; a group waits for no other one. A single group is a server's: all wait for it.
+        turns: the groups of each; a group waits for no other one.
         cost_s: seconds that a group sends.
         computing_s: (N,) seconds that each node computes in a turn.
     """
@@ -478,8 +516,6 @@ def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], 
         now_s += computing_s
         for group in groups:
             now_s[group] = now_s[group].max() + cost_s(group)
-        if len(groups) == 1:
-            now_s[:] = now_s[groups[0]].max()
     return float(now_s.max() / len(turns) - computing_s.max())
 
 

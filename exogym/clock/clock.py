@@ -191,6 +191,20 @@ class Clock:
         if cost and self.num_nodes > 1:
             self._arrive(_Flight(ALL, cost, int(self._ticks.max()) + cost, "agreement"))
 
+    def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
+        """Make `nodes` (all by default) wait until the last of all nodes is here, and at least until `until_s`.
+
+        So a round of a server ends for those that sat it out, too: nobody has the next parameters before.
+
+        >>> clock = Clock(2, "1Gbps", 0.01)
+        >>> clock.advance(np.array([5, 0]))
+        >>> clock.meet()
+        >>> clock.time_s.tolist(), clock.seconds("waiting").tolist()
+        ([0.05, 0.05], [0.0, 0.05])
+        """
+        end = max(int(self._ticks.max()), round(until_s * TICKS_PER_S))
+        self._arrive(_Flight(ALL if nodes is None else np.asarray(nodes, dtype=np.int64), 0, end, "server"))
+
     def wait(self, handle: int) -> None:
         """Make the members of a collective wait until it is done; what they computed meanwhile is not waited for.
 

@@ -328,7 +328,12 @@ class CommunicateOptimizeStrategy(Strategy):
         self.averaging.check_members(type(self).__name__, given, N)
         traffic = tuple(self.averaging.traffic(given, N, b))
         couples = min((module.couples_every(N) for module in self.modules), default=math.inf)
-        return Plan(type(self).__name__, traffic, couples)
+        rounds = [found for m in self.communication_modules if (found := m.rounds_among(N)) is not None]
+        if len(rounds) > 1:
+            raise ArgumentError(
+                "two modules each ask nodes of their own, and no formula is known for both: give a Plan"
+            )
+        return Plan(type(self).__name__, traffic, couples, rounds=rounds[0] if rounds else None)
 
     def next_event(self, step: int) -> int:
         if self.gradient_modules:
@@ -349,6 +354,11 @@ class CommunicateOptimizeStrategy(Strategy):
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         plans = [p for m in self.communication_modules if (p := m.local_steps(first, last)) is not None]
         return np.minimum.reduce(plans) if plans else None
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        """Return the clients of the server's round that ends with `step`, and the seconds it goes on waiting."""
+        found = [one for module in self.communication_modules if (one := module.server_round(step)) is not None]
+        return (sorted({i for ids, _ in found for i in ids}), max(wait_s for _, wait_s in found)) if found else None
 
     def seats(self, num_nodes: int) -> int | None:
         """Return how many nodes act in a round at most, where the others need no row; None: all have one."""

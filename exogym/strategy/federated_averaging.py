@@ -24,8 +24,9 @@ clipped updates over C N, and noise: `exogym.strategy.privacy`.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from torch import Tensor
 from exogym.base.rng import numpy_generator
 from exogym.combinations import check
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.faults import Availability
 from exogym.fleet import Fleet
 from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
@@ -43,7 +45,7 @@ from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import Traffic
+from exogym.strategy.traffic import AskedRounds, Traffic
 
 
 class AveragingCommunicator(PeriodicModule):
@@ -150,10 +152,35 @@ class AveragingCommunicator(PeriodicModule):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # which is known once a run has begun
             raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
-        clients, island = self._sizes(N)
-        way = "server" if clients < N or self.privacy is not None else None
-        members = clients if way else (None if island == N else island)
+        island = self._sizes(N)[1]
+        way = "server" if N > 1 and (self.client_fraction < 1 or self.privacy is not None) else None
+        members = island if way or island < N else None
         return [Traffic("all_reduce", P * b, self.interval_steps, members, way)]
+
+    def rounds_among(self, N: int) -> AskedRounds | None:
+        if self.client_fraction == 1 or N == 1:
+            return None
+        size = self._sizes(N)[1] if self.island_size else None
+
+        def rounds(step_s: np.ndarray) -> Iterator[tuple[list[list[int]], float | None]]:
+            asked = self._asked(0, N, lambda round_: self.interval_steps, step_s) if self.asks else None
+            for round_ in itertools.count():
+                held = None if asked is None else asked.of(round_)
+                clients = self._drawn_among(N, 0, round_) if held is None else held.clients
+                groups = _islands(clients, size, 0, round_)
+                yield groups, None if len(groups) > 1 else 0.0 if held is None else held.end_s - held.begin_s
+
+        return rounds
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        is_end = self.next_event(step - 1) == step
+        if not self.has_server or not (is_end or step == self.run.total_steps):
+            return None
+        round_ = self.round_of(step)
+        clients = self.clients(round_)
+        if self.participation is None or self.run.step_s is None or not is_end:
+            return clients, 0.0
+        return clients, self.participation.slack_s(round_, clients)
 
     def couples_every(self, N: int) -> float:
         clients, island = self._sizes(N)
@@ -227,9 +254,15 @@ class AveragingCommunicator(PeriodicModule):
             return steps if self.work is None else np.minimum(self.work, steps)
 
         step_s = 1.0 if run.step_s is None else run.step_s
+        return self._asked(run.seed, run.num_nodes, work, step_s, run.availability)
+
+    def _asked(
+        self, seed: int, N: int, work: Callable[[int], np.ndarray | int], step_s: np.ndarray | float,
+        availability: Availability | None = None,
+    ) -> Participation:  # fmt: skip
         return Participation(
-            run.seed, run.num_nodes, self._sizes(run.num_nodes)[0], work, step_s, run.availability, self.over_sampling,
-            self.deadline_s, self.min_reports,
+            seed, N, self._sizes(N)[0], work, step_s, availability, self.over_sampling, self.deadline_s,
+            self.min_reports,
         )  # fmt: skip
 
     def _check_private(self, fleet: Fleet) -> None:
@@ -257,20 +290,18 @@ class AveragingCommunicator(PeriodicModule):
     def _draw(self, n: int, round_: int) -> list[int]:
         if self.participation is not None:
             return self.participation.of(round_).clients
+        return self._drawn_among(n, self.run.seed, round_)
+
+    def _drawn_among(self, n: int, seed: int, round_: int) -> list[int]:
         if self.privacy is not None:
-            chance = numpy_generator(self.run.seed, "private clients", round_).random(n)
+            chance = numpy_generator(seed, "private clients", round_).random(n)
             return np.flatnonzero(chance < self.client_fraction).tolist()
-        drawn = numpy_generator(self.run.seed, "clients", round_).choice(n, self._sizes(n)[0], replace=False)
+        drawn = numpy_generator(seed, "clients", round_).choice(n, self._sizes(n)[0], replace=False)
         return sorted(drawn.tolist())
 
     def islands(self, round_: int) -> list[list[int]]:
         """Return the groups that average at the end of round `round_`: disjoint, covering its clients."""
-        clients = self.clients(round_)
-        size = self.island_size or len(clients)
-        if size >= len(clients):
-            return [clients]
-        order = numpy_generator(self.run.seed, "islands", round_).permutation(clients).tolist()
-        return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
+        return _islands(self.clients(round_), self.island_size, self.run.seed, round_)
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         if self.work is None and not self.samples:
@@ -371,6 +402,13 @@ class AveragingCommunicator(PeriodicModule):
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
         return {name: self.shared_state[f"buffer.{name}"][0] for name in fleet.buffers} if self.has_server else None
+
+
+def _islands(clients: list[int], size: int | None, seed: int, round_: int) -> list[list[int]]:
+    if size is None or size >= len(clients):
+        return [clients]
+    order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
+    return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):

@@ -21,7 +21,7 @@ from exogym.fleet.state import Tensors
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import Traffic
+from exogym.strategy.traffic import AskedRounds, Traffic
 
 
 class Module(Stateful, ABC):
@@ -208,6 +208,18 @@ class CommunicationModule(Module):
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
+        return None
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        """Return whose reports count in a server's round that ends with `step`, and the seconds it waits for others.
+
+        It waits once they have computed. None: there is no such server, or no round of it ends with `step`. The server
+        ends the round for all nodes: on the virtual clock nobody begins the next round before.
+        """
+        return None
+
+    def rounds_among(self, N: int) -> AskedRounds | None:
+        """Return who is asked in each round, for `Plan.rounds`; None: all N nodes take part."""
         return None
 
     def joining(self, nodes: list[int], step: int) -> list[int]:

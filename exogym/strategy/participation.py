@@ -14,7 +14,7 @@ All of it follows from (seed, round), given step times and the trace, so runs re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,12 @@ class Participation:
         """Return how many of the first `count` rounds were given up."""
         self.of(count)
         return sum(self._fails[:count])
+
+    def slack_s(self, number: int, clients: Sequence[int]) -> float:
+        """Return how much longer round `number` lasts than steps at speed 1 take the slowest of `clients`."""
+        work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
+        held = self.of(number)
+        return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))
 
     def _held(self, number: int) -> Round:
         begin_s, deadline_s = self._begins[number], math.inf if self.deadline_s is None else self.deadline_s

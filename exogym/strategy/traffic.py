@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,11 @@ class Traffic:
         return self.payload_bytes * factor * among
 
 
+# (N,) seconds of a step to, round by round, the groups that average and the least seconds that a server gives them for
+# computing; None in their place: the groups have no server in common, and wait for nobody else
+AskedRounds = Callable[[np.ndarray], Iterator[tuple[list[list[int]], float | None]]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a strategy sends.
@@ -58,6 +63,8 @@ class Plan:
         local_steps: of a strategy whose nodes do not wait for each other, (N,) seconds of a step to (N,) steps of a
             round; `traffic` is then of one node and one round.
         quorum: of such a strategy, nodes that must have come to the server before any of them goes on.
+        rounds: of a strategy in which some of the nodes take part in each round and the others sit it out: who does.
+            It is for the traffic that says how many `members` it has.
     """
 
     name: str
@@ -66,3 +73,4 @@ class Plan:
     can_train: bool = True
     local_steps: Callable[[np.ndarray], np.ndarray] | None = None
     quorum: int = 1
+    rounds: AskedRounds | None = None

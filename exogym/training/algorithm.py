@@ -97,6 +97,13 @@ class Algorithm:
         """
         return None
 
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        """Return the clients of a server's round that ends with `step`, and the seconds it goes on waiting for others.
+
+        None: no round ends with `step`, or nobody is left out of it. A round ends for all nodes.
+        """
+        return None
+
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return who must have a row from `step` on, where there are fewer than nodes: who acts next, who acts now."""
         raise NotImplementedError

@@ -33,6 +33,9 @@ class Compositions(Algorithm):
     def work(self, first: int, last: int) -> np.ndarray | None:
         return self.strategy.local_steps(first, last)
 
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        return self.strategy.server_round(step)
+
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
         return self.strategy.seated(step)
 

@@ -7,6 +7,7 @@ after here, for every kind of strategy alike.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -106,7 +107,8 @@ class Driver:
         with torch.no_grad():
             self.meet([i for i in present if i not in spoilt])
             self._seat(step)
-            self.algorithm.finish(step)
+            with self._round(step, waits=False):
+                self.algorithm.finish(step)
             if spoilt:
                 self._take_in(spoilt, there, step)
         there = self._up(step)
@@ -237,7 +239,8 @@ class Driver:
                 self._seat(step)
 
         self.meet(meeting)
-        met = self.algorithm.act(step, self.losses, before_mixing)
+        with self._round(step):
+            met = self.algorithm.act(step, self.losses, before_mixing)
         if met and spoilt:
             self._take_in(spoilt, there, step)
         else:
@@ -260,3 +263,16 @@ class Driver:
         if self.timing is not None:
             agreements = AGREEMENTS + self.algorithm.needs_gradients
             self.timing.computed(last - first if work is None else work, agreements)
+
+    @contextlib.contextmanager
+    def _round(self, step: int, waits: bool = True) -> Iterator[None]:
+        """Where a server ends a round after `step`: inside its clients send, and afterwards all nodes wait for that."""
+        round_ = None if self.timing is None else self.algorithm.server_round(step)
+        if self.timing is None or round_ is None:
+            yield
+            return
+        clock, (clients, wait_s) = self.timing.clock, round_
+        until_s = clock.last_s + wait_s if waits else 0.0
+        clock.meet(until_s, clients)
+        yield
+        clock.meet(until_s)
