@@ -22,6 +22,7 @@ the middle of a line, and while a folder is being removed. A folder that holds w
 >>> found: Listed = listed(place, "first")
 >>> found.state, found.step, age_s(found) < 3600, [each.name for each in list(folder.name)]
 ('done', 4, True, ['first'])
+>>> quick: Standing = stand(place)  # without its records
 >>> run: Run = load(place)
 >>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
 True

@@ -120,8 +120,8 @@ def in_json(value: Any) -> Any:
 
     Half a character, as a file's name that is no UTF-8 has, is written out.
 
-    >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"caf\\xe9.py")})
-    {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'caf\\\\udce9.py'}
+    >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"run\\xe9.py")})
+    {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'run\\\\udce9.py'}
     """
     if isinstance(value, Mapping):
         return {_text(str(key)): in_json(item) for key, item in value.items()}
