@@ -92,7 +92,7 @@ class Seldom(logging.Filter):
 
     An error of the system, such as too many open files, comes without its traceback.
 
-    >>> log = logging.getLogger("exogym.example")
+    >>> log = logging.getLogger("example")
     >>> with seldom(log):
     ...     [log.filter(logging.LogRecord("x", logging.WARNING, "", 1, "no", (), None)) for _ in range(3)]
     [True, False, False]
