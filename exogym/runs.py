@@ -53,7 +53,7 @@ from exogym.record import schema
 from exogym.record.notes import read_notes
 from exogym.record.run_folder import standing
 from exogym.record.schema import EVENT, RECORD, rows_in
-from exogym.strategy.registry import STRATEGIES
+from exogym.strategy.names import short_names
 
 if TYPE_CHECKING:
     import pandas
@@ -385,7 +385,7 @@ def short_name(strategy: Any) -> str | None:
     if not isinstance(strategy, dict) or "name" not in strategy:
         return None
     name = str(strategy["name"])[: schema.LABEL]
-    return next((short for short, kind in STRATEGIES.items() if kind.__name__ == name), name)
+    return short_names().get(name, name)
 
 
 def _parent(path: Path, about: Row) -> str | None:

@@ -14,6 +14,7 @@ from exogym.advise import advise
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.strategy import PeriodicModule
+from exogym.strategy.names import short_names
 from exogym.strategy.registry import _ELSEWHERE as ELSEWHERE
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.testing import check_strategy
@@ -31,6 +32,11 @@ def test_a_comparison_takes_every_one() -> None:
 def test_advice_takes_every_one(name: str) -> None:
     (row,) = advise(parameters=1e6, num_nodes=8, network="lan-1g", step_seconds=0.2, strategies=[name]).rows
     assert row.strategy == name and row.seconds_per_step > 0.2 and row.tx_bytes_per_step > 0
+
+
+def test_names_are_found_without_loading_strategies() -> None:
+    known = {kind.__name__: name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")}
+    assert short_names() == known
 
 
 def test_a_class_keeps_its_inner_optimizer_where_the_default_is_not_for_it() -> None:

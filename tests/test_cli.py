@@ -377,12 +377,15 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "compare" in capsys.readouterr().err
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_and_lists_of_runs_need_no_torch(folder: Path) -> None:
     code = (
         "import sys; from exogym.cli import main; main(['--help']); main(['compre']); assert 'torch' not in sys.modules"
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "did you mean 'compare'" in said.stderr.lower()
+    (folder / "runs" / "one").mkdir(parents=True)
+    (folder / "runs" / "one" / "run.json").write_text('{"schema": 1, "strategy": {"name": "DiLoCoStrategy"}}')
+    subprocess.run([sys.executable, "-c", code.replace("--help", "runs', 'list")], check=True)
     control = subprocess.run([sys.executable, "-c", code.replace("--help", "compare', '--help")], capture_output=True)
     assert control.returncode and b"AssertionError" in control.stderr
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from exogym.base.streams import STDERR
-from exogym.compare import Standing
-from exogym.compare.comparison import Comparison
 from exogym.network import readable_seconds
 from exogym.progress import SELDOM_S, notice, readable_bytes
-from exogym.sweep import Swept
+
+if TYPE_CHECKING:
+    from exogym.compare import Standing
+    from exogym.compare.comparison import Comparison
+    from exogym.sweep import Swept
 
 PAUSE_S = 0.2  # between drawings
 

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from exogym.base.files import cut_torn_line, is_plain, replacing
 from exogym.base.locks import Lock, acquire
@@ -264,6 +263,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
     from importlib.metadata import version
+
+    import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     return found | {"exogym": version("exogym"), "system": platform.platform()}
