@@ -424,9 +424,8 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("options", [{"client_fraction": 0.5}, {"local_steps": [3, 1, 2, 3]}, {"local_epochs": 1}])
 def test_nodes_cannot_rest_where_gradients_meet_at_every_step(options: dict[str, Any]) -> None:
     average = AveragingCommunicator(3, **options)
-    strategy = CommunicateOptimizeStrategy("sgd", [average], gradient_modules=[GradientAverage()])
     with pytest.raises(ArgumentError, match="use one or the other"):
-        train(strategy)
+        train(CommunicateOptimizeStrategy("sgd", [average], gradient_modules=[GradientAverage()]))
 
 
 def test_local_steps_must_name_every_node() -> None:

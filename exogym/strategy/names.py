@@ -16,8 +16,9 @@ def short_names() -> dict[str, str]:
     """
     found = {}
     for file in Path(__file__).parent.glob("*.py"):
-        for kind in ast.parse(file.read_text("utf-8")).body:
-            for line in kind.body if isinstance(kind, ast.ClassDef) else ():
+        classes = [kind for kind in ast.parse(file.read_text("utf-8")).body if isinstance(kind, ast.ClassDef)]
+        for kind in classes:
+            for line in kind.body:
                 if isinstance(line, ast.Assign) and (name := _name(line.targets[0], line.value)) is not None:
                     found[kind.name] = name
     return found
@@ -27,5 +28,6 @@ def _name(target: ast.expr, value: ast.expr) -> str | None:
     """Return the text that `name = ...` gives, or `name, title, ... = ..., ...`."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         target, value = target.elts[0], value.elts[0]
-    is_name = isinstance(target, ast.Name) and target.id == "name" and isinstance(value, ast.Constant)
-    return value.value if is_name and isinstance(value.value, str) else None
+    if not isinstance(target, ast.Name) or target.id != "name" or not isinstance(value, ast.Constant):
+        return None
+    return value.value if isinstance(value.value, str) else None
