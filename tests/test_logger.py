@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             at += 32768 - at % 32768
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):  # being written
+            return
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -430,10 +433,21 @@ def wandb_records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
+def when_written(path: Path) -> list[Any]:
+    """Return the records of an offline run that has ended; W&B's own process may still be writing them."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        records = list(wandb_records(path)) if path.stat().st_size else []
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.05)
+    raise AssertionError(f"{path} has no end: {path.stat().st_size} bytes")
+
+
 def steps_logged(path: Path) -> list[dict[str, Any]]:
     """Return what each `log` call brought, without W&B's own keys."""
     found = []
-    for record in wandb_records(path):
+    for record in when_written(path):
         if record.HasField("history"):
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             found.append({name: value for name, value in items.items() if not name.startswith("_")})
