@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
+from exogym.base import devices
 from exogym.errors import ArgumentError
 from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
@@ -152,3 +153,41 @@ def test_sampled_clients_need_rows_of_those_who_act(monkeypatch):
 def test_a_run_with_plenty_of_memory_is_not_looked_at_closer(monkeypatch):
     monkeypatch.setattr("exogym.compute.memory._computing", lambda *given: pytest.fail("tried"))
     train()
+
+
+GB = 10**9
+OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+NEW = ("memory.max", "memory.current", "")
+
+
+def machine(folder, monkeypatch, groups, line, names):
+    """Let this machine have 100 GB free, and groups: by folder its limit, and the GB used, of these in files."""
+    (folder / "proc" / "self").mkdir(parents=True)
+    (folder / "proc" / "meminfo").write_text(f"MemAvailable: {100 * GB // 1024} kB\nSwapFree: 0 kB\n")
+    (folder / "proc" / "self" / "cgroup").write_text(f"3:cpu:/other\n{line}\n")
+    for name, (limit, used, of_files) in groups.items():
+        place = folder / "groups" / name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / names[0]).write_text(f"{limit}\n")
+        (place / names[1]).write_text(f"{used * GB}\n")
+        halves = f"{names[2]}inactive_file {of_files * GB // 2}\n{names[2]}active_file {of_files * GB // 2}\n"
+        (place / "memory.stat").write_text(f"anon 1\ninactive_file 0\nactive_file 0\n{halves}")
+    monkeypatch.setattr(devices, "PROC", folder / "proc")
+    monkeypatch.setattr(devices, "GROUPS", folder / "groups")
+    return devices.free_memory_bytes(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("groups", "line", "names", "free_gb"), [
+    ({"": (16 * GB, 15, 14)}, "0::/", NEW, 15),  # a container that has read a large data set
+    ({"": (16 * GB, 15, 0)}, "0::/", NEW, 1),
+    ({"": ("max", 15, 0), "job": (16 * GB, 4, 2), "job/step": ("max", 4, 2)}, "0::/job/step", NEW, 14),
+    ({"": (200 * GB, 15, 0)}, "0::/", NEW, 100),
+    ({"": (16 * GB, 17, 0)}, "0::/", NEW, 0),
+    ({"memory": (16 * GB, 15, 14)}, "4:memory,hugetlb:/of/the/host", OLD, 15),
+    ({"memory": (2**63 - 4096, 15, 0), "memory/job": (16 * GB, 15, 4)}, "4:memory:/job", OLD, 5),
+    ({}, "0::/", NEW, 100),
+])  # fmt: skip
+def test_memory_is_free_within_the_limits_of_groups_and_files_hold_none(
+    groups, line, names, free_gb, tmp_path, monkeypatch
+):
+    assert machine(tmp_path, monkeypatch, groups, line, names) == pytest.approx(free_gb * GB, abs=2000)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from exogym.errors import ArgumentError
+
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -60,13 +64,36 @@ def free_memory_bytes(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     free = total_memory_bytes(device)
-    with contextlib.suppress(OSError, KeyError, ValueError), open("/proc/meminfo") as file:
-        found = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in file)}
-        free = 1024 * (found["MemAvailable"] + found["SwapFree"])
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, limit - used)
-    return free
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        found = _numbers(PROC / "meminfo")
+        free = 1024 * (found["MemAvailable:"] + found["SwapFree:"])
+    return max(0, min([free, *_free_in_groups()]))
+
+
+def _free_in_groups() -> Iterator[int]:
+    """Yield what each control group of this process, and each that it is in, leaves it.
+
+    What a group holds of files counts as free: the system drops that before it refuses memory.
+    """
+    with contextlib.suppress(OSError):
+        for line in (PROC / "self" / "cgroup").read_text().splitlines():
+            _, kinds, own = line.split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, names, of_all = (GROUPS / "memory", V1, "total_") if kinds else (GROUPS, V2, "")
+            place = top / own.lstrip("/")
+            for group in (place, *place.parents):  # in a container only the top may be there, and is the container's
+                if not group.is_relative_to(top):
+                    break
+                with contextlib.suppress(OSError, KeyError, ValueError):  # "max": no limit
+                    limit, used = (int((group / name).read_text()) for name in names)
+                    held = _numbers(group / "memory.stat")
+                    yield limit - used + held[f"{of_all}inactive_file"] + held[f"{of_all}active_file"]
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the number behind the first word of each line."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def total_memory_bytes(device: torch.device) -> int:
