@@ -493,7 +493,7 @@ def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[in
 
     Every node is in a group of `count`, but for those left over.
     """
-    if count == num_nodes or network.num_nodes is None:
+    if count == num_nodes or not network.lines_differ:
         return []
     starts = range(0, num_nodes, count)
     turns = []
@@ -536,7 +536,7 @@ def _row_of_rounds(
     T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
     push, pull = plan.traffic
-    lines = range(num_nodes) if network.num_nodes is not None else [0]  # those that differ
+    lines = range(num_nodes) if network.lines_differ else [0]
 
     def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server beside one node costs nothing
         return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0

@@ -53,6 +53,11 @@ class Pricing:
         return self.links.size if self.measurement is None else self.measurement.num_nodes
 
     @property
+    def lines_differ(self) -> bool:
+        """Whether it matters which nodes send: they have lines of their own, also where a trace gives them these."""
+        return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
+
+    @property
     def late_overlaps(self) -> bool:
         """Whether averages that arrive late overlap with computing: not on hosts that were measured (see `LATE`)."""
         return self.measurement is None

@@ -136,7 +136,8 @@ def _rows(given: str | Path | Iterable[Any]) -> list[Row]:
             with open(given, newline="", encoding="utf-8") as file:
                 lines = list(csv.DictReader(file))
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"the trace {str(given)!r} cannot be read: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise ArgumentError(f"the trace {str(given)!r} cannot be read: {why}") from None
         lacking = [name for name in COLUMNS if name not in (lines[0] if lines else ())]
         if lacking:
             raise ArgumentError(f"the trace {str(given)!r} has no column {', '.join(lacking)}, or no rows")
