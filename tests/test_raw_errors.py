@@ -61,6 +61,23 @@ class Tokens(nn.Module):
         return self.out(self.table(x))
 
 
+class Positions(nn.Module):
+    """Has fewer positions than words; its loss is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(9, 6), nn.Embedding(4, 6), nn.Linear(6, 9)
+
+    def forward(self, idx, targets=None):
+        out = self.out(self.words(idx) + self.places(torch.arange(idx.shape[1])))
+        return out, F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+def windows(size=4, kind=torch.int64, more=0):
+    tokens = (torch.arange(16 * (size + 1)).view(16, -1) % 9 + more).to(kind)
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
 class FailsAt13(torch.utils.data.Dataset):
     def __len__(self):
         return 16
@@ -111,7 +128,14 @@ MISTAKES = {  # model, data, loss_fn; message
     ),
     "a class late": (linear, [(X[i], i // 15 * 5) for i in range(16)], CE, "a target is 5, and the model"),
     "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, and the embedding 'table' has rows 0 to 3"),
-    "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*wants whole numbers: .*x.long\(\)"),
+    "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*wants whole numbers, .*x.long\(\)"),
+    "bytes as tokens": (Tokens, TensorDataset(Y.byte(), Y), CE, r"is uint8 .*wants whole numbers, int32 .*x.long\(\)"),
+    "words": (Positions, windows(more=7), None, r"the number 1\d, and the embedding 'words' has rows 0 to 8"),
+    "positions": (
+        Positions, windows(6), None,
+        r"looks up row 5, which it computed, and the embedding 'places' has rows 0 to 3: .*Embedding\(6, .* shorter",
+    ),
+    "int targets": (Positions, windows(kind=torch.int32), None, r"batch\[1\] is int32 .*: write y = y.long\(\)"),
     "an example": (linear, FailsAt13(), CE, "index 13, an example of node 1: KeyError: 'label'"),
     "a batch": (linear, TakesAt13(), CE, r"failed at indices .*, examples of node 1: KeyError: 'label'"),
     "sizes": (linear, late(X[0, :3]), CE, r"the examples \[.*15.*\] of node . do not make a batch: .*collate_fn"),

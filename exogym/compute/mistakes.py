@@ -36,7 +36,7 @@ def explain(
     targets = targets_of(batch)
     try:
         if isinstance(error, IndexError):
-            said = _out_of_range(text, model, batch, out, targets)
+            said = _out_of_range(error, text, model, batch, out, targets)
         elif out is not MISSING and loss_fn is not None and not isinstance(out, Tensor):
             said = _no_tensor(out, loss_fn, model)
         elif isinstance(error, RuntimeError):
@@ -73,7 +73,9 @@ def described(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _out_of_range(text: str, model: nn.Module, batch: Any, out: Any, targets: Tensor | None) -> str | None:
+def _out_of_range(
+    error: Exception, text: str, model: nn.Module, batch: Any, out: Any, targets: Tensor | None
+) -> str | None:
     """Say which class a model has no output for, or which token no embedding for."""
     if text.startswith("Target") and "out of bounds" in text:
         found = text.split()[1]
@@ -86,17 +88,40 @@ def _out_of_range(text: str, model: nn.Module, batch: Any, out: Any, targets: Te
         remedy = remedy or "give the last layer an output for each class"
         return f"a target is {found}, and {range_}: {remedy}, or number the classes of the data set from 0"
     if "index out of range in self" in text:
-        tables = [(name, m.num_embeddings) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        asked, indices = _asked(error)
+        tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        by_rows = sorted(tables, key=lambda table: table[1].num_embeddings)
         whole = [x for x in tensors_in(batch) if x.dtype in WHOLE and x.numel()]
-        for name, rows in sorted(tables, key=lambda table: table[1]):
-            for x in whole:
+        is_data = indices is None or any(x.shape == indices.shape and torch.equal(x, indices) for x in whole)
+        for name, table in [found for found in tables if found[1] is asked] or by_rows:
+            rows = table.num_embeddings
+            for x in whole if indices is None else [indices]:
                 if int(x.max()) >= rows or int(x.min()) < 0:
                     wrong = int(x.min()) if int(x.min()) < 0 else int(x.max())
+                    given, remedy = f"the data hold the number {wrong}", "correct the data"
+                    if not is_data:
+                        given = f"the model looks up row {wrong}, which it computed"
+                        remedy = "give shorter examples if rows are positions"
                     return (
-                        f"the data hold the number {wrong}, and the embedding {name!r} has rows 0 to {rows - 1}: make "
-                        f"it larger, nn.Embedding({max(wrong + 1, rows)}, ...), or correct the data"
+                        f"{given}, and the embedding {name!r} has rows 0 to {rows - 1}: make it larger, "
+                        f"nn.Embedding({max(wrong + 1, rows)}, ...), or {remedy}"
                     )
     return None
+
+
+def _asked(error: Exception) -> tuple[Any, Tensor | None]:
+    """Return the embedding that raised an error and the rows it was asked for; None: not known, or not to be read."""
+    asked: Any = None
+    indices: Any = None
+    trace = error.__traceback__
+    while trace is not None:
+        if isinstance(found := trace.tb_frame.f_locals.get("self"), nn.Embedding):
+            asked, indices = found, trace.tb_frame.f_locals.get("input")
+        trace = trace.tb_next
+    try:
+        return asked, torch.tensor(indices.tolist()) if isinstance(indices, Tensor) and indices.numel() else None
+    except RAISED:  # inside vmap
+        return asked, None
 
 
 def _no_tensor(out: Any, loss_fn: Callable[..., Any], model: nn.Module) -> str:
@@ -141,13 +166,19 @@ def _types(text: str, model: nn.Module, batch: Any) -> str | None:
     if own is None:
         return None
     if "indices" in text:
-        wrong = next(((place, x) for place, x in _leaves(batch) if x.is_floating_point()), None)
+        wrong = next(((place, x) for place, x in _leaves(batch) if x.dtype not in (torch.int32, torch.int64)), None)
         return wrong and (
-            f"{wrong[0]} is {_kind(wrong[1])}, and an embedding of the model wants whole numbers: write x = x.long() "
-            "in the data set"
+            f"{wrong[0]} is {_kind(wrong[1])}, and an embedding of the model wants whole numbers, int32 or int64: "
+            "write x = x.long() in the data set"
+        )
+    targets = targets_of(batch)
+    if "target dtype" in text and targets is not None and targets.dtype != torch.int64:  # of a loss in the model
+        place = next(place for place, x in _leaves(batch) if x is targets)
+        return (
+            f"{place} is {_kind(targets)}, and the loss wants class numbers (int64): write y = y.long() in the data set"
         )
     for place, x in _leaves(batch):
-        is_target = x is targets_of(batch)
+        is_target = x is targets
         if x.dtype != own and (x.is_floating_point() if is_target else x.dtype in (*FLOATS, *WHOLE)):
             name = "y" if is_target else "x"
             return f"{place} is {_kind(x)} and the model is {_short(own)}: {_convert(x.dtype, own, name)}"
