@@ -368,7 +368,8 @@ def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[in
 
     In several processes of a node its split is compared with the whole model, micro-batches included.
     """
-    if worker.fleet.comm.wire.devices.parts > 1:
+    wire = worker.fleet.comm.wire
+    if options.meshes and wire.agree(wire.devices.parts > 1):  # nodes may differ, and all must go the same way
         return None
     size = worker.micro_batch_size or examples
     asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
