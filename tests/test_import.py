@@ -185,3 +185,9 @@ def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert flaws(module) == [flaw]
+
+
+@pytest.mark.parametrize("name", ["nothing", "errors.nothing", "nothing.errors", "errors.ArgumentError", ""])
+def test_what_is_no_name_of_the_package_is_no_attribute(name: str) -> None:
+    with pytest.raises(AttributeError, match="has no attribute"):
+        getattr(exogym, name)

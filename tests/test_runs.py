@@ -262,3 +262,18 @@ def test_five_thousand_are_listed_within_two_seconds(made: Path, tmp_path: Path)
             (tmp_path / f"run-{k}" / name).write_bytes(content)
     done = subprocess.run([sys.executable, "-c", MANY, tmp_path], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 2.0
+
+
+@pytest.mark.parametrize("value", [1e305, -1e305, float("inf")])
+def test_whatever_number_a_run_writes_can_be_read(value: float, tmp_path: Path) -> None:
+    """In float64 a loss, or a metric of the user's, may grow to 1e308 before it is infinite."""
+    model, data = small_problem()
+    trainer = LocalTrainer(
+        model, data, data, loss_fn=torch.nn.functional.mse_loss, metrics={"size": lambda *given: value}
+    )
+    trainer.fit(
+        DiLoCoStrategy(lr=0.02, H=2), num_nodes=2, max_steps=2, batch_size=8, device="cpu", run_dir=tmp_path / "one"
+    )
+    (found,) = runs.list(tmp_path)
+    assert (found.state, found.reason) == ("done", None)
+    assert set(runs.load(tmp_path / "one").column("val_size")[1].tolist()) == {value}

@@ -46,7 +46,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         if name in homes:
             home, own = homes[name]
             value = getattr(importlib.import_module(home), own)
-        elif name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is None:
+        elif name.startswith("_") or "." in name or importlib.util.find_spec(f"{package}.{name}") is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:
             value = importlib.import_module(f"{package}.{name}")

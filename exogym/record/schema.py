@@ -14,6 +14,7 @@ exogym.errors.ArgumentError: status.json: started_s='x': wanted a finite number
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import reprlib
@@ -56,7 +57,8 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_measured(value: Any) -> bool:
-    return is_finite(value) or isinstance(value, bool) or value in NOT_FINITE
+    is_number = is_finite(value) or (isinstance(value, float) and math.isfinite(value))  # in float64 losses grow so far
+    return is_number or isinstance(value, bool) or value in NOT_FINITE
 
 
 def _is_plain(value: Any) -> bool:
