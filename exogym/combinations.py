@@ -40,6 +40,7 @@ FEATURES: dict[str, str] = {
     "packed values": "a strategy that sends something else than sums: packed values, indices, a node's own parameters",
     "no all-reduce": "a strategy that never takes an all-reduce",
     "several modules": "a strategy of more than one module",
+    "outer steps in parts or late": "`num_fragments=` over 1, or `delay=` or `fragment_sync_delay=` over 0",
     "a mean of its own": "a strategy or module whose means are not those of the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
@@ -112,6 +113,12 @@ REFUSED: tuple[Refused, ...] = (
             ("no all-reduce", "it goes by the mean that nodes take when they meet, and here they take none"),
             ("several modules", "it goes by the mean of one module, and would have to see which"),
         )
+    ),
+    Refused(
+        'tuner="autocorrelation"',
+        "outer steps in parts or late",
+        "it goes by the mean of all outer gradients at once, where nodes meet",
+        "take DiLoCo without delay, or leave tuner out",
     ),
     Refused(
         "tuner",

@@ -365,6 +365,24 @@ def test_a_budget_for_others(name: str) -> None:
     assert budget * 0.4 < trainer.history.last["tx_bytes"] <= budget < free.history.last["tx_bytes"]
 
 
+@pytest.mark.parametrize("text", [
+    "streaming_diloco:H=4", "streaming_diloco:H=4:num_fragments=1:fragment_sync_delay=1", "diloco:H=4:delay=1",
+])  # fmt: skip
+def test_outer_gradients_that_no_tuner_sees_whole_are_refused_before_training(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"goes by the mean of all outer gradients at once.* DiLoCo without delay"):
+        parse_strategy(f"{text}:tuner=autocorrelation")
+    parse_strategy(text)
+
+
+def test_a_model_in_one_fragment_is_tuned_as_with_diloco() -> None:
+    options = {"H": 3, "lr": 0.02, "outer_lr": 0.5, "outer_momentum": 0.0}
+    rates = [
+        train(parse_strategy(f"{name}:tuner=autocorrelation", **options), max_steps=12).history.last["tuned_outer_lr"]
+        for name in ("diloco", "streaming_diloco:num_fragments=1")
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-5) and rates[0] != 1
+
+
 def test_a_tuner_that_cannot_see_says_so() -> None:
     strategy = DiLoCoStrategy(H=2, tuner="autocorrelation")
     strategy.tuning._watch = lambda rows, weights, x, mean: None  # type: ignore[union-attr, method-assign]

@@ -101,6 +101,9 @@ class DiLoCoCommunicator(OuterModule):
         )  # fmt: skip
         self.weighting, self.delay = weighting, delay
 
+    def features(self) -> dict[str, str]:
+        return {"outer steps in parts or late": f"delay={self.delay}"} if self.delay else {}
+
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
 
