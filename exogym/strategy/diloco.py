@@ -247,7 +247,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         if island_size is not None and island_H is not None:
             if eager or outer.rounds is not None or island_H >= outer.interval_steps:
                 raise ArgumentError(
-                    f"island_H={island_H} must be below the H={H} steps of a round, one number, and eager=False"
+                    f"island_H={island_H} must be below the steps of a round, H={outer.interval_steps} here, with H a "
+                    "number, eager=False and no tuner of H"
                 )
             modules = [IslandCommunicator(island_size, island_H, outer), outer]
         super().__init__(
