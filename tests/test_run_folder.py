@@ -319,6 +319,19 @@ def test_a_whole_run_is_not_written_over_for_want_of_a_checkpoint(tmp_path, caps
     assert train(tmp_path, resume=True).ended is None and "starting at the beginning" in capsys.readouterr().err
 
 
+def test_going_on_by_the_environment_writes_over_no_records(tmp_path, monkeypatch):
+    """As from the page, whose button says nothing of a new beginning."""
+    train(tmp_path / "one")
+    status = json.loads((tmp_path / "one" / "status.json").read_text())
+    (tmp_path / "one" / "status.json").write_text(json.dumps(status | {"state": "stopped"}))
+    records = (tmp_path / "one" / "records.jsonl").read_text()
+    monkeypatch.setenv("EXOGYM_RESUME", str(tmp_path / "one"))
+    again = train(tmp_path / "one")
+    assert isinstance(again.ended, ArgumentError) and "saved no checkpoint" in str(again.ended)
+    assert (tmp_path / "one" / "records.jsonl").read_text() == records
+    assert train(tmp_path / "other").ended is None  # another fit of the same script
+
+
 def test_an_empty_path_is_no_folder():
     for name in ("run_dir", "save_dir"):
         ended = train(None, save_dir="").ended if name == "save_dir" else train("").ended

@@ -44,6 +44,7 @@ from exogym.record import schema
 from exogym.record.observers import Fields, Observer
 from exogym.record.schema import FILES
 
+RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
 BEAT_S = 1.0  # between two heartbeats at least
 LOST_S = 60.0  # without one, a run on another machine counts as lost
 ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
@@ -96,6 +97,12 @@ class RunFolder(Observer):
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
                 "another folder"
+            )
+        asked = os.environ.get(RESUME)
+        if state is not None and asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder):
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run ({state}) that saved no checkpoint: going on would begin "
+                "anew and write over its records. Give another folder; save_dir or checkpoint_interval saves a run"
             )
         if state is not None:
             notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")

@@ -23,9 +23,9 @@ from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.mesh import NodeMesh
 from exogym.network import Network
+from exogym.record.run_folder import RESUME
 from exogym.strategy.strategy import Strategy
 
-RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
 COMPUTE = (*WAYS, "auto")
 COUNTS = (
     *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),

@@ -21,8 +21,7 @@ from typing import Any
 from exogym.base.files import new_folder
 from exogym.base.processes import is_alive
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
-from exogym.record.run_folder import read_object, read_status
-from exogym.training.options import RESUME
+from exogym.record.run_folder import RESUME, read_object, read_status
 from exogym.ui.repeat import folder_of
 
 LOGS = ".started"  # in the runs folder: what they print
