@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def test_a_port_that_is_taken_is_left_for_the_next_free_one(tmp_path: Path, caps
             serve(tmp_path, 65536)
     assert urlsplit(address_of(tmp_path, taken)).port == taken  # it is free again
     assert not capsys.readouterr().err
+
+
+def test_the_page_leaves_log_handlers_of_this_process_alone(tmp_path: Path) -> None:
+    class Handler(logging.Handler):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+            super().close()
+
+    mine = Handler()
+    address_of(tmp_path, 0)
+    assert not mine.closed
 
 
 VIEWS = ("records", "nodes", "timeline", "grid", "hosts")

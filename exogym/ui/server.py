@@ -106,6 +106,7 @@ def serve(
         over, door = threading.Event(), Door()
         config = uvicorn.Config(
             application(Shelf(folder), host, token, starter, over, door.know), log_level="warning",
+            log_config=None,  # uvicorn's would close the handlers that this process has
             server_header=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="asyncio",
             http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # the same whatever else is installed
         )  # fmt: skip
