@@ -30,9 +30,14 @@ def local_device(device: str | torch.device) -> str | torch.device:
 
 
 def join_group(backend: str, **where: Any) -> None:
-    """Make the default process group, as torch's `init_process_group` does, and close gloo's port behind it."""
+    """Make the default process group, as torch's `init_process_group` does, and close gloo's port behind it.
+
+    The process leaves it when it ends: torch aborts one that ends while a thread of its group still runs.
+    """
     with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
         dist.init_process_group(backend, **where)
+    atexit.unregister(leave_group)
+    atexit.register(leave_group)
 
 
 def leave_group() -> None:
@@ -61,7 +66,6 @@ def join_world(device: torch.device) -> None:
         torch.cuda.set_device(device)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     join_group("nccl" if all_say(device.type == "cuda" and local <= torch.cuda.device_count()) else "gloo")
-    atexit.register(leave_group)
 
 
 def all_say(own: bool) -> bool:
