@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer
 from exogym.errors import TrainingError
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, Strategy
-from exogym.tasks import Task, load_task
+from exogym.study.tasks import Task, load_task
 
 STEP_SECONDS = [1.0, 2.0, 4.0, 8.0]
 FREE = "1000000000000Gbps"  # messages that take no time

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.base.files import replacing
+from exogym.core.base.files import replacing
 
 LIMIT_CORES = 0.25
 AGAIN = ("disturbed", "off", "all")

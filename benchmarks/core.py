@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
+from exogym.core.record.metrics import peak_memory_bytes
 from exogym.data.stream import Stream
 from exogym.models import CharGPT
-from exogym.record.metrics import peak_memory_bytes
 from exogym.strategy import FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 
 BATCH, LOCAL_STEPS, LR = 20, 30, 0.1
@@ -97,7 +97,7 @@ def clients_of(fraction: float, clients: int, rounds: int) -> list[list[int]]:
     """Return the clients that FedAvgStrategy draws, so that the hand-written loop trains the same ones."""
     if fraction == 1:
         return [list(range(clients))] * rounds
-    from exogym.base.rng import numpy_generator
+    from exogym.core.base.rng import numpy_generator
 
     size = max(math.ceil(fraction * clients), 1)
     return [

@@ -45,8 +45,8 @@ from namespaces import (
     shell,
 )  # fmt: skip
 
-from exogym.communicator import Communicator
-from exogym.engine.wire import ProcessWire
+from exogym.core.communicator import Communicator
+from exogym.core.engine.wire import ProcessWire
 from exogym.network import Network, parse_seconds
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h

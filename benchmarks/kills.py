@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 from exogym import LocalTrainer
+from exogym.core.saving.checkpoint import list_checkpoints, load
 from exogym.errors import CheckpointError, WorkerError
-from exogym.saving.checkpoint import list_checkpoints, load
 from exogym.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 

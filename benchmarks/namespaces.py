@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym import LocalTrainer
-from exogym.distributed.probing import measure, step_seconds
-from exogym.engine.wire import ProcessWire
+from exogym.core.engine.wire import ProcessWire
+from exogym.machines.distributed.probing import measure, step_seconds
 from exogym.network import Network, parse_bandwidth
 from exogym.testing import fingerprint
 

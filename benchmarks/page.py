@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from exogym.base.processes import described
+from exogym.core.base.processes import described
 
 PART_BYTES, MOST_POINTS = 2**20, 2000  # as static/base.js and static/run.js have them
 PATIENCE_S = 30.0

@@ -50,7 +50,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
-from exogym.tasks import Task
+from exogym.study.tasks import Task
 
 SLEEP_S = 0.1
 STEPS = 4  # of a segment, or H where that is more

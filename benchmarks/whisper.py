@@ -29,16 +29,16 @@ import torch
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, load_model
+from exogym.core.progress import readable_bytes
+from exogym.core.record.history import History
+from exogym.core.record.run_folder import read_status
 from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
 from exogym.faults import Faults
+from exogym.machines.remote.profile import Profile, load_profile
+from exogym.machines.remote.results import history_of
 from exogym.models.whisper import WhisperModelWrapper, WordErrors
-from exogym.progress import readable_bytes
-from exogym.record.history import History
-from exogym.record.run_folder import read_status
-from exogym.remote.profile import Profile, load_profile
-from exogym.remote.results import history_of
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
-from exogym.tasks import Task, load_task
+from exogym.study.tasks import Task, load_task
 from exogym.testing import fingerprint
 
 PROFILE = """

@@ -50,8 +50,8 @@ def worker(names: list[str], result: str) -> None:
 
     from exogym import LocalTrainer
     from exogym.callbacks import Every
+    from exogym.core.training import loop
     from exogym.testing import small_problem
-    from exogym.training import loop
 
     # Looking how far nodes are apart gathers their rows. That is no traffic of the training, and the ledger is right.
     loop.spread = lambda fleet: {"consensus_distance": 0.0}

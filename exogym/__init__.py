@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from exogym.compute.train_node import TrainNode
-    from exogym.distributed_trainer import DistributedTrainer
-    from exogym.mesh import NodeMesh, PipelineParallel, Stage
-    from exogym.remote.network_trainer import NetworkTrainer
-    from exogym.saving.export import load_model, save_model
+    from exogym.core.compute.train_node import TrainNode
+    from exogym.core.mesh import NodeMesh, PipelineParallel, Stage
+    from exogym.core.saving.export import load_model, save_model
+    from exogym.machines.distributed_trainer import DistributedTrainer
+    from exogym.machines.remote.network_trainer import NetworkTrainer
     from exogym.trainer import LocalTrainer, Trainer
 else:
     __getattr__, __dir__ = lazily(__name__)

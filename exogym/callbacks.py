@@ -35,8 +35,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.fleet import Fleet
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -36,7 +36,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from exogym.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
+from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 
 
 class ExoGymError(Exception):

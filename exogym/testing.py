@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym.base.rng import generator
 from exogym.callbacks import Every
-from exogym.communicator import Communicator, Wire
+from exogym.core.base.rng import generator
+from exogym.core.communicator import Communicator, Wire
+from exogym.core.fleet import Fleet
+from exogym.core.progress import without_notices
+from exogym.core.record.history import History
+from exogym.core.training.meeting import Meeting
 from exogym.errors import ArgumentError, StrategyError, check_choice, checked
-from exogym.fleet import Fleet
-from exogym.progress import without_notices
-from exogym.record.history import History
 from exogym.strategy import communicate
 from exogym.strategy.strategy import Run, Strategy
 from exogym.trainer import LocalTrainer
-from exogym.training.meeting import Meeting
 
 LAWS = ("repeatable", "stretches", "stopping", "placement", "single node", "bytes", "learns")
 

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from exogym.base.devices import OneThread, resolve_device
-from exogym.base.rng import preserved_state
-from exogym.base.streams import fill_in
+from exogym.core.base.devices import OneThread, resolve_device
+from exogym.core.base.rng import preserved_state
+from exogym.core.base.streams import fill_in
+from exogym.core.record.history import History
+from exogym.core.training.subject import Subject
 from exogym.errors import ArgumentError, Stopped, checked
-from exogym.record.history import History
-from exogym.training.subject import Subject
 
 if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
     from exogym.balance import Balance
-    from exogym.clock import Clock
-    from exogym.communicator import Wire
+    from exogym.core.clock import Clock
+    from exogym.core.communicator import Wire
+    from exogym.core.engine import Engine
+    from exogym.core.mesh import NodeMesh
+    from exogym.core.record.metrics import Metric
+    from exogym.core.training.options import FitOptions
     from exogym.data.partition import Partitioner
-    from exogym.engine import Engine
     from exogym.faults import Faults
-    from exogym.mesh import NodeMesh
     from exogym.network import Network
-    from exogym.record.metrics import Metric
     from exogym.strategy.strategy import Strategy
-    from exogym.training.options import FitOptions
 
 
 class _Turn:
@@ -85,7 +85,8 @@ class Trainer(ABC):
     """What all trainers share: the model, the data, and what the last `fit` left.
 
     Args:
-        model: a module whose `model(batch)` gives its loss (`exogym.compute.outputs`), or predictions with `loss_fn`.
+        model: a module whose `model(batch)` gives its loss (`exogym.core.compute.outputs`), or predictions
+            with `loss_fn`.
         train_dataset: a data set, or a factory called as `factory(rank, num_nodes, is_train)`.
         val_dataset: likewise, or None.
         loss_fn: `loss_fn(predictions, targets)` for models that return predictions.
@@ -271,7 +272,7 @@ class LocalTrainer(Trainer):
                 what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
                 step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six
                 times as long. None: never, as when a debugger holds a process.
-            run_dir: write what the run is, does and comes to into this folder (see `exogym.record.run_folder`): a new
+            run_dir: write what the run is, does and comes to into this folder (see `core.record.run_folder`): a new
                 one, or with `resume` that of the run that goes on. Without `save_dir` checkpoints go there too, where
                 `checkpoint_interval` or `resume` asks for them.
             client_state_memory: bytes that each process may hold of what sampled clients keep while they do not act
@@ -293,7 +294,7 @@ class LocalTrainer(Trainer):
         with `engine="ray"` both are as they were before.
         """
         given = locals()
-        from exogym.training.options import FitOptions, asked_to_go_on, option_names
+        from exogym.core.training.options import FitOptions, asked_to_go_on, option_names
 
         given["resume"] = asked_to_go_on(given)
         options = FitOptions(**{name: given[name] for name in option_names()})
@@ -302,7 +303,7 @@ class LocalTrainer(Trainer):
 
     def _place(self, options: FitOptions) -> None:
         fill_in()
-        from exogym.engine.world import local_device
+        from exogym.core.engine.world import local_device
 
         # Of an engine elsewhere no process is here: each looks for the device of its own machine.
         place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
@@ -315,7 +316,7 @@ class LocalTrainer(Trainer):
                     module.training = training
 
     def _carry_out(self, options: FitOptions, device: torch.device) -> None:
-        from exogym.training.placement import run_placed
+        from exogym.core.training.placement import run_placed
 
         if options.engine is None:
             body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
@@ -349,8 +350,8 @@ class LocalTrainer(Trainer):
 
     def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
-        from exogym.clock import TIMELINE, save_spans
-        from exogym.training.assembly import assemble
+        from exogym.core.clock import TIMELINE, save_spans
+        from exogym.core.training.assembly import assemble
 
         loop = assemble(self.subject, options, device, self.max_stretch, wire)
         self.history, self.description = loop.history, loop.description
@@ -380,7 +381,7 @@ class Left:
 def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
     """Train, in a process elsewhere, the rows that `wire` says are there; return what process 0 has come to."""
     from exogym.callbacks import Callback
-    from exogym.compute.memory import check_rows
+    from exogym.core.compute.memory import check_rows
 
     trainer = LocalTrainer(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch

@@ -14,10 +14,10 @@ import math
 import sys
 
 from exogym.compare import Standing, compare
-from exogym.compare.comparison import markdown, spread_text
 from exogym.errors import ArgumentError, run_script
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
+from exogym.study.compare.comparison import markdown, spread_text
 from exogym.tasks import load_task
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.saving.checkpoint_files import file_sum, sum_of
+from exogym.core.saving.checkpoint_files import file_sum, sum_of
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
 STEPS = 12

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.communicator import Event, Ledger
-from exogym.fleet import Fleet
+from exogym.core.communicator import Event, Ledger
+from exogym.core.fleet import Fleet
 from exogym.strategy import Run, Strategy
 
 FEATURES, HIDDEN = 6, 7

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from exogym.engine.forks import run_forked
-from exogym.engine.wire import ProcessWire, place
+from exogym.core.engine.forks import run_forked
+from exogym.core.engine.wire import ProcessWire, place
 
 WIDTH = 1001
 PATIENCE_S = 300  # a world trains every strategy of the table, on a machine that others use too

@@ -158,7 +158,7 @@ class Sent(TorchDispatchMode):
 
 def counted(made, *given, **options):
     """Return what `fit` does, the bytes that all processes sent for gradients, and those that formulas say."""
-    from exogym.compute.split_worker import SplitWorker
+    from exogym.core.compute.split_worker import SplitWorker
 
     gradient, sent = SplitWorker.gradient, []
 

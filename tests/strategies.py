@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from exogym import combinations
+from exogym.core import combinations
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,

@@ -12,11 +12,12 @@ import torch
 from problems import MixedRegressor, Regressor, fleet_of, run_of, same, unlike
 from torch import Tensor, nn
 
-from exogym.base.rng import generator
-from exogym.communicator import Communicator
+from exogym.core.base.rng import generator
+from exogym.core.communicator import Communicator
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import take_state
+from exogym.core.training.meeting import Meeting
 from exogym.faults import Attendance, Faults
-from exogym.fleet import Fleet
-from exogym.fleet.presence import take_state
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
     DeMoStrategy,
@@ -36,7 +37,6 @@ from exogym.strategy import (
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.sparta import SparseCommunicator
 from exogym.testing import _MeetingWire
-from exogym.training.meeting import Meeting
 
 P, RATE = 57, 0.1
 SIZE = P * 8

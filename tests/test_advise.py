@@ -13,18 +13,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, NodeMesh
-from exogym.advise import Plan, Traffic, advise, plan_of, required_bandwidth, simulate
 from exogym.cli import main
-from exogym.clock import Clock, StepTime, seconds_of
-from exogym.communicator import Event
-from exogym.compare import compare
+from exogym.core.clock import Clock, StepTime, seconds_of
+from exogym.core.communicator import Event
+from exogym.core.mesh.traffic import talk_of_layers
 from exogym.errors import ArgumentError
-from exogym.mesh.traffic import talk_of_layers
 from exogym.network import Network, compute_utilisation
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, Strategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import parse_strategy
-from exogym.tasks import load_task
+from exogym.study.advise import Plan, Traffic, advise, plan_of, required_bandwidth, simulate
+from exogym.study.compare import compare
+from exogym.study.tasks import load_task
 
 P, N, T = 1e8, 8, 0.2
 LINE = Network("1Gbps", "1ms")

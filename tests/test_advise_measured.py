@@ -9,7 +9,7 @@ from exogym.cli import main
 
 OWN = """
 import torch
-from exogym.tasks import Task
+from exogym.study.tasks import Task
 from exogym.models import MLP
 
 def make():

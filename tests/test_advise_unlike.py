@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.advise import advise, prediction
 from exogym.callbacks import Every
 from exogym.network import Network
 from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd
 from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.study.advise import advise, prediction
 
 SIDE, LAYERS = 64, 2
 WARM = 30  # steps, after which the clock is read until twice as many, or thrice; rounds of 5, 6, 15 and 30 end there

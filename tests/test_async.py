@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.clock import Clock, StepTime
-from exogym.communicator import Communicator
+from exogym.core.clock import Clock, StepTime
+from exogym.core.communicator import Communicator
+from exogym.core.training.interrupt import Interrupt
+from exogym.core.training.order import ARRIVAL, CLOSE, STEP, Order, seconds_of_steps
 from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
 from exogym.network import Network
@@ -30,8 +32,6 @@ from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, OptimSpec
 from exogym.strategy.async_diloco import RULES, RuleServer
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
-from exogym.training.interrupt import Interrupt
-from exogym.training.order import ARRIVAL, CLOSE, STEP, Order, seconds_of_steps
 
 P, SIZE = 57, 57 * 8
 FREE = "1000000000000Gbps"  # messages that take no time

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
+from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError, DataError, ExoGymError, ModelError, TrainingError
 from exogym.strategy import (
     DeMoStrategy,
@@ -25,7 +26,6 @@ from exogym.strategy import (
     Strategy,
 )
 from exogym.testing import fingerprint
-from exogym.training.options import FitOptions
 
 
 def examples(count=32):

@@ -14,12 +14,12 @@ from battery import each, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
 from strategies import STRATEGIES
 
-from exogym.base.rng import generator
-from exogym.communicator import Communicator, Krum, Median, TrimmedMean, rule_of
-from exogym.communicator.robust import bad_among
+from exogym.core.base.rng import generator
+from exogym.core.communicator import Communicator, Krum, Median, TrimmedMean, rule_of
+from exogym.core.communicator.robust import bad_among
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
-from exogym.fleet import Fleet
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 from exogym.strategy.averaging import Averaging, NormCap
 from exogym.strategy.registry import parse_strategy

@@ -20,12 +20,13 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.balance import Balance, share_out, speeds_of
-from exogym.base import rng
 from exogym.callbacks import Every
-from exogym.clock import StepTime
-from exogym.communicator import Communicator
+from exogym.core.base import rng
+from exogym.core.clock import StepTime
+from exogym.core.communicator import Communicator
+from exogym.core.engine.wire import place
+from exogym.core.training import placement, speeds
 from exogym.data.stream import Stream
-from exogym.engine.wire import place
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
 from exogym.strategy import (
@@ -42,7 +43,6 @@ from exogym.strategy import (
 )
 from exogym.strategy.sparta import SparseCommunicator
 from exogym.testing import fingerprint, small_problem
-from exogym.training import placement, speeds
 
 SGD = {"inner_optim": "sgd", "lr": 0.05}
 OUTER = OptimSpec("sgd", lr=1.0)

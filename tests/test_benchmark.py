@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from exogym.benchmark import FULL, SHORT, Results, Scope, parts_of
-from exogym.benchmark.page import text_of
-from exogym.benchmark.results import SHARED, hardware, scaling
 from exogym.cli import main
-from exogym.reproduce import Reproduction
 from exogym.strategy.registry import STRATEGIES
+from exogym.study.benchmark import FULL, SHORT, Results, Scope, parts_of
+from exogym.study.benchmark.page import text_of
+from exogym.study.benchmark.results import SHARED, hardware, scaling
+from exogym.study.reproduce import Reproduction
 
 ROOT = Path(__file__).parent.parent
 

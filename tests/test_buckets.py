@@ -12,7 +12,7 @@ SCRIPT = """
 import json, os, torch
 from torch import nn
 from exogym import LocalTrainer
-from exogym.compute.buckets import Buckets
+from exogym.core.compute.buckets import Buckets
 from exogym.strategy import SimpleReduceStrategy
 from exogym.testing import small_problem
 

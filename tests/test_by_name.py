@@ -9,14 +9,14 @@ import torch
 from problems import dyadic, fleet_of, run_of
 from strategies import OURS, PAGE
 
-from exogym import compare
-from exogym.advise import advise
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.strategy import PeriodicModule
 from exogym.strategy.names import short_names
 from exogym.strategy.registry import _ELSEWHERE as ELSEWHERE
 from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.study import compare
+from exogym.study.advise import advise
 from exogym.testing import check_strategy
 
 

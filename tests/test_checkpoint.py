@@ -19,9 +19,9 @@ from torch import nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
+from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, save
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.logger import CSVLogger
-from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, save
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint
 
@@ -143,14 +143,14 @@ def test_nothing_to_resume_is_a_fresh_start(tmp_path):
 
 
 def test_compute_auto_is_kept_on_resume(tmp_path, monkeypatch):
-    import exogym.compute.choosing
+    import exogym.core.compute.choosing
 
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))  # noqa: E731
-    monkeypatch.setattr(exogym.compute.choosing, "choose", lambda *args: "vmap")
+    monkeypatch.setattr(exogym.core.compute.choosing, "choose", lambda *args: "vmap")
     torch.manual_seed(1)
     first = fit(FedAvgStrategy(SGD, H=5), tmp_path, trainer_of(model()), max_steps=6, compute="auto")
     assert first.description["chosen"]["compute"] == "vmap"
-    monkeypatch.setattr(exogym.compute.choosing, "choose", lambda *args: pytest.fail("timed again"))
+    monkeypatch.setattr(exogym.core.compute.choosing, "choose", lambda *args: pytest.fail("timed again"))
     again = fit(FedAvgStrategy(SGD, H=5), tmp_path, trainer_of(model()), compute="auto", resume=True)
     assert again.description["chosen"]["compute"] == "vmap"
 
@@ -294,7 +294,7 @@ def test_a_later_torn_checkpoint_does_not_push_out_the_good_ones(tmp_path):
 
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("exogym.saving.checkpoint.FORMAT", 99)
+    monkeypatch.setattr("exogym.core.saving.checkpoint.FORMAT", 99)
     path = save(tmp_path, Snapshot({0: {"x": torch.ones(2)}}, {"y": torch.ones(1)}, {"step": 1}), keep=1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is of format 99, and this version reads 4"):
@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 WRITER = """
 import sys, torch
-from exogym.saving.checkpoint import Snapshot, save
+from exogym.core.saving.checkpoint import Snapshot, save
 torch.set_num_threads(1)
 step = int(sys.argv[2])
 while True:
@@ -411,7 +411,7 @@ def test_a_disk_that_fills_up_ends_the_run_but_keeps_model_and_history(tmp_path,
 
     def fill(loop):
         if loop.step == 6:
-            monkeypatch.setattr("exogym.saving.checkpoint.save_file", full)
+            monkeypatch.setattr("exogym.core.saving.checkpoint.save_file", full)
 
     trainer = trainer_of()
     start = fingerprint(trainer.model)

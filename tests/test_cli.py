@@ -14,9 +14,9 @@ from processes import python
 import exogym
 from exogym.cli import COMMANDS, main
 from exogym.cli.live import LiveTable, print_table
-from exogym.compare import Standing
-from exogym.compare.comparison import FILES, Comparison
 from exogym.strategy.registry import parse_strategy
+from exogym.study.compare import Standing
+from exogym.study.compare.comparison import FILES, Comparison
 
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 
@@ -83,7 +83,7 @@ def test_a_comparison_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OWN = """
-from exogym.tasks import Task, load_task
+from exogym.study.tasks import Task, load_task
 from dataclasses import replace
 def make():
     return replace(load_task("digits"), name="my task/1", description="mine")

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from exogym.clock import DEVICES, Clock, Device, StepTime, draw_timeline, flops_of, save_trace, seconds_of
-from exogym.clock.clock import PARTS
-from exogym.communicator import Communicator, Event
+from exogym.core.clock import DEVICES, Clock, Device, StepTime, draw_timeline, flops_of, save_trace, seconds_of
+from exogym.core.clock.clock import PARTS
+from exogym.core.communicator import Communicator, Event
 from exogym.errors import ArgumentError, ModelError
 from exogym.network import Network
 
@@ -96,7 +96,7 @@ def test_a_step_depends_on_node_and_number_alone():
 def test_large_stretches_are_drawn_in_blocks(monkeypatch):
     counts = np.array([500, 0, 300, 900])
     whole = SPREAD.ticks(np.zeros(4, int), counts)
-    monkeypatch.setattr("exogym.clock.steps.MOST_DRAWS", 64)
+    monkeypatch.setattr("exogym.core.clock.steps.MOST_DRAWS", 64)
     assert SPREAD.ticks(np.zeros(4, int), counts).tolist() == whole.tolist()
 
 

@@ -12,11 +12,11 @@ import pytest
 from slurm import slurm
 
 from exogym.cli import main
-from exogym.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
-from exogym.cluster.yaml import document
-from exogym.communicator import Wire
+from exogym.core.communicator import Wire
+from exogym.core.training.interrupt import ONCE, Interrupt
 from exogym.errors import ArgumentError
-from exogym.training.interrupt import ONCE, Interrupt
+from exogym.machines.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
+from exogym.machines.cluster.yaml import document
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = [

@@ -3,7 +3,7 @@
 import pytest
 from strategies import table_of_the_page
 
-from exogym.combinations import FEATURES, REFUSED, check, table
+from exogym.core.combinations import FEATURES, REFUSED, check, table
 from exogym.errors import ArgumentError
 
 

@@ -10,7 +10,7 @@ import torch
 from problems import dyadic
 from torch import Tensor
 
-from exogym.communicator import Communicator, Event, Wire, tree_sum
+from exogym.core.communicator import Communicator, Event, Wire, tree_sum
 from exogym.errors import ArgumentError
 
 N = 6
@@ -74,7 +74,7 @@ def test_the_tree_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     for ids in (list(range(5)), [0, 2, 3, 6, 7]):
         whole = tree_sum(x, ids)
         with monkeypatch.context() as m:
-            m.setattr("exogym.communicator.wire.CHUNK_ELEMENTS", 40)
+            m.setattr("exogym.core.communicator.wire.CHUNK_ELEMENTS", 40)
             assert torch.equal(tree_sum(x, ids), whole)
 
 

@@ -16,16 +16,16 @@ import torch
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.base.files import new_folder
-from exogym.compare import DEFAULT_STRATEGIES, Standing, compare, plots
-from exogym.compare.comparison import FILES, Comparison, find
-from exogym.compare.plots import Curve, plot_against_bytes, plot_against_steps
-from exogym.compare.run import session_of
-from exogym.compare.session import Session
+from exogym.core.base.files import new_folder
 from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
-from exogym.tasks import load_task
+from exogym.study.compare import DEFAULT_STRATEGIES, Standing, compare, plots
+from exogym.study.compare.comparison import FILES, Comparison, find
+from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
+from exogym.study.compare.run import session_of
+from exogym.study.compare.session import Session
+from exogym.study.tasks import load_task
 
 STEPS, SEEDS, NODES = 20, (0, 1), 4
 TASK = load_task("digits")
@@ -260,7 +260,7 @@ FIRST_START_S, START_S = 60.0, 2.0
 def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only training moves; the first start is the longest, as imports are."""
     now_s, seen, entered = [0.0], list[tuple[float, float | None]](), list[str]()
-    monkeypatch.setattr("exogym.compare.session.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr("exogym.study.compare.session.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     session = session_of(TASK, list(STEP_S), nodes=NODES, steps=STEPS, seeds=3)
     session.watch = lambda at: seen.append((now_s[0], at.left_s))
 

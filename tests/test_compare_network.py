@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exogym.clock import Clock, Span, StepTime
-from exogym.compare import Standing, compare, measured_step_s
-from exogym.compare.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
-from exogym.compare.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
+from exogym.core.clock import Clock, Span, StepTime
+from exogym.core.record.history import History
 from exogym.errors import ArgumentError
 from exogym.network import Network
-from exogym.record.history import History
-from exogym.tasks import load_task
+from exogym.study.compare import Standing, compare, measured_step_s
+from exogym.study.compare.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
+from exogym.study.compare.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
+from exogym.study.tasks import load_task
 
 STEPS, NODES, STEP_S = 20, 4, 0.02
 TASK = load_task("digits")
@@ -160,7 +160,7 @@ def test_a_measured_step_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) ->
         calls.append(given)
         return 0.5
 
-    monkeypatch.setattr("exogym.compare.run.measured_step_s", measured)
+    monkeypatch.setattr("exogym.study.compare.run.measured_step_s", measured)
     for step_seconds in (None, "measured"):
         result = timed("single,diloco:H=5", step_seconds=step_seconds, speeds=[0.5, 1, 1, 1])
         assert times(result)["single"] == STEPS * 0.5 / 0.5

@@ -14,13 +14,13 @@ import pytest
 from processes import python
 
 from exogym.cli import main
-from exogym.compare import ComparisonInterrupted, Standing, compare, session
-from exogym.compare.comparison import FILES, Comparison
+from exogym.core.record.run_folder import FILES as OF_A_RUN
+from exogym.core.record.run_folder import read_status
+from exogym.core.saving.checkpoint import list_checkpoints
 from exogym.errors import ArgumentError
-from exogym.record.run_folder import FILES as OF_A_RUN
-from exogym.record.run_folder import read_status
-from exogym.saving.checkpoint import list_checkpoints
 from exogym.strategy import SimpleReduceStrategy, Strategy
+from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
+from exogym.study.compare.comparison import FILES, Comparison
 
 OPTIONS: dict[str, Any] = {"steps": 20, "seeds": 2, "nodes": 2, "device": "cpu"}
 STRATEGIES = "single,ddp,diloco:H=5"
@@ -142,7 +142,7 @@ def test_strategies_of_ones_own_start_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_time_timelines_and_failures_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"strategies": "ddp,ddp:lr=1e30,diloco:H=5", "seeds": 1, "network": "1Mbps,20ms", "timeline": True}
-    monkeypatch.setattr("exogym.compare.run.measured_step_s", lambda *given: 0.01)
+    monkeypatch.setattr("exogym.study.compare.run.measured_step_s", lambda *given: 0.01)
     whole = asked(tmp_path / "whole", **options).folder
     with pytest.raises(ComparisonInterrupted):
         asked(tmp_path / "stopped", **options, watch=after(20, ctrl_c))
@@ -150,7 +150,7 @@ def test_time_timelines_and_failures_are_kept(tmp_path: Path, monkeypatch: pytes
     assert (
         whole is not None and "nan" in json.loads((folder / "ddp-lr-1e30-seed-0" / "outcome.json").read_text())["error"]
     )
-    monkeypatch.setattr("exogym.compare.run.measured_step_s", lambda *given: pytest.fail("measured anew"))
+    monkeypatch.setattr("exogym.study.compare.run.measured_step_s", lambda *given: pytest.fail("measured anew"))
     result = asked(folder, **options, resume=True)
     assert "1 of 1 runs failed" in result.rows[1]["notes"]
     assert tables(folder) == tables(whole)

@@ -20,10 +20,11 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, compute
-from exogym.compute.compiled import STEPS, Compiled, compiled
-from exogym.compute.loop import Loop
-from exogym.compute.vmap import Vmap
+from exogym import LocalTrainer
+from exogym.core import compute
+from exogym.core.compute.compiled import STEPS, Compiled, compiled
+from exogym.core.compute.loop import Loop
+from exogym.core.compute.vmap import Vmap
 from exogym.errors import ModelError
 from exogym.models import CharGPT
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedProxStrategy, SimpleReduceStrategy, Strategy

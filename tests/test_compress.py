@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exogym.compress import BlockDCT, dequantize, quantize
-from exogym.compress.dct import dct_matrix, largest_divisor
+from exogym.core.compress import BlockDCT, dequantize, quantize
+from exogym.core.compress.dct import dct_matrix, largest_divisor
 from exogym.errors import ArgumentError
 
 BITS = [2, 3, 4, 5, 6, 7, 8, 16]

@@ -12,8 +12,8 @@ import torch
 from problems import Regressor, dyadic, fleet_of
 from torch import Tensor
 
-from exogym.communicator.ledger import Event, together
-from exogym.compress import (
+from exogym.core.communicator.ledger import Event, together
+from exogym.core.compress import (
     E3M0,
     Absmax,
     Compressor,
@@ -27,9 +27,9 @@ from exogym.compress import (
     tensors,
     with_feedback,
 )
-from exogym.compress.quantize import pack, unpack
+from exogym.core.compress.quantize import pack, unpack
+from exogym.core.fleet.layout import layouts_of
 from exogym.errors import ArgumentError
-from exogym.fleet.layout import layouts_of
 
 COUNTS = (1, 7, 8, 101, 512, 1030)
 QUANTIZERS: dict[str, Callable[[], Quantizer]] = {

@@ -9,9 +9,9 @@ from torch import nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
+from exogym.core.record.metrics import spread
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
-from exogym.record.metrics import spread
 from exogym.strategy import (
     AsyncDiLoCoStrategy,
     DiLoCoStrategy,
@@ -100,7 +100,7 @@ def test_a_callback_that_never_ends_the_training_costs_no_measurement(may_end, m
     def look(loop):
         steps.append(loop.step)
 
-    monkeypatch.setattr("exogym.training.loop.spread", lambda fleet: seen.append(1) or spread(fleet))
+    monkeypatch.setattr("exogym.core.training.loop.spread", lambda fleet: seen.append(1) or spread(fleet))
     distances(FedAvgStrategy(PLAIN, H=5), val_interval=NEVER, steps=20, callbacks=[Every(5, look, may_end=may_end)])
     assert steps == [5, 10, 15, 20]
     assert len(seen) == 2 + len(measured)  # beside those before a synchronisation, the first and the last evaluation

@@ -12,9 +12,8 @@ import torch
 from problems import Regressor, dyadic, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym.advise import advise
-from exogym.clock import Clock
-from exogym.communicator import Communicator
+from exogym.core.clock import Clock
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy import (
@@ -30,6 +29,7 @@ from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.gradient_push import PushSum
 from exogym.strategy.graphs import GRAPHS, edges_of, metropolis, pushing, takers_of
 from exogym.strategy.noloco import NoLoCoCommunicator
+from exogym.study.advise import advise
 
 Models = list[nn.Module]
 S = 57 * 8.0

@@ -10,7 +10,7 @@ from problems import BATCH, Regressor, loss_of, same, shards, train, unlike, vec
 from torch import Tensor, nn
 
 from exogym import LocalTrainer
-from exogym.clock import StepTime
+from exogym.core.clock import StepTime
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy

@@ -18,15 +18,24 @@ import pytest
 from hosts import Hosts, Machine, fixtures
 from processes import python
 
-from exogym.discovery import agent as room
-from exogym.discovery import announcing, enrol, find, login, pair
-from exogym.discovery.agent import Agent
-from exogym.discovery.announcing import Found, announced, name_at
-from exogym.discovery.channel import AGENT, CALLER, MOST_BYTES, VERSION, Exchange, Line, PairingError, typed_code
-from exogym.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
-from exogym.discovery.pairing import Paired, ask, write_entry
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.remote import HostsConfig
+from exogym.machines.discovery import agent as room
+from exogym.machines.discovery import announcing, enrol, find, login, pair
+from exogym.machines.discovery.agent import Agent
+from exogym.machines.discovery.announcing import Found, announced, name_at
+from exogym.machines.discovery.channel import (
+    AGENT,
+    CALLER,
+    MOST_BYTES,
+    VERSION,
+    Exchange,
+    Line,
+    PairingError,
+    typed_code,
+)
+from exogym.machines.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
+from exogym.machines.discovery.pairing import Paired, ask, write_entry
+from exogym.machines.remote import HostsConfig
 
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2

@@ -21,10 +21,10 @@ from processes import start
 from torch import nn
 
 from exogym import distributed as ed
-from exogym.distributed import ReduceOp, collectives, group, measure, wire
-from exogym.distributed.__main__ import main as self_test_command
-from exogym.distributed.collectives import DTYPES, KINDS
 from exogym.errors import ArgumentError
+from exogym.machines.distributed import ReduceOp, collectives, group, measure, wire
+from exogym.machines.distributed.__main__ import main as self_test_command
+from exogym.machines.distributed.collectives import DTYPES, KINDS
 
 WORLDS = (2, 3)
 LAUNCHERS = {

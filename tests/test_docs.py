@@ -186,11 +186,11 @@ def test_names_of_ours_in_prose_and_messages_are_there(where):
 
 
 def test_a_name_of_a_room_that_was_left_is_found():
-    assert unknown_names("exogym.training.loop and exogym/training/loop.py, exogym.LocalTrainer.fit") == set()
+    assert unknown_names("exogym.core.training.loop and exogym/core/training/loop.py, exogym.LocalTrainer.fit") == set()
     assert unknown_names("see `exogym.loop`") == {"exogym.loop"}
-    assert unknown_names("in exogym/loop.py: exogym.training.loop.Loop") == {
+    assert unknown_names("in exogym/loop.py: exogym.core.training.loop.Loop") == {
         "exogym/loop.py",
-        "exogym.training.loop.Loop",
+        "exogym.core.training.loop.Loop",
     }
 
 

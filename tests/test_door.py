@@ -20,13 +20,13 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from exogym.base.shelf import SENSELESS, LineStore, Shelf, unpacked
-from exogym.engine.sockets import ports_closed_afterwards, sockets
-from exogym.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, Refused, knock, listen, proof
-from exogym.launch.meeting import LEFT, NODE, Host, Link, Relay
-from exogym.launch.rendezvous import Node, OrderedRendezvous
-from exogym.remote.elastic.member import Member
-from exogym.remote.elastic.membership import Membership, MembershipServer
+from exogym.core.base.shelf import SENSELESS, LineStore, Shelf, unpacked
+from exogym.core.engine.sockets import ports_closed_afterwards, sockets
+from exogym.machines.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, Refused, knock, listen, proof
+from exogym.machines.launch.meeting import LEFT, NODE, Host, Link, Relay
+from exogym.machines.launch.rendezvous import Node, OrderedRendezvous
+from exogym.machines.remote.elastic.member import Member
+from exogym.machines.remote.elastic.membership import Membership, MembershipServer
 
 PLACE_S = 60.0
 

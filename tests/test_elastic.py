@@ -19,8 +19,8 @@ from hosts import Hosts, fixtures
 from hosts.fixtures import said, wait_for
 
 from exogym import LocalTrainer, load_model
+from exogym.core.record.run_folder import read_status
 from exogym.faults import Faults
-from exogym.record.run_folder import read_status
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -39,8 +39,8 @@ TRAIN = """
 import os, sys, time, torch
 from exogym import NetworkTrainer
 from exogym.callbacks import Every
-from exogym.remote.elastic import recovery
-from exogym.training.loop import TrainingLoop
+from exogym.machines.remote.elastic import recovery
+from exogym.core.training.loop import TrainingLoop
 from exogym.testing import small_problem
 sys.path.insert(0, sys.argv[1])
 from test_elastic import STEPS, STRATEGIES

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from exogym.advise import Failures, advise
-from exogym.advise.failures import most_of_poissons
 from exogym.cli import main
 from exogym.errors import ArgumentError
+from exogym.study.advise import Failures, advise
+from exogym.study.advise.failures import most_of_poissons
 
 YEAR_S = 8760 * 3600.0
 

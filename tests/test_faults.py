@@ -11,12 +11,12 @@ import pytest
 import torch
 from problems import fleet_of, run_of
 
-from exogym.base.rng import numpy_generator, stream_seed
+from exogym.core.base.rng import numpy_generator, stream_seed
+from exogym.core.training.options import describe
 from exogym.errors import ArgumentError
 from exogym.faults import NEVER, Attendance, Faults
 from exogym.faults import planned as faults_module
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.training.options import describe
 
 P = 57
 

@@ -28,8 +28,8 @@ from problems import (
 )
 from torch import Tensor, nn
 
-from exogym.base.rng import numpy_generator
 from exogym.callbacks import Every
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator

@@ -181,14 +181,14 @@ def test_where_losses_come_later_the_loss_is_named() -> None:
     """As on a GPU, where looking at each loss would wait for it: one look per stretch."""
     from unittest import mock
 
-    from exogym.compute import finite
+    from exogym.core.compute import finite
 
     class Later(finite.Watch):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             self.at_once = False
 
-    with mock.patch("exogym.training.assembly.Watch", Later):
+    with mock.patch("exogym.core.training.assembly.Watch", Later):
         with pytest.raises(TrainingError, match="the loss of node 2 became nan at its step 7"):
             train(DiLoCoStrategy(lr=0.02, H=4), {2: [6]})
         with pytest.raises(TrainingError, match=words("diloco", 8)):

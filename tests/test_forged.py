@@ -13,8 +13,8 @@ from checkpoints import RUNS, examples, fit, network, sign
 from safetensors.torch import load_file, save_file
 
 from exogym import LocalTrainer
+from exogym.core.saving.checkpoint import list_checkpoints, load
 from exogym.errors import CheckpointError
-from exogym.saving.checkpoint import list_checkpoints, load
 from exogym.strategy import FedAvgStrategy, OptimSpec
 from exogym.testing import fingerprint
 
@@ -220,7 +220,7 @@ def forge(draw, path):
 
 
 def resign(path, meta):
-    from exogym.saving.checkpoint_files import sum_of
+    from exogym.core.saving.checkpoint_files import sum_of
 
     meta = {name: value for name, value in meta.items() if name != "sha256_of_this"}
     (path / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}))

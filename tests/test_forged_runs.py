@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from exogym import runs
-from exogym.base.processes import described
 from exogym.cli import main
+from exogym.core.base.processes import described
+from exogym.core.record import schema
 from exogym.errors import ArgumentError
-from exogym.record import schema
+from exogym.study import runs
 from exogym.ui.server import MOST_WATCHED, application
 from exogym.ui.shelf import Shelf
 from exogym.ui.views import SHARES
@@ -294,7 +294,7 @@ def test_a_record_that_no_run_writes_is_named(tmp_path: Path) -> None:
 
 def test_what_a_run_writes_is_what_the_schema_has(tmp_path: Path) -> None:
     """All files of a run, with numbers that JSON lacks and a command that is no UTF-8, can be read again."""
-    from exogym.record.run_folder import RunFolder
+    from exogym.core.record.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run", 3, False, {"script": os.fsdecode(b"caf\xe9.py")})
     folder.start({"strategy": {"name": "X", "lr": float("inf")}})

@@ -8,9 +8,9 @@ import pytest
 import torch
 from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 
-from exogym import compute
-from exogym.compute.compiled import tensors_of
-from exogym.compute.graphs import Graphs, Replay, captured
+from exogym.core import compute
+from exogym.core.compute.compiled import tensors_of
+from exogym.core.compute.graphs import Graphs, Replay, captured
 from exogym.errors import ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint

@@ -11,8 +11,8 @@ from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
 from processes import family, python, start
 from torch import nn
 
-from exogym.base import pulse
 from exogym.callbacks import Every
+from exogym.core.base import pulse
 from exogym.errors import ArgumentError, WorkerError
 
 HANG_S = 1.0

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from exogym.base.files import replacing
+from exogym.core.base.files import replacing
+from exogym.core.record.history import COLUMNS, History
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.record.history import COLUMNS, History
 
 NAN = float("nan")
 

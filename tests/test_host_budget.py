@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from exogym.errors import ExoGymError
-from exogym.remote import Host, fetching
-from exogym.remote.budget import Budget
-from exogym.remote.channel import Logs
-from exogym.remote.fetching import fetch
-from exogym.remote.health import Board, read_hosts
-from exogym.remote.onhost.fetch import MARK
-from exogym.remote.orders import Order
+from exogym.machines.remote import Host, fetching
+from exogym.machines.remote.budget import Budget
+from exogym.machines.remote.channel import Logs
+from exogym.machines.remote.fetching import fetch
+from exogym.machines.remote.health import Board, read_hosts
+from exogym.machines.remote.onhost.fetch import MARK
+from exogym.machines.remote.orders import Order
 
 HOST = Host("h", "h")
 SENDS = """

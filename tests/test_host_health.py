@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from processes import python
 
-from exogym.base.processes import described
-from exogym.record.run_folder import read_status
-from exogym.record.steps import Steps, steps_here
-from exogym.remote import Host, SSHLauncher, health
-from exogym.remote.health import Board, read_hosts
-from exogym.remote.onhost.health import Reports
-from exogym.remote.orders import Order
+from exogym.core.base.processes import described
+from exogym.core.record.run_folder import read_status
+from exogym.core.record.steps import Steps, steps_here
+from exogym.machines.remote import Host, SSHLauncher, health
+from exogym.machines.remote.health import Board, read_hosts
+from exogym.machines.remote.onhost.health import Reports
+from exogym.machines.remote.orders import Order
 
 HERE = {
     "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
@@ -76,7 +76,8 @@ def test_a_run_on_two_hosts_is_told_while_it_goes_on(tmp_path: Path) -> None:
 def reported(tmp_path: Path, mirror: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return what a host reports, twice."""
     program = (
-        "import json, sys\nfrom exogym.remote.onhost.health import Reports\ngiven, folder = json.load(sys.stdin)\n"
+        "import json, sys\nfrom exogym.machines.remote.onhost.health import Reports\n"
+        "given, folder = json.load(sys.stdin)\n"
         "reports = Reports(given, folder, 'lo', list)\n"
         "open(reports.steps + '/1', 'w').write('12 3')\nreports.start()\nreports.close()\n"
     )
@@ -181,7 +182,7 @@ def test_a_report_in_the_middle_of_a_line_breaks_none(tmp_path: Path, capsys: py
     launcher = SSHLauncher({"master": "localhost"}, project=tmp_path, out=tmp_path / "runs")
     board_s, health.EVERY_S = health.EVERY_S, 0.05
     try:
-        from exogym.remote.channel import Channel, Logs
+        from exogym.machines.remote.channel import Channel, Logs
 
         logs, board, ended = Logs(tmp_path), Board(tmp_path), []
         part = Order(launcher.config.master, range(1), ["-c", said], str(tmp_path))

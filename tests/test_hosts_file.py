@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.launch.door import SECRET
-from exogym.remote import Host, HostsConfig, ssh
-from exogym.remote.onhost.interfaces import addresses, interface_of
-from exogym.remote.orders import inside, orders
-from exogym.remote.session import diagnose
-from exogym.remote.sync import sync_project, sync_words
+from exogym.machines.launch.door import SECRET
+from exogym.machines.remote import Host, HostsConfig, ssh
+from exogym.machines.remote.onhost.interfaces import addresses, interface_of
+from exogym.machines.remote.orders import inside, orders
+from exogym.machines.remote.session import diagnose
+from exogym.machines.remote.sync import sync_project, sync_words
 
 DOCUMENTED = {
     "master": "192.168.1.100",

@@ -11,8 +11,8 @@ from browsing import CHROMIUM, DRIVER, opened, served, to, until
 from hosts import Hosts, fixtures
 from hosts.fixtures import wait_for
 
-from exogym.record.run_folder import read_status
-from exogym.remote.health import read_hosts
+from exogym.core.record.run_folder import read_status
+from exogym.machines.remote.health import read_hosts
 
 hosts, project, tidy = fixtures.hosts, fixtures.project, fixtures.tidy  # where pytest looks for them
 pytestmark = [

@@ -108,7 +108,13 @@ def test_an_import_loads_what_is_used_and_no_more() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert {"exogym.trainer", "exogym.strategy.diloco"} <= set(loaded)
-    unwanted = ("exogym.strategy.demo", "exogym.training.assembly", "exogym.remote", "exogym.compare", "exogym.advise")
+    unwanted = (
+        "exogym.strategy.demo",
+        "exogym.core.training.assembly",
+        "exogym.remote",
+        "exogym.compare",
+        "exogym.advise",
+    )
     assert not {*unwanted, "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"} & set(loaded)
 
 
@@ -150,7 +156,7 @@ def flaws(module: ModuleType) -> list[str]:
     body = ast.parse(file.read_text("utf-8")).body
     lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # under TYPE_CHECKING
     for node in body + lazy:
-        if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "exogym.base.lazy"):
+        if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "exogym.core.base.lazy"):
             offered |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             offered.add(node.name)
@@ -172,10 +178,10 @@ def test_a_package_lists_its_public_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "flaw"),
     [
-        ("from exogym.fleet.layout import Layout", "it has no __all__"),
+        ("from exogym.core.fleet.layout import Layout", "it has no __all__"),
         ("__all__ = ['Layout']", "Layout is listed and not there"),
-        ("from exogym.fleet.layout import Layout\n__all__ = ['Layout', 'Layout']", "Layout is listed twice"),
-        ("from exogym.fleet.layout import Layout\n__all__ = []", "Layout is there and not listed"),
+        ("from exogym.core.fleet.layout import Layout\n__all__ = ['Layout', 'Layout']", "Layout is listed twice"),
+        ("from exogym.core.fleet.layout import Layout\n__all__ = []", "Layout is there and not listed"),
     ],
 )
 def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:

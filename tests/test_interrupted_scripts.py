@@ -89,7 +89,7 @@ def test_ctrl_c_in_the_command_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [SCRIPT, COMMAND], ids=["script", "command"])
 def test_ctrl_c_without_a_terminal(command: list[str], tmp_path: Path) -> None:
     wait = (
-        "import os, signal, sys, threading, exogym.training.loop as loop\n"
+        "import os, signal, sys, threading, exogym.core.training.loop as loop\n"
         "run = loop.TrainingLoop._run\n"
         "def begun(self):\n"
         "    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
@@ -111,7 +111,7 @@ def test_the_exception_stays_for_those_who_catch_it(tmp_path: Path) -> None:
 import os, signal
 from exogym import LocalTrainer
 from exogym.strategy import DiLoCoStrategy
-from exogym.tasks import load_task
+from exogym.study.tasks import load_task
 task = load_task("digits")
 trainer = LocalTrainer(task.make_model(), task.train, task.val)
 try:

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from exogym import DistributedTrainer, NodeMesh
-from exogym.advise import advise
-from exogym.clock import seconds_of
-from exogym.mesh.traffic import talk_of_layers
+from exogym.core.clock import seconds_of
+from exogym.core.mesh.traffic import talk_of_layers
+from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
-from exogym.progress import readable_bytes
+from exogym.study.advise import advise
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "islands.md").read_text("utf-8")

@@ -22,12 +22,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from exogym.errors import ArgumentError, TrainingError
-from exogym.launch import DistributedLauncher, LaunchConfig, backends, launch_distributed_training
-from exogym.launch.__main__ import main, split
-from exogym.launch.attempts import Attempts
-from exogym.launch.failures import describe, exit_code, first_failure
-from exogym.launch.output import Output
-from exogym.launch.rendezvous import NAME, Node, check_address, register
+from exogym.machines.launch import DistributedLauncher, LaunchConfig, backends, launch_distributed_training
+from exogym.machines.launch.__main__ import main, split
+from exogym.machines.launch.attempts import Attempts
+from exogym.machines.launch.failures import describe, exit_code, first_failure
+from exogym.machines.launch.output import Output
+from exogym.machines.launch.rendezvous import NAME, Node, check_address, register
 
 PAGE = Path(__file__).parent.parent / "docs" / "distributed.md"
 WAIT_S = 300.0
@@ -256,7 +256,11 @@ LOST = "lost its connection to another rank, which failed first"
     ],
 )  # fmt: skip
 def test_an_error_that_says_all_itself_is_one_line(script, capfd, error, code, printed, end):
-    rooms = {"ArgumentError": "exogym.errors", "Stopped": "exogym.errors", "Lost": "exogym.remote.elastic.wire"}
+    rooms = {
+        "ArgumentError": "exogym.errors",
+        "Stopped": "exogym.errors",
+        "Lost": "exogym.machines.remote.elastic.wire",
+    }
     name = error.partition("(")[0]
     path = script(f"from {rooms.get(name, 'builtins')} import {name}\nraise {error}")
     assert launch_distributed_training(path) == code

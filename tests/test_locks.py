@@ -11,12 +11,12 @@ import traceback
 import pytest
 from checkpoints import RUNS, fit, rows, trainer_of
 
-from exogym.base import locks
-from exogym.base.locks import LOCK, STALE_S, Holder, acquire, identity, started
 from exogym.callbacks import Every
+from exogym.core.base import locks
+from exogym.core.base.locks import LOCK, STALE_S, Holder, acquire, identity, started
+from exogym.core.saving.checkpoint import list_checkpoints, remove_leftovers
+from exogym.core.saving.keepers import MARK
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.saving.checkpoint import list_checkpoints, remove_leftovers
-from exogym.saving.keepers import MARK
 from exogym.testing import fingerprint
 
 MAKE, OPTIONS = RUNS["local steps fp16"]
@@ -216,7 +216,7 @@ def test_a_run_that_lost_its_folder_ends_before_it_writes(tmp_path):
 
 def test_the_beat_is_that_of_the_training_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "BEAT_S", 0.0)
-    monkeypatch.setattr("exogym.training.reports.SIGN_PAUSE_S", 0.0)
+    monkeypatch.setattr("exogym.core.training.reports.SIGN_PAUSE_S", 0.0)
     seen = []
 
     def look(loop):
@@ -234,8 +234,8 @@ def test_the_beat_is_that_of_the_training_loop(tmp_path, monkeypatch):
 
 
 def test_marks_of_a_run_that_is_just_beginning_are_left_alone(tmp_path):
-    from exogym.communicator import Wire
-    from exogym.saving.keepers import find_keepers, holding
+    from exogym.core.communicator import Wire
+    from exogym.core.saving.keepers import find_keepers, holding
 
     keepers = holding(tmp_path, Wire([0]), find_keepers(tmp_path, Wire([0])))
     for name in ("new", "old"):

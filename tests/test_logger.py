@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exogym.core.record.history import History
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import (
     CSVLogger,
@@ -26,7 +27,6 @@ from exogym.logger import (
     check_writable,
     combine,
 )
-from exogym.record.history import History
 
 RUN = {"num_nodes": 2, "strategy": {"name": "DiLoCo", "H": 2}}
 
@@ -323,7 +323,7 @@ def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPa
 
 def test_importing_brings_none_of_the_large_packages() -> None:
     code = (
-        "import sys, exogym.logger, exogym.record.history, exogym.progress as p\n"
+        "import sys, exogym.logger, exogym.core.record.history, exogym.progress as p\n"
         "with p.Progress(3, False) as bar: bar.update(1)\n"
         "exogym.logger.WandbLogger(project='p'); exogym.logger.TensorBoardLogger('x')\n"
         "exogym.logger.TrackioLogger(project='p')\n"

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exogym.compute.spans import Losses
+from exogym.core.compute.spans import Losses
 
 
 class NoDoubles(TorchDispatchMode):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from exogym import LocalTrainer
-from exogym.advise import advise
-from exogym.clock import Clock
-from exogym.communicator import Communicator
+from exogym.core.clock import Clock
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network, algorithms_of
 from exogym.network.pricing import LATE, Pricing
 from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.study.advise import advise
 
 PROBES = {1e6: 0.02, 3e6: 0.04, 9e6: 0.13}
 PAIRS = [[None, [1e8, 0.01], [2e8, 0.01]], [[1e8, 0.01], None, [2e8, 0.02]], [[1e8, 0.01], [2e8, 0.01], None]]

@@ -13,14 +13,14 @@ import torch
 
 from exogym.errors import ArgumentError, WorkerError
 from exogym.faults import Faults, Outages
-from exogym.launch.door import knock
-from exogym.remote import Host, NetworkTrainer, SSHLauncher, watch
-from exogym.remote.channel import Logs
-from exogym.remote.elastic.member import MEMBERSHIP, Member
-from exogym.remote.elastic.membership import Membership, MembershipServer
-from exogym.remote.health import Board, read_hosts
-from exogym.remote.orders import Order
-from exogym.remote.watch import pause_s
+from exogym.machines.launch.door import knock
+from exogym.machines.remote import Host, NetworkTrainer, SSHLauncher, watch
+from exogym.machines.remote.channel import Logs
+from exogym.machines.remote.elastic.member import MEMBERSHIP, Member
+from exogym.machines.remote.elastic.membership import Membership, MembershipServer
+from exogym.machines.remote.health import Board, read_hosts
+from exogym.machines.remote.orders import Order
+from exogym.machines.remote.watch import pause_s
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
 from exogym.strategy.strategy import Strategy
 from exogym.testing import small_problem

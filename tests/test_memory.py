@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.base import devices
+from exogym.core.base import devices
+from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
-from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 
 STRATEGY = SimpleReduceStrategy(lr=0.1)  # AdamW
@@ -33,7 +33,7 @@ def train(strategy=STRATEGY, model=None, **options):
 
 
 def free(monkeypatch, size):
-    monkeypatch.setattr("exogym.compute.memory.free_memory_bytes", lambda device: int(size))
+    monkeypatch.setattr("exogym.core.compute.memory.free_memory_bytes", lambda device: int(size))
 
 
 def counted(monkeypatch, strategy, **given):
@@ -151,7 +151,7 @@ def test_sampled_clients_need_rows_of_those_who_act(monkeypatch):
 
 
 def test_a_run_with_plenty_of_memory_is_not_looked_at_closer(monkeypatch):
-    monkeypatch.setattr("exogym.compute.memory._computing", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr("exogym.core.compute.memory._computing", lambda *given: pytest.fail("tried"))
     train()
 
 

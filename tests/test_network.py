@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from exogym.communicator import Communicator, Event
+from exogym.core.communicator import Communicator, Event
 from exogym.errors import ArgumentError
 from exogym.network import NAMES, PRESETS, Network, algorithms_of, parse_bandwidth, parse_seconds
 from exogym.network.costs import ALGORITHMS

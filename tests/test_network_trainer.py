@@ -17,14 +17,14 @@ from torch import nn
 
 from exogym import LocalTrainer, NodeMesh
 from exogym.cli import main
+from exogym.core.record.history import History
+from exogym.core.record.run_folder import FILES, read_status
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.record.history import History
-from exogym.record.run_folder import FILES, read_status
-from exogym.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
-from exogym.remote.channel import Logs
-from exogym.remote.onhost import probe
-from exogym.remote.profile import Profile, load_profile
-from exogym.remote.world import Part
+from exogym.machines.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
+from exogym.machines.remote.channel import Logs
+from exogym.machines.remote.onhost import probe
+from exogym.machines.remote.profile import Profile, load_profile
+from exogym.machines.remote.world import Part
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -235,7 +235,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_notebook_is_told_what_to_do() -> None:
-    code = "from exogym.remote.network_trainer import calling_script; calling_script()"
+    code = "from exogym.machines.remote.network_trainer import calling_script; calling_script()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "write the training into a file, train.py, and start it with python train.py" in done.stderr
 
@@ -436,8 +436,8 @@ def test_what_is_sent_to_hosts_runs_on_an_older_python() -> None:
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         strange = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
         assert strange <= {
-            "exogym.remote.onhost.interfaces",
-            "exogym.remote.onhost.health",
+            "exogym.machines.remote.onhost.interfaces",
+            "exogym.machines.remote.onhost.health",
             "torch",
         }  # torch: only to ask it for its devices
 
@@ -641,8 +641,8 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import torch
 from torch import nn
-from exogym.distributed import destroy_process_group, get_rank, init_process_group
-from exogym.remote import world
+from exogym.machines.distributed import destroy_process_group, get_rank, init_process_group
+from exogym.machines.remote import world
 
 sent = []
 ship = world.ship

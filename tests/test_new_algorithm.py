@@ -96,7 +96,7 @@ print("advice", len({row.seconds_per_step for row in advice.rows}), advice.recom
 
 THEIRS = """
 from exogym.strategy import DiLoCoStrategy
-from exogym.tasks import load_task
+from exogym.study.tasks import load_task
 
 class Theirs(DiLoCoStrategy):
     name = "theirs"

@@ -15,7 +15,7 @@ from hosts.fixtures import said, wait_for
 
 from exogym import LocalTrainer, load_model
 from exogym.strategy import DiLoCoStrategy
-from exogym.tasks import load_task
+from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
 
 hosts, project, tidy = fixtures.hosts, fixtures.project, fixtures.tidy  # where pytest looks for them

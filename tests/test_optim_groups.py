@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from exogym import LocalTrainer
-from exogym.communicator import Communicator
+from exogym.core.communicator import Communicator
+from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
-from exogym.fleet.layout import hidden_matrices
 from exogym.models import CharGPT, SmallCNN
 from exogym.strategy import (
     CommunicateOptimizeStrategy,

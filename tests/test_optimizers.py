@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
+from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ExoGymError
-from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.muon import MuonAdamW
@@ -224,7 +224,7 @@ def plain_start(dtype: torch.dtype, bias: bool) -> list[Tensor]:
 
 
 def seeds(node: int, step: int) -> None:
-    from exogym.base.rng import stream_seed
+    from exogym.core.base.rng import stream_seed
 
     torch.manual_seed(stream_seed(0, "step", node, step))
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from exogym.advise import advise
-from exogym.clock import Clock
-from exogym.communicator import Communicator
+from exogym.core.clock import Clock
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.network.overheads import FIRST_WINDOW_BYTES, TIMEOUT_S, slow_start_s
+from exogym.study.advise import advise
 
 
 def played_s(payload, bandwidth, latency, idle=float("inf")):

@@ -17,9 +17,9 @@ from battery import AVERAGES, as_json, train
 from processes import over_gloo, world
 
 from exogym.callbacks import EvaluateNodes
+from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
+from exogym.core.saving.keepers import find_keepers
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
-from exogym.saving.keepers import find_keepers
 
 OPTIONS = AVERAGES | {"callbacks": [EvaluateNodes()]}  # which are recorded in the main process alone
 NEWEST = "step_0000000009"
@@ -78,7 +78,7 @@ torch.distributed.barrier()
 go("two runs", own("two runs"), resume=True)
 go("shared", base / "shared")
 
-import exogym.saving.checkpoint as c
+import exogym.core.saving.checkpoint as c
 def full(tensors, file, told=None, write=c._write):
     if rank == 2 and file.name == "shared.safetensors" and "0009" in str(file):
         raise OSError(28, "No space left on device")

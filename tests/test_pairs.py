@@ -17,8 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, NodeMesh
-from exogym.combinations import REFUSED
-from exogym.compress import ChunkTopK
+from exogym.core.combinations import REFUSED
+from exogym.core.compress import ChunkTopK
 from exogym.data import Partitioner
 from exogym.errors import ArgumentError
 from exogym.strategy import (

@@ -175,7 +175,7 @@ def test_all_rows_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     how = {"faults": Faults(trace=Devices(seed=1)), "step_seconds": 0.1}
     strategy = lambda: ScaffoldStrategy("sgd", over_sampling=0.5, deadline_s=2.0, **SAMPLED)  # noqa: E731
     seated = trained(strategy(), **how)
-    monkeypatch.setattr("exogym.training.placement.rows_of_run", lambda options, *more: options.num_nodes)
+    monkeypatch.setattr("exogym.core.training.placement.rows_of_run", lambda options, *more: options.num_nodes)
     assert same(trained(strategy(), **how), seated)
     assert ALL_ROWS.trace is None and len(client(0, 1, True)) == 12
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import exogym.compute.parts
-import exogym.training.assembly
+import exogym.core.compute.parts
+import exogym.core.training.assembly
 from exogym import LocalTrainer, NodeMesh
 from exogym.data import Partitioner
 from exogym.errors import ModelError
@@ -71,13 +71,13 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused(name, asked):
 def test_it_is_where_a_limit_of_memory_asks_for_parts(monkeypatch):
     """Else results would follow the limit: 10 rows and the activations of a few examples fit."""
     row = sum(p.numel() for p in network().parameters()) * 4
-    monkeypatch.setattr(exogym.training.assembly, "total_memory_bytes", lambda device: 10 * row)
+    monkeypatch.setattr(exogym.core.training.assembly, "total_memory_bytes", lambda device: 10 * row)
     limited = {"num_nodes": 1, "batch_size": 64, "max_memory_usage": 0.7}
     with pytest.raises(
         ModelError, match=r"max_memory_usage=0.7 \(micro-batches of \d+\): batches are computed in parts"
     ):
         run(weighted, **limited)
-    monkeypatch.setattr(exogym.training.assembly, "total_memory_bytes", lambda device: 1000 * row)
+    monkeypatch.setattr(exogym.core.training.assembly, "total_memory_bytes", lambda device: 1000 * row)
     assert torch.equal(numbers(run(weighted, **limited)), numbers(run(weighted, num_nodes=1, batch_size=64)))
 
 
@@ -236,10 +236,10 @@ def test_the_trial_is_small_and_leaves_nothing_behind(monkeypatch):
         return made
 
     given = {"model": model, "batch_size": 32, "minibatch_size": 2, "strategy": DiLoCoStrategy("sgd", H=2, lr=0.1)}
-    monkeypatch.setattr(exogym.training.assembly, "_evaluator", lambda *given: None)
+    monkeypatch.setattr(exogym.core.training.assembly, "_evaluator", lambda *given: None)
     found = run(**given)
     assert max(sizes) == 4 and sum(sizes) <= 32 and all(p.grad is None for p in found.model.parameters())
-    monkeypatch.setattr(exogym.compute.parts, "check_parts", lambda *given: None)
+    monkeypatch.setattr(exogym.core.compute.parts, "check_parts", lambda *given: None)
     for name, x in run(**given).model.state_dict().items():
         assert torch.equal(x, found.model.state_dict()[name]), name
 
@@ -247,7 +247,7 @@ def test_the_trial_is_small_and_leaves_nothing_behind(monkeypatch):
 @pytest.mark.parametrize("given", [{}, {"minibatch_size": 8}, {"batch_size": 4, "gradient_accumulation": 2},
                                    {"node": NodeMesh(tensor=1)}])  # fmt: skip
 def test_whole_batches_are_not_tried(given, monkeypatch):
-    monkeypatch.setattr(exogym.compute.parts, "check_parts", lambda *given: pytest.fail("tried"))
+    monkeypatch.setattr(exogym.core.compute.parts, "check_parts", lambda *given: pytest.fail("tried"))
     run(weighted, **given)
 
 

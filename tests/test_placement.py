@@ -32,10 +32,11 @@ from strategies import STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from exogym import LocalTrainer, engine
+from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.communicator import Wire
-from exogym.engine import shared
+from exogym.core import engine
+from exogym.core.communicator import Wire
+from exogym.core.engine import shared
 from exogym.errors import ArgumentError, ModelError, TrainingError, WorkerError
 from exogym.faults import Faults
 from exogym.logger import CSVLogger
@@ -438,7 +439,7 @@ def test_layouts_that_cannot_be(name):
 
 
 def test_where_forking_is_not_safe_it_is_said(monkeypatch):
-    monkeypatch.setattr("exogym.engine.forked.can_fork", lambda: False)
+    monkeypatch.setattr("exogym.core.engine.forked.can_fork", lambda: False)
     with pytest.raises(ArgumentError, match=r"processes=2 forks .* start the script with python -m exogym.launch"):
         train(**AVERAGES, processes=2)
 

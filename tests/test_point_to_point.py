@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from processes import world
 
 from exogym import LocalTrainer
-from exogym.communicator import Communicator, Parcel
+from exogym.core.communicator import Communicator, Parcel
 from exogym.errors import StrategyError
 from exogym.faults import Faults
 from exogym.network import Network

@@ -1,4 +1,4 @@
-"""No file of the package but `exogym/base/torch_private.py` uses a private part of torch, or of anything else.
+"""No file of the package but `exogym/core/base/torch_private.py` uses a private part of torch, or of anything else.
 
 Private is what torch's own rule calls so: an underscore anywhere in the path of a name, or a name that its module does
 not list in `__all__`.

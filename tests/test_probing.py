@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from exogym.cli import app
-from exogym.distributed.__main__ import main as self_test_command
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.distributed.__main__ import main as self_test_command
+from exogym.machines.remote.measuring import measure_hosts
 from exogym.network import Network
-from exogym.remote.measuring import measure_hosts
 
 HOSTS = {"master": {"address": "localhost", "device": "cpu", "slots": 2}}
 KINDS = {"all_reduce", "exact all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"}

@@ -10,8 +10,8 @@ import time
 import pytest
 from processes import start
 
-from exogym import progress
-from exogym.progress import Progress, notice
+from exogym.core import progress
+from exogym.core.progress import Progress, notice
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ from exogym import LocalTrainer, load_model, save_model
 from exogym.data import BulkDataset
 from exogym.errors import ArgumentError, DataError, ModelError
 from exogym.logger import CSVLogger, JSONLinesLogger, TensorBoardLogger
-from exogym.remote import HostsConfig
+from exogym.machines.remote import HostsConfig
 from exogym.strategy import SimpleReduceStrategy
 from exogym.testing import fingerprint
 

@@ -17,8 +17,8 @@ from raylets import raylets
 from torch.nn.functional import mse_loss
 
 from exogym import LocalTrainer, NetworkTrainer
-from exogym.engine import Ray
-from exogym.engine.ray.cluster import check_versions, looker
+from exogym.core.engine import Ray
+from exogym.core.engine.ray.cluster import check_versions, looker
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from exogym import LocalTrainer
 from exogym.callbacks import Every, WeightAverage
-from exogym.engine import Ray
+from exogym.core.engine import Ray
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint
@@ -266,7 +266,7 @@ assert "every process needs a node" in found, found
 assert fingerprint(trained(engine=Ray(placement="spread")).model) == fingerprint(trained().model)
 
 from exogym.cli import main
-from exogym.sweep import sweep
+from exogym.study.sweep import sweep
 
 def files(folder):
     return {path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()}

@@ -21,7 +21,7 @@ from hosts.fixtures import CONFIG, TASK, said, wait_for
 from exogym import LocalTrainer, load_model
 from exogym.cli import main
 from exogym.errors import ExoGymError
-from exogym.remote import SSHLauncher, check_hosts
+from exogym.machines.remote import SSHLauncher, check_hosts
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.strategy.strategy import Strategy
 from exogym.testing import fingerprint, small_problem

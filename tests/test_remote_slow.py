@@ -13,7 +13,7 @@ from hosts.fixtures import CONFIG, TASK, wait_for
 from strategies import STRATEGIES
 
 from exogym import LocalTrainer, load_model
-from exogym.remote import SSHLauncher
+from exogym.machines.remote import SSHLauncher
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem
 

@@ -15,10 +15,10 @@ from processes import python
 
 from exogym.cli import main
 from exogym.errors import ArgumentError
-from exogym.reproduce import CLAIMS, Cell, Claim, Page, Reproduction, Run, Seen, Verdict, claims_of
-from exogym.reproduce import checks as c
-from exogym.reproduce.claim import Check, Found, plain_of, run_of
-from exogym.reproduce.training import Progress
+from exogym.study.reproduce import CLAIMS, Cell, Claim, Page, Reproduction, Run, Seen, Verdict, claims_of
+from exogym.study.reproduce import checks as c
+from exogym.study.reproduce.claim import Check, Found, plain_of, run_of
+from exogym.study.reproduce.training import Progress
 
 ROOT = Path(__file__).parent.parent
 NAN = math.nan
@@ -185,7 +185,7 @@ def results(work: Reproduction, claim: Claim) -> dict[str, list[Run]]:
 
 KILLED = """
 import os, signal, sys
-from exogym.reproduce import Cell, Claim, Reproduction
+from exogym.study.reproduce import Cell, Claim, Reproduction
 cells = {{text: Cell(text, **{small!r}) for text in ("ddp", "fedavg:H=5")}}
 def watch(at):
     if at.cell.says == "fedavg:H=5" and at.standing.step:
@@ -197,7 +197,7 @@ Reproduction(sys.argv[1], seeds=(0,), watch=watch, device="cpu").train([Claim("t
 def test_what_is_foreseen_for_a_task_is_corrected_by_that_task_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exogym.reproduce.training.LEAST_SPENT_S", 0.0)
+    monkeypatch.setattr("exogym.study.reproduce.training.LEAST_SPENT_S", 0.0)
     work = Reproduction(tmp_path, seeds=(0,), device="cpu")
     trained, same, other = (
         Cell("ddp", task=t, nodes=2, steps=n) for t, n in (("digits", 20), ("digits", 40), ("pictures", 20))

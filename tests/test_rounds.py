@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from exogym import LocalTrainer
-from exogym.advise import advise
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.strategy import (
@@ -21,6 +20,7 @@ from exogym.strategy import (
 )
 from exogym.strategy.communicate import all_reduce
 from exogym.strategy.rounds import Rounds
+from exogym.study.advise import advise
 from exogym.testing import check_strategy, fingerprint, small_problem
 
 PLAIN = OptimSpec("sgd", lr=0.05)

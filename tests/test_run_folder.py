@@ -17,17 +17,17 @@ from checkpoints import small_disk
 from processes import apart, ended
 
 from exogym import LocalTrainer
-from exogym.base.locks import LOCK
-from exogym.base.processes import described
 from exogym.callbacks import Every
+from exogym.core.base.locks import LOCK
+from exogym.core.base.processes import described
+from exogym.core.record.observers import Observer
+from exogym.core.record.run_folder import FILES, RunFolder, read_status
+from exogym.core.training.reports import SIGN_PAUSE_S
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.logger import CSVLogger, in_json
-from exogym.record.observers import Observer
-from exogym.record.run_folder import FILES, RunFolder, read_status
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem
-from exogym.training.reports import SIGN_PAUSE_S
 
 
 def train(run_dir, model=None, **fit):

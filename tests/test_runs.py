@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from exogym import LocalTrainer, runs
-from exogym.base.processes import described
+from exogym import LocalTrainer
 from exogym.cli import main
-from exogym.compare import compare
+from exogym.core.base.processes import described
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
+from exogym.study import runs
+from exogym.study.compare import compare
 from exogym.testing import small_problem
 
 GONE = {"started": "1"}  # no process began at that moment

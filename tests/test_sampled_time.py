@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from clients import CLIENTS, MOMENTUM, SAMPLED, WITH_A_SERVER, same, trained
 
-from exogym.advise import advise
 from exogym.faults import Devices, Faults, Profile, Trace
 from exogym.network import Network
 from exogym.strategy import FedAvgStrategy, ScaffoldStrategy
+from exogym.study.advise import advise
 
 LINE, STEP_S, ROUNDS, H = "1Mbps,10ms", 0.01, 6, 4
 FREE = Network(1e30)  # sending takes no time

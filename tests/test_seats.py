@@ -15,11 +15,11 @@ from processes import everywhere
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
+from exogym.core.fleet.seats import Packs, Seats, rows_for, unpacked
+from exogym.core.fleet.store import Store
+from exogym.core.saving.checkpoint import save
+from exogym.core.saving.checkpoint_files import Snapshot, load
 from exogym.errors import ArgumentError, DataError, TrainingError
-from exogym.fleet.seats import Packs, Seats, rows_for, unpacked
-from exogym.fleet.store import Store
-from exogym.saving.checkpoint import save
-from exogym.saving.checkpoint_files import Snapshot, load
 from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, OptimSpec, ScaffoldStrategy, SPARTADiLoCoStrategy
 
 
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("exogym.fleet.store.save_file", full)
+    monkeypatch.setattr("exogym.core.fleet.store.save_file", full)
     with pytest.raises(TrainingError, match=r"what node \d+ keeps could not be written .*No space left.*make room"):
         trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
     with pytest.raises(ArgumentError, match="client_state_memory needs save_dir"):
@@ -247,11 +247,11 @@ def test_an_optimizer_that_is_used_again_begins_anew(
         return trained(FedAvgStrategy(inner, **options)), len(builds)
 
     again, few = run()
-    monkeypatch.setattr("exogym.compute.inner._entries", lambda optimizer: None)
+    monkeypatch.setattr("exogym.core.compute.inner._entries", lambda optimizer: None)
     anew, many = run()
     assert same(again, anew) and few < many - 8
     monkeypatch.undo()
-    monkeypatch.setattr("exogym.compute.inner.InnerOptimizer._build", _used_as_it_is)
+    monkeypatch.setattr("exogym.core.compute.inner.InnerOptimizer._build", _used_as_it_is)
     assert same(run()[0], anew) is (inner == "sgd")  # the control
 
 

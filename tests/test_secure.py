@@ -8,8 +8,8 @@ import pytest
 import torch
 from battery import outcome, plain_model, train
 
-from exogym.communicator import Communicator, SecureAggregation
-from exogym.communicator.secure import PRIME, Seeds, recovered
+from exogym.core.communicator import Communicator, SecureAggregation
+from exogym.core.communicator.secure import PRIME, Seeds, recovered
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy

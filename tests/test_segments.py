@@ -10,10 +10,10 @@ import torch
 from checkpoints import RUNS, fit, rows, sign, trainer_of
 
 from exogym.callbacks import Every
+from exogym.core.record.history import History
+from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, save
+from exogym.core.saving.segments import Segments
 from exogym.errors import CheckpointError
-from exogym.record.history import History
-from exogym.saving.checkpoint import Snapshot, list_checkpoints, load, save
-from exogym.saving.segments import Segments
 from exogym.testing import fingerprint
 
 MAKE, OPTIONS = RUNS["local steps fp16"]

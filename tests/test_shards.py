@@ -13,14 +13,14 @@ from problems import BATCH, Regressor, examples, factory, loss_of, run_of, same,
 from torch import Tensor
 
 from exogym import LocalTrainer
-from exogym.base.rng import numpy_generator
+from exogym.core.base.rng import numpy_generator
+from exogym.core.training.by_clock import ByClock
+from exogym.core.training.shards import Shards
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy
-from exogym.training.by_clock import ByClock
-from exogym.training.shards import Shards
 
 FREE = "1000000000000Gbps"
 SPEEDS = [8.0, 4.0, 2.0, 1.0]  # seconds of a step

@@ -12,10 +12,10 @@ from problems import FEATURES, Regressor, dyadic, fleet_of, plain, put, run_of, 
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym.compress import ChunkTopK, Statistical
-from exogym.compress.quantize import pack, unpack
+from exogym.core.compress import ChunkTopK, Statistical
+from exogym.core.compress.quantize import pack, unpack
+from exogym.core.fleet.layout import layouts_of
 from exogym.errors import ArgumentError
-from exogym.fleet.layout import layouts_of
 from exogym.strategy import DiLoCoStrategy, OptimSpec, SparseLoCoStrategy, TopKStrategy
 
 P = sum(p.numel() for p in Regressor().parameters())

@@ -15,9 +15,9 @@ import torch
 from problems import MixedRegressor, Regressor, dyadic, fleet_of, run_of, same, shards, train, unlike
 from torch import Tensor, nn
 
-from exogym.base.rng import generator
+from exogym.core.base.rng import generator
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError
-from exogym.fleet import Fleet
 from exogym.strategy import SPARTADiLoCoStrategy, SPARTAStrategy
 from exogym.strategy.sparta import SparseCommunicator, random_indices
 

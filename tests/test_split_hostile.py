@@ -9,12 +9,12 @@ from splits import apart, fit, split
 from torch import nn
 
 from exogym import LocalTrainer
-from exogym.compute import compiled
-from exogym.compute.weights import Weights
+from exogym.core.compute import compiled
+from exogym.core.compute.weights import Weights
+from exogym.core.fleet.layout import Cut
+from exogym.core.saving import parts
+from exogym.core.saving.parts import as_file, joined_pieces
 from exogym.errors import CheckpointError, ModelError
-from exogym.fleet.layout import Cut
-from exogym.saving import parts
-from exogym.saving.parts import as_file, joined_pieces
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 # What the parts of a batch count in its loss

@@ -151,7 +151,7 @@ keep(found)
 def test_a_wrong_split_is_found_before_training(tmp_path):
     """A batch that does not divide, each part counting the same, has other gradients; the loss does not show it."""
     body = """
-from exogym.compute.split_worker import SplitWorker
+from exogym.core.compute.split_worker import SplitWorker
 from exogym.errors import ModelError
 right = SplitWorker._passes
 SplitWorker._passes = lambda self, batch: [[(part, 1 / 3) for part, _ in some] for some in right(self, batch)]
@@ -245,7 +245,7 @@ def test_quarters_take_a_quarter_of_the_memory(mesh, tmp_path):
     body = """
 import gc
 from exogym.strategy import FedAvgStrategy
-from exogym.training.driver import Driver
+from exogym.core.training.driver import Driver
 class Block(nn.Sequential):
     def forward(self, h):
         return h + super().forward(h)
@@ -295,7 +295,7 @@ import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from splits import *
 from exogym import NodeMesh
-from exogym.compute.split_worker import SplitWorker
+from exogym.core.compute.split_worker import SplitWorker
 taken, gradient = [], SplitWorker.gradient
 def dying(self, batch, row):
     taken.append(row)

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from exogym.advise.spot import Spot
 from exogym.cli import main
 from exogym.errors import ArgumentError
+from exogym.study.advise.spot import Spot
 
 HOUR_S = 3600.0
 ASKED = ["advise", "--parameters", "124M", "--nodes", "8", "--network", "1Gbps,1ms", "--step-seconds", "0.5"]

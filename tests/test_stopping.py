@@ -16,17 +16,17 @@ from safetensors.torch import save_file
 from strategies import STRATEGIES
 from torch import nn
 
-import exogym.saving.checkpoint
+import exogym.core.saving.checkpoint
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.communicator import Wire
+from exogym.core.communicator import Wire
+from exogym.core.saving.checkpoint import list_checkpoints, load
+from exogym.core.training.interrupt import Interrupt
 from exogym.errors import CheckpointError, Stopped
 from exogym.faults import Faults
 from exogym.logger import CSVLogger
-from exogym.saving.checkpoint import list_checkpoints, load
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 from exogym.testing import small_problem
-from exogym.training.interrupt import Interrupt
 
 STOPPED = (KeyboardInterrupt, SystemExit)
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -265,7 +265,7 @@ def test_a_signal_while_a_checkpoint_is_written(processes, tmp_path, monkeypatch
             interrupt_here()
         save_file(*args)
 
-    monkeypatch.setattr(exogym.saving.checkpoint, "save_file", slowly)
+    monkeypatch.setattr(exogym.core.saving.checkpoint, "save_file", slowly)
     with pytest.raises(KeyboardInterrupt, match="SIGINT after step 3"):
         train(**AVERAGES, processes=processes, save_dir=tmp_path / "run", checkpoint_interval=3)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_0000000003", "step_0000000003_1"]
@@ -280,7 +280,7 @@ def test_a_signal_to_this_process_while_all_save_since_another_was_asked(tmp_pat
         place = Place(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         agreed = itertools.count()
         monkeypatch.setattr(Wire, "agree", lambda self, flag: flag or next(agreed) == 2)
-        monkeypatch.setattr(exogym.saving.checkpoint, "save_file", lambda *given: [place(), save_file(*given)])
+        monkeypatch.setattr(exogym.core.saving.checkpoint, "save_file", lambda *given: [place(), save_file(*given)])
         train(**AVERAGES, save_dir=tmp_path)
 
     assert ended(apart(body)) in (130, 143)

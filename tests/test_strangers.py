@@ -39,7 +39,7 @@ TRAIN = """
 import os, sys, time, torch
 from exogym import LocalTrainer, NetworkTrainer
 from exogym.callbacks import Every
-from exogym.saving.export import save_model
+from exogym.core.saving.export import save_model
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
 

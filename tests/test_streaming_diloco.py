@@ -10,8 +10,8 @@ import torch
 from problems import Regressor, distance, examples, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError
-from exogym.fleet import Fleet
 from exogym.models import CharGPT
 from exogym.strategy import DiLoCoStrategy, OptimSpec, StreamingDiLoCoStrategy
 from exogym.strategy.fragments import fragments, layers_of

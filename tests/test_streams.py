@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 from processes import PATIENCE_S, python, start
 
-from exogym.base.files import SHORT_BYTES, short_text, temporary_folder
-from exogym.base.streams import STDERR, replace_letters
 from exogym.cli import main
+from exogym.core.base.files import SHORT_BYTES, short_text, temporary_folder
+from exogym.core.base.streams import STDERR, replace_letters
+from exogym.core.progress import GOING_ON, notice, without_notices
+from exogym.core.record.run_folder import read_status
 from exogym.errors import ArgumentError, ExoGymError, WorkerError
-from exogym.launch.__main__ import main as launch
+from exogym.machines.launch.__main__ import main as launch
+from exogym.machines.remote.hosts import HostsConfig
 from exogym.network import Network
-from exogym.progress import GOING_ON, notice, without_notices
-from exogym.record.run_folder import read_status
-from exogym.remote.hosts import HostsConfig
-from exogym.sweep.workers import train_all
+from exogym.study.sweep.workers import train_all
 
 ROOT = Path(__file__).parents[1]
 TRAIN = """

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from exogym import runs
 from exogym.cli import main
-from exogym.compare import compare
 from exogym.errors import ArgumentError, WorkerError
-from exogym.sweep import SweepInterrupted, Swept, axes, sweep, workers
-from exogym.sweep.search import BATCH, propose
+from exogym.study import runs
+from exogym.study.compare import compare
+from exogym.study.sweep import SweepInterrupted, Swept, axes, sweep, workers
+from exogym.study.sweep.search import BATCH, propose
 
 SMALL: dict[str, Any] = {"steps": 10, "nodes": 2, "device": "cpu"}
 GRID = {"H": [2, 5], "strategy": ["diloco", "fedavg"]}
@@ -130,7 +130,7 @@ def test_a_second_sweep_in_the_folder_is_refused_while_the_first_runs(resume: bo
 
 KILLED = """
 import sys
-from exogym.sweep import sweep
+from exogym.study.sweep import sweep
 grid = {"H": [2, 5], "strategy": ["diloco", "fedavg"]}
 sweep("digits", grid, seeds=2, processes=2, out=sys.argv[1], steps=10, nodes=2, device="cpu")
 """

@@ -10,7 +10,7 @@ import torch
 
 from exogym.data import Stream
 from exogym.errors import ArgumentError, DataError
-from exogym.tasks import Task, load_task
+from exogym.study.tasks import Task, load_task
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_wrong_names_and_options_are_explained(tmp_path) -> None:
 
 
 OWN = """
-from exogym.tasks import Task, digits_task
+from exogym.study.tasks import Task, digits_task
 def make(data=None, hidden=8):
     return digits_task(data, hidden=hidden)
 def nothing():

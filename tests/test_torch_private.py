@@ -1,7 +1,7 @@
 """The private parts of torch, each tried by itself: where another torch has changed one, its test says which.
 
-Tried with the versions in `TRIED_WITH` of `exogym.base.torch_private`. With another version each test asks for the same
-behavior, so a failure names the part to look at.
+Tried with the versions in `TRIED_WITH` of `exogym.core.base.torch_private`. With another version each test asks for the
+same behavior, so a failure names the part to look at.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
-from exogym.base import torch_private
-from exogym.base.torch_private import TRIED_WITH
+from exogym.core.base import torch_private
+from exogym.core.base.torch_private import TRIED_WITH
 from exogym.errors import ModelError
 
 HERE = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def as_it_was(name: str, part: str) -> Iterator[None]:
     except Exception as error:
         raise AssertionError(
             f"{part} of torch {torch.__version__} is not what it was in torch {', '.join(TRIED_WITH)}: mend "
-            f"`{name}` in exogym/base/torch_private.py ({type(error).__name__}: {error})"
+            f"`{name}` in exogym/core/base/torch_private.py ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -90,7 +90,7 @@ def test_a_part_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "_foreach_mul_", lambda tensors, factor: None)
     with pytest.raises(AssertionError, match=re.escape("torch._foreach_mul_ of torch 2.")) as changed:
         test_a_list_is_scaled()
-    assert "mend `scale_` in exogym/base/torch_private.py" in str(changed.value)
+    assert "mend `scale_` in exogym/core/base/torch_private.py" in str(changed.value)
     monkeypatch.delattr(torch, "_foreach_mul_")
     with pytest.raises(AssertionError, match="no attribute '_foreach_mul_'"):
         test_a_list_is_scaled()
@@ -276,7 +276,7 @@ def test_a_step_with_hooks_keeps_its_wrapper() -> None:
 
 APART = """
 import sys, torch
-from exogym.base import torch_private
+from exogym.core.base import torch_private
 p = torch.nn.Parameter(torch.ones(3))
 p.grad = torch.ones(3)
 for cls in (torch.optim.SGD, torch.optim.AdamW):

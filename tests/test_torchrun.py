@@ -16,7 +16,7 @@ from processes import PATIENCE_S, end, launch
 from strategies import STRATEGIES
 
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.saving.checkpoint import list_checkpoints, load
+from exogym.core.saving.checkpoint import list_checkpoints, load
 
 WORLDS = (2, 3, 4)
 OF_ALL = "test_the_world_of_torchrun_gives_the_bits_of_one_process"  # each trains the strategies that it is asked for

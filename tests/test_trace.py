@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from exogym.advise import advise
-from exogym.clock import Clock
-from exogym.communicator import Communicator
+from exogym.core.clock import Clock
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network
+from exogym.study.advise import advise
 
 FILE = "time_s,who,rate\n0,*,8Mbps\n3,*,4Mbps\n10,1,0\n12,1,16Mbps\n"
 

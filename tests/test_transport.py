@@ -7,13 +7,13 @@ import torch
 from battery import outcome, train
 from strategies import OURS
 
-from exogym.advise import advise
-from exogym.communicator import TRANSPORTS, Communicator
+from exogym.core.communicator import TRANSPORTS, Communicator
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.strategy.registry import parse_strategy
+from exogym.study.advise import advise
 
 ALPHA, BITS = 0.01, 1e6
 NETWORK = Network.of("1Mbps,10ms")

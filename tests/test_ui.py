@@ -15,13 +15,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from exogym import runs
-from exogym.base.processes import described
 from exogym.cli import main
+from exogym.core.base.processes import described
 from exogym.errors import ArgumentError
-from exogym.remote import Host
-from exogym.remote.health import Board
-from exogym.remote.orders import Order
+from exogym.machines.remote import Host
+from exogym.machines.remote.health import Board
+from exogym.machines.remote.orders import Order
+from exogym.study import runs
 from exogym.ui import serve
 from exogym.ui.guard import Guard
 from exogym.ui.lines import thinned

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
-from exogym.base.processes import described
+from exogym.core.base.processes import described
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exogym import runs
+from exogym.study import runs
 from exogym.ui import lines
 from exogym.ui import shelf as shelf_of_page
 from exogym.ui.lines import Place, as_text, newest_events, piece_after, records_after, some_of

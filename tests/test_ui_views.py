@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from exogym import LocalTrainer, runs
-from exogym.base.processes import described
+from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.cli import main
-from exogym.compare import compare
+from exogym.core.base.processes import described
+from exogym.core.record.notes import Notes, read_notes, write_notes
+from exogym.core.record.run_folder import read_object, read_status
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
-from exogym.record.notes import Notes, read_notes, write_notes
-from exogym.record.run_folder import read_object, read_status
 from exogym.strategy import DiLoCoStrategy
-from exogym.sweep import sweep
+from exogym.study import runs
+from exogym.study.compare import compare
+from exogym.study.sweep import sweep
 from exogym.testing import small_problem
 from exogym.ui.lines import thinned
 from exogym.ui.repeat import command_of, snippet_of

@@ -13,7 +13,7 @@ def one_and_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     body = """
 from exogym.callbacks import WeightAverage
-from exogym.compute.recut import Recut
+from exogym.core.compute.recut import Recut
 from strategies import STRATEGIES
 nodes = {"node": [NodeMesh(), NodeMesh(shard=2)]}
 found = {name: fit(trainer(), make(), **nodes) for name, (make, _) in MADE.items()}

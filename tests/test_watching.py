@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from exogym.advise.afterwards import held_against, what_it_sends
 from exogym.cli import main
-from exogym.engine.wire import place
+from exogym.core.engine.wire import place
 from exogym.errors import ArgumentError
+from exogym.machines.remote.watching import LEAST, MOST, WatchedWire
 from exogym.network import Network
-from exogym.remote.watching import LEAST, MOST, WatchedWire
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
+from exogym.study.advise.afterwards import held_against, what_it_sends
 from tests.processes import everywhere
 
 CONFIG = """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import exogym
-from exogym.cluster import dockerfile
+from exogym.machines.cluster import dockerfile
 
 ROOT = Path(__file__).parent.parent
 BESIDE = (

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from speech_files import folder_of_tones, tone
 
 from exogym import LocalTrainer
+from exogym.core.saving.export import save_model
 from exogym.data.speech import speech
 from exogym.errors import ArgumentError, DataError, ExoGymError, needs
 from exogym.models.whisper import Tokens, WhisperModelWrapper, WordErrors, load_pretrained, load_tokens, plain
@@ -20,9 +21,8 @@ from exogym.models.whisper.decoding import greedy, unlooped
 from exogym.models.whisper.features import LogMel, mel_filters
 from exogym.models.whisper.tokens import byte_tokens
 from exogym.models.whisper.weights import SMALL, SMALL_SIZES, _made, find_weights
-from exogym.saving.export import save_model
 from exogym.strategy import DiLoCoStrategy
-from exogym.tasks import load_task
+from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
 
 

@@ -16,11 +16,11 @@ from hosts.fixtures import said, wait_for
 from speech_files import folder_of_tones
 
 from exogym import LocalTrainer, load_model
+from exogym.core.record.run_folder import read_status
 from exogym.faults import Faults
+from exogym.machines.remote.profile import load_profile
 from exogym.models.whisper.weights import SMALL
-from exogym.record.run_folder import read_status
-from exogym.remote.profile import load_profile
-from exogym.tasks import load_task
+from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
 
 hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them

@@ -9,11 +9,11 @@ import pytest
 import torch
 from processes import children, matrix, over_gloo, over_memory
 
-from exogym.communicator import Communicator, Wire, ship
-from exogym.engine import shared, world
-from exogym.engine.forks import run_forked
-from exogym.engine.shared import Lost, SharedWire
-from exogym.engine.wire import place
+from exogym.core.communicator import Communicator, Wire, ship
+from exogym.core.engine import shared, world
+from exogym.core.engine.forks import run_forked
+from exogym.core.engine.shared import Lost, SharedWire
+from exogym.core.engine.wire import place
 from exogym.errors import ArgumentError, WorkerError
 
 LAYOUTS = [(2, 5), (3, 8), (4, 4)]

@@ -25,20 +25,20 @@ from exogym.cli import app, main
 from exogym.cli import wizard as wizard_command
 from exogym.cli.asking import Asker
 from exogym.cli.values import DATASETS
-from exogym.compare import forecast, measured_evaluation_s
+from exogym.core.record.history import History
+from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
+from exogym.machines.remote.profile import Profile, evaluations_of, load_profile, options_of
+from exogym.machines.wizard import Taken, hand_over, make_session, propose
+from exogym.machines.wizard.leaving import lost
 from exogym.models import MLP
 from exogym.models.whisper import WhisperModelWrapper, WordErrors
 from exogym.models.whisper.tokens import byte_tokens
 from exogym.models.whisper.weights import SMALL
 from exogym.network import Network
-from exogym.record.history import History
-from exogym.remote.profile import Profile, evaluations_of, load_profile, options_of
-from exogym.saving.export import save_model
-from exogym.tasks import load_task
+from exogym.study.compare import forecast, measured_evaluation_s
+from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
-from exogym.wizard import Taken, hand_over, make_session, propose
-from exogym.wizard.leaving import lost
 
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.base.rng import stream_seed
-from exogym.compute.outputs import Loss, accuracy
+from exogym.core.base.rng import stream_seed
+from exogym.core.compute.outputs import Loss, accuracy
+from exogym.core.fleet import Fleet
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
-from exogym.fleet import Fleet
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint
 

@@ -17,10 +17,10 @@ import typer
 import typer.core
 import typer.main
 
-from exogym.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 from exogym.cli.values import INTERRUPTED
+from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError, DataError, nearest
-from exogym.progress import notice
 
 # Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

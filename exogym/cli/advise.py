@@ -12,26 +12,26 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from exogym.advise import Advice, simulate
-from exogym.advise import advise as predict
-from exogym.advise.failures import Failures
-from exogym.advise.prediction import DEFAULT_STRATEGIES
-from exogym.advise.simulation import parameters_of
-from exogym.advise.spot import Spot
 from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import LiveTable, drawn
 from exogym.cli.values import DATASETS, check_dataset, count_of, numbers_of, processes_of
-from exogym.clock import DEVICES, seconds_of
-from exogym.clock.devices import DEFAULT_UTILISATION
-from exogym.compare import measured_step_s, split_strategies
-from exogym.compare.forecast import MEASURED
+from exogym.core.clock import DEVICES, seconds_of
+from exogym.core.clock.devices import DEFAULT_UTILISATION
+from exogym.core.mesh import NodeMesh
 from exogym.errors import ArgumentError
-from exogym.mesh import NodeMesh
+from exogym.machines.remote import HostsConfig
+from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.network import Network
-from exogym.remote import HostsConfig
-from exogym.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.strategy.registry import STRATEGIES
-from exogym.tasks import load_task
+from exogym.study.advise import Advice, simulate
+from exogym.study.advise import advise as predict
+from exogym.study.advise.failures import Failures
+from exogym.study.advise.prediction import DEFAULT_STRATEGIES
+from exogym.study.advise.simulation import parameters_of
+from exogym.study.advise.spot import Spot
+from exogym.study.compare import measured_step_s, split_strategies
+from exogym.study.compare.forecast import MEASURED
+from exogym.study.tasks import load_task
 
 DEFAULT_DEVICE = "h100"
 WANTED = {

@@ -45,8 +45,8 @@ def agent(
     and is told device, memory, speed and versions.
     """
     needs_packages()
-    from exogym.discovery import Agent, announced, facts
-    from exogym.discovery.announcing import own_address, plain_name
+    from exogym.machines.discovery import Agent, announced, facts
+    from exogym.machines.discovery.announcing import own_address, plain_name
 
     where = own_address(address)
     waiting = Agent(

@@ -8,21 +8,21 @@ from typing import Annotated
 
 import typer
 
-from exogym.benchmark import FULL, SHORT, Results, Scope, parts_of
-from exogym.benchmark.page import write
-from exogym.benchmark.speed import seconds_of_turns
 from exogym.cli.reproduce import PAGE_HELP, SHORT_SHARE, Debug, Device, OnlyPage, Out, Processes, Short, Teller
 from exogym.cli.values import INTERRUPTED, numbers_of, processes_of
-from exogym.compare.comparison import SINGLE
-from exogym.compare.entries import split_strategies
-from exogym.compare.plots import check_matplotlib
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
-from exogym.progress import notice
-from exogym.reproduce import Reproduction
-from exogym.reproduce.claim import SEEDS
-from exogym.reproduce.training import different
-from exogym.tasks import Data
+from exogym.study.benchmark import FULL, SHORT, Results, Scope, parts_of
+from exogym.study.benchmark.page import write
+from exogym.study.benchmark.speed import seconds_of_turns
+from exogym.study.compare.comparison import SINGLE
+from exogym.study.compare.entries import split_strategies
+from exogym.study.compare.plots import check_matplotlib
+from exogym.study.reproduce import Reproduction
+from exogym.study.reproduce.claim import SEEDS
+from exogym.study.reproduce.training import different
+from exogym.study.tasks import Data
 
 PAGE = "benchmark.md"
 

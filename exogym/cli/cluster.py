@@ -13,10 +13,10 @@ import typer
 import typer.core
 
 from exogym.cli.runs import plain
-from exogym.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
-from exogym.cluster.yaml import document
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError
-from exogym.progress import notice
+from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
+from exogym.machines.cluster.yaml import document
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; look after jobs of SLURM.")
 WORDS = {"allow_interspersed_args": False}  # behind the script all words are its own

@@ -11,14 +11,14 @@ import typer
 
 from exogym.cli.live import LiveTable, print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, numbers_of, processes_of
-from exogym.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
-from exogym.compare import compare as run_comparison
-from exogym.compare.comparison import Comparison
-from exogym.compare.folder import saved_in
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
-from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES
+from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
+from exogym.study.compare import compare as run_comparison
+from exogym.study.compare.comparison import Comparison
+from exogym.study.compare.folder import saved_in
 
 OPTIONS = (
     *("data", "strategies", "nodes", "steps", "batch_size", "seeds", "lr", "partition", "processes", "device"),

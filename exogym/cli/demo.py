@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from exogym.compare import DEFAULT_STRATEGIES
-from exogym.progress import notice
+from exogym.core.progress import notice
+from exogym.study.compare import DEFAULT_STRATEGIES
 
 WORDS = ("--dataset", "digits", "--strategies", ",".join(DEFAULT_STRATEGIES), "--nodes", "4")
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": ["-h", "--help"]}

@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from exogym.cli.agent import PORT, needs_packages
+from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, ExoGymError, nearest
-from exogym.progress import readable_bytes
-from exogym.remote import Host, HostsConfig
+from exogym.machines.remote import Host, HostsConfig
 
 if TYPE_CHECKING:
-    from exogym.discovery import Found
+    from exogym.machines.discovery import Found
 
 AT_ONCE = 16  # computers that are asked
 PLAIN_WIDTH = 160  # where there is no terminal
@@ -61,7 +61,7 @@ def discover(
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:
         raise ArgumentError("--code needs --pair: say which computer shows it")
-    from exogym.discovery import enrol, pair
+    from exogym.machines.discovery import enrol, pair
 
     found = agents(seconds, at or [])
     if pair_with is not None:
@@ -84,8 +84,8 @@ def discover(
 
 def _row(found: Found, host: Host | None) -> dict[str, Any]:
     """Return what is known of an agent: what it is, if it is the `host` of the hosts file that lets us in."""
-    from exogym.discovery.facts import cleaned
-    from exogym.discovery.pairing import ask
+    from exogym.machines.discovery.facts import cleaned
+    from exogym.machines.discovery.pairing import ask
 
     row = asdict(found) | {"paired": False, "facts": {}, "trouble": None}
     if host is None:
@@ -102,8 +102,8 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
     Raises:
         ArgumentError: a place is no address with a port.
     """
-    from exogym.discovery import Found, find
-    from exogym.discovery.announcing import name_at
+    from exogym.machines.discovery import Found, find
+    from exogym.machines.discovery.announcing import name_at
 
     if not places:
         return find(seconds)

@@ -10,20 +10,20 @@ from typing import Annotated
 
 import typer
 
-from exogym.advise.afterwards import held_against
-from exogym.base.files import new_folder
-from exogym.base.streams import STDERR
+from exogym.core.base.files import new_folder
+from exogym.core.base.streams import STDERR
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.remote import HostsConfig, SSHLauncher
+from exogym.machines.remote.measuring import MEASURED_FILE
+from exogym.machines.remote.profile import Profile, load_profile, options_of
+from exogym.machines.remote.results import bring, bring_run, description_of, history_of, names, write_seen
+from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS
+from exogym.machines.wizard import hand_over
 from exogym.network import Network
-from exogym.progress import notice
-from exogym.remote import HostsConfig, SSHLauncher
-from exogym.remote.measuring import MEASURED_FILE
-from exogym.remote.profile import Profile, load_profile, options_of
-from exogym.remote.results import bring, bring_run, description_of, history_of, names, write_seen
-from exogym.remote.world import FIT, PROGRESS, RUN, RUNS
-from exogym.wizard import hand_over
+from exogym.study.advise.afterwards import held_against
 
-JOB = "exogym.remote.job"
+JOB = "exogym.machines.remote.job"
 
 
 def distributed_train(

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from exogym.cli.agent import needs_packages
 from exogym.cli.asking import Asker, say
 from exogym.cli.discover import agents, chosen, described
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError
-from exogym.progress import notice
-from exogym.remote import HostsConfig
+from exogym.machines.remote import HostsConfig
 
 if TYPE_CHECKING:
-    from exogym.discovery import Found
+    from exogym.machines.discovery import Found
 
 FIND_S = 3.0
 TRIES = 3  # at typing a code
@@ -32,7 +32,7 @@ class Finder:
     """Writes the computers that were chosen into a hosts file.
 
     Args:
-        file: the hosts file; key, ssh_config: see `exogym.discovery.enrol`; address: of this computer, or None.
+        file: the hosts file; key, ssh_config: see `machines.discovery.enrol`; address: of this computer, or None.
     """
 
     def __init__(self, asker: Asker, file: Path, key: str, ssh_config: str | None, address: str | None):
@@ -82,8 +82,8 @@ class Finder:
         return [one for one in found if one.address in wanted]
 
     def _pair(self, one: Found, codes: Mapping[str, str]) -> None:
-        from exogym.discovery import enrol, pair
-        from exogym.discovery.channel import PairingError, typed_code
+        from exogym.machines.discovery import enrol, pair
+        from exogym.machines.discovery.channel import PairingError, typed_code
 
         given = codes.get(one.name, codes.get(one.address))
         for left in reversed(range(TRIES)):
@@ -100,8 +100,8 @@ class Finder:
         say(f"paired with {one.name}: {described(paired.facts)}")
 
     def _add_this(self) -> None:
-        from exogym.discovery.announcing import own_address
-        from exogym.discovery.pairing import own_entry, write_entry
+        from exogym.machines.discovery.announcing import own_address
+        from exogym.machines.discovery.pairing import own_entry, write_entry
 
         address = own_address(self.address)
         write_entry(self.file, own_entry(address), None)

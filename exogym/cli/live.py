@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from exogym.base.streams import STDERR
+from exogym.core.base.streams import STDERR
+from exogym.core.progress import SELDOM_S, notice, readable_bytes
 from exogym.network import readable_seconds
-from exogym.progress import SELDOM_S, notice, readable_bytes
 
 if TYPE_CHECKING:
-    from exogym.compare import Standing
-    from exogym.compare.comparison import Comparison
-    from exogym.sweep import Swept
+    from exogym.study.compare import Standing
+    from exogym.study.compare.comparison import Comparison
+    from exogym.study.sweep import Swept
 
 PAUSE_S = 0.2  # between drawings
 

@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 
 from exogym.cli.values import INTERRUPTED, processes_of
+from exogym.core.progress import SELDOM_S, notice
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.network import readable_seconds
-from exogym.progress import SELDOM_S, notice
-from exogym.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
-from exogym.reproduce.claim import SEEDS
-from exogym.reproduce.page import NO_VERDICT
-from exogym.reproduce.training import Progress, different
+from exogym.study.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
+from exogym.study.reproduce.claim import SEEDS
+from exogym.study.reproduce.page import NO_VERDICT
+from exogym.study.reproduce.training import Progress, different
 
 SHORT_SHARE = 0.05  # of the steps
 PAGE = "reproductions.md"

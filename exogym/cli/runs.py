@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from exogym import runs
 from exogym.cli.live import drawn
+from exogym.core.progress import notice, readable_bytes
+from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
-from exogym.progress import notice, readable_bytes
-from exogym.record.notes import Notes, read_notes, write_notes
+from exogym.study import runs
 
 app = typer.Typer(help="List, show, note, compare, export and remove what runs have left in their folders.")
 Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")]

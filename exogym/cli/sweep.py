@@ -12,10 +12,10 @@ import typer
 from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, processes_of
-from exogym.progress import notice
-from exogym.sweep import SweepInterrupted
-from exogym.sweep import sweep as run_sweep
-from exogym.sweep.run import Ended
+from exogym.core.progress import notice
+from exogym.study.sweep import SweepInterrupted
+from exogym.study.sweep import sweep as run_sweep
+from exogym.study.sweep.run import Ended
 
 
 def sweep(

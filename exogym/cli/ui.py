@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from exogym.core.progress import notice
 from exogym.errors import ExoGymError
-from exogym.progress import notice
 
 COMMANDS = ("compare", "sweep")  # what the page may start
 OURS = ("out", "resume", "debug", "help")  # of their options, those that the page gives itself

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from exogym.base.streams import STDERR
+from exogym.core.base.streams import STDERR
+from exogym.core.progress import readable_bytes
+from exogym.core.record.run_folder import read_object
+from exogym.machines.remote.health import figures, read_hosts
 from exogym.network import readable_seconds
-from exogym.progress import readable_bytes
-from exogym.record.run_folder import read_object
-from exogym.remote.health import figures, read_hosts
 
 PAUSE_S = 0.5
 BAR = 30
@@ -31,7 +31,7 @@ class Watching:
     """While it is entered, shows on stderr how far a run is, and each host.
 
     Args:
-        folder: of the run, here; `exogym.remote.health` keeps it up to date.
+        folder: of the run, here; `exogym.machines.remote.health` keeps it up to date.
         estimated_s: of its training.
     """
 

@@ -13,23 +13,23 @@ from typing import Annotated, Any
 
 import typer
 
-from exogym.advise.simulation import parameters_of
-from exogym.base.files import replacing
 from exogym.cli.asking import Asker, count, pairs, say
 from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
 from exogym.cli.values import DATASETS
 from exogym.cli.watching import Watching
+from exogym.core.base.files import replacing
 from exogym.errors import ArgumentError, check_choice, needs
+from exogym.machines.remote import HostsConfig, check_hosts
+from exogym.machines.remote.measuring import measure_hosts
+from exogym.machines.remote.profile import Profile, evaluations_of, options_of
+from exogym.machines.remote.results import history_of
+from exogym.machines.wizard import Proposal, Session, Taken, make_session, propose
+from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
-from exogym.remote import HostsConfig, check_hosts
-from exogym.remote.measuring import measure_hosts
-from exogym.remote.profile import Profile, evaluations_of, options_of
-from exogym.remote.results import history_of
-from exogym.tasks import Task, load_task
-from exogym.wizard import Proposal, Session, Taken, make_session, propose
-from exogym.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
+from exogym.study.advise.simulation import parameters_of
+from exogym.study.tasks import Task, load_task
 
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"

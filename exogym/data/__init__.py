@@ -25,7 +25,7 @@ exogym.errors.DataError: ...
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __all__ = [
     "IID",

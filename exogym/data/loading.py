@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
-from exogym.base import rng
-from exogym.base.torch_private import end_workers
+from exogym.core.base import rng
+from exogym.core.base.torch_private import end_workers
 from exogym.errors import ArgumentError, DataError, nearest
 
 Request = tuple[int, int, np.ndarray, str]  # (data set, epoch, example indices, whose they are) of one batch

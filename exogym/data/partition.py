@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from exogym.base import rng
+from exogym.core.base import rng
 from exogym.errors import ArgumentError, DataError, check_count, checked, nearest
 
 REDRAWS = 100

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from exogym.base import rng
-from exogym.base.devices import total_memory_bytes
+from exogym.core.base import rng
+from exogym.core.base.devices import total_memory_bytes
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.data.loading import Loading, check_dataloader_kwargs
 from exogym.data.made import Made

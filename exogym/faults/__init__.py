@@ -15,7 +15,7 @@
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __all__ = [
     "ATTACKS",

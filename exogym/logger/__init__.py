@@ -1,6 +1,6 @@
 """Loggers: where the records of a run go while it trains. CSV, JSON lines, W&B, Trackio, TensorBoard, or your own.
 
-A record is a row of the history, `exogym.record.history`: a dict with `step`, `node` (None: the averaged model),
+A record is a row of the history, `exogym.core.record.history`: a dict with `step`, `node` (None: the averaged model),
 `train_loss`, ...; what is missing is None. Records come in the order of steps, the averaged model's first. Your own
 logger is a function of a record, or a class with `log`, and with `start` and `finish` if it needs them:
 
@@ -14,7 +14,7 @@ logger is a function of a record, or a class with `log`, and with `start` and `f
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __all__ = [
     "NOT_IN_JSON",

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from exogym.base.files import make_folder
+from exogym.core.base.files import make_folder
+from exogym.core.record.history import plain
 from exogym.errors import ArgumentError
-from exogym.record.history import plain
 
 Record = Mapping[str, Any]
 # numbers that JSON has no word for, and what stands for them

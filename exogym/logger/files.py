@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from exogym.base.files import cut_torn_line, replacing
+from exogym.core.base.files import cut_torn_line, replacing
+from exogym.core.progress import notice
+from exogym.core.record.history import plain
 from exogym.errors import ArgumentError, checked
 from exogym.logger.base import Logger, Record, check_writable, in_json
-from exogym.progress import notice
-from exogym.record.history import plain
 
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once: half the time of a record
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from exogym.core.record.history import OF_THE_STEP, plain
 from exogym.errors import ExoGymError, checked
 from exogym.logger.base import Logger, Record, check_writable
 from exogym.logger.files import OnDisk
-from exogym.record.history import OF_THE_STEP, plain
 
 
 def _need(package: str, extra: str, name: str) -> None:

@@ -12,7 +12,7 @@ by name, `layerwise` the compute utilisation of training whose communication ove
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __all__ = [
     "NAMES",

@@ -9,7 +9,7 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
     all_reduce      ring              2(n-1) (alpha + S/(n B))                 Patarasuk, Yuan, JPDC 69, 2009
                     exact             2(n-1) (alpha + S/(n B))                 slices all to all by pairwise exchange
                                                                                (Thakur et al. 2005), then a ring
-                                                                               all-gather: exogym.engine.wire
+                                                                               all-gather: exogym.core.engine.wire
                     halving_doubling  2k alpha + 2(1 - 2^-k) S/B, n = 2^k      Thakur et al. 2005; other n: + 2(alpha + S/B)
                     tree              2L (alpha + S/B)                         binomial reduce and broadcast, ibid.
                     double_tree       2L alpha + 2 S/B                         pipelined; Sanders et al., Par. Comp. 35, 2009

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from exogym.base.files import short_text
+from exogym.core.base.files import short_text
 from exogym.errors import ArgumentError
 from exogym.network.presets import PRESETS
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from exogym.base.rng import numpy_generator
-from exogym.communicator import Event
+from exogym.core.base.rng import numpy_generator
+from exogym.core.communicator import Event
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks

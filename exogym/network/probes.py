@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from exogym.core.progress import notice, readable_bytes
 from exogym.errors import ArgumentError, check_choice
 from exogym.network.costs import ALGORITHMS, Cost
 from exogym.network.units import parse_seconds
-from exogym.progress import notice, readable_bytes
 
 NOISE = 0.1  # a larger message may take so much less, or a cold one than a warm one, before it is a contradiction
 

@@ -33,7 +33,7 @@ A strategy of one's own is made of modules: gradients go through `GradientModule
 
 from typing import TYPE_CHECKING
 
-from exogym.base.lazy import lazily
+from exogym.core.base.lazy import lazily
 
 __all__ = [
     "AsyncDiLoCoStrategy",

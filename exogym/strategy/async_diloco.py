@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
 from exogym.strategy.schedule import Scheduler
 

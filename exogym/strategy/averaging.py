@@ -10,8 +10,8 @@
 What each takes on a network is in `exogym.network.costs`.
 
 `robust` puts something in the place of the mean that a few bad nodes cannot drag away: rules and bytes are in
-`exogym.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a server learns
-means and nobody's own values: `exogym.communicator.secure`.
+`exogym.core.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a server
+learns means and nobody's own values: `exogym.core.communicator.secure`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from exogym.combinations import check
-from exogym.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
+from exogym.core.combinations import check
+from exogym.core.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
 from exogym.strategy.traffic import Traffic
 from exogym.strategy.tuning import begun, tuner_of
@@ -101,7 +101,7 @@ class Averaging:
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.combinations.FEATURES` these options are, as name to what was given."""
+        """Return which of `exogym.core.combinations.FEATURES` these options are, as name to what was given."""
         found = {}
         if self.robust is not None:
             found['robust="norm_cap"' if self.rule is None else "robust"] = f"robust={self.robust!r}"

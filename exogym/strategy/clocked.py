@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
-from exogym.fleet import Fleet
 from exogym.strategy.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
 
@@ -49,7 +49,7 @@ class ClockedStrategy(Strategy):
         H: local steps of a round; with `dylu` of the fastest node.
         grace_s: virtual seconds that the server waits for others once there are enough.
         max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
-        shard_sampling: nodes draw a shard of the data for each round (`exogym.training.shards`).
+        shard_sampling: nodes draw a shard of the data for each round (`exogym.core.training.shards`).
         delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise.
     """
 

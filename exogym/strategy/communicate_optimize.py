@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.combinations import check
-from exogym.communicator import Rule, SecureAggregation
+from exogym.core.combinations import check
+from exogym.core.communicator import Rule, SecureAggregation
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.dealing import Dealing
+from exogym.core.fleet.presence import take_rows
+from exogym.core.fleet.state import Shared, Tensors
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Faults
-from exogym.fleet import Fleet
-from exogym.fleet.dealing import Dealing
-from exogym.fleet.presence import take_rows
-from exogym.fleet.state import Shared, Tensors
 from exogym.strategy.averaging import Averaging, NormCap, with_options
 from exogym.strategy.modules import (
     CommunicationModule,

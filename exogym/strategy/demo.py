@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.compress import BlockDCT
+from exogym.core.compress import BlockDCT
+from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.fleet import Block, Fleet
-from exogym.fleet.presence import rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import Scheduler

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.moments import FIRST, SECOND, Kind, Moments

@@ -43,8 +43,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.eager_diloco import EagerCommunicator
 from exogym.strategy.outer import OuterModule, OuterParameters, OuterRule, outer_spec

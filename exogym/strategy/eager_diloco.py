@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.state import Tensors, below
 from exogym.errors import check_choice, checked
-from exogym.fleet import Fleet
-from exogym.fleet.layout import Cut
-from exogym.fleet.presence import rows_of
-from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
 from exogym.strategy.outer import OuterOptimizer, OuterRule
 from exogym.strategy.rounds import RoundLength

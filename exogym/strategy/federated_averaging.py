@@ -33,12 +33,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.base.rng import numpy_generator
-from exogym.combinations import check
+from exogym.core.base.rng import numpy_generator
+from exogym.core.combinations import check
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults import Availability
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.participation import Participation, Round
 from exogym.strategy.privacy import DifferentialPrivacy

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from exogym.fleet import Fleet
-from exogym.fleet.layout import Layout
-from exogym.fleet.presence import shared_row
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Layout
+from exogym.core.fleet.presence import shared_row
 from exogym.strategy.communicate_optimize import CommunicationModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.traffic import Traffic

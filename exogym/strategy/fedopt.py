@@ -25,9 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import ArgumentError, check_choice, checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.federated_rounds import RoundModule

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.base.torch_private import add_, differences
+from exogym.core.base.torch_private import add_, differences
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.federated_rounds import RoundModule, views, with_gradient

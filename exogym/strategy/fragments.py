@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from exogym.core.fleet import Block
+from exogym.core.fleet.layout import Slot
 from exogym.errors import ArgumentError
-from exogym.fleet import Block
-from exogym.fleet.layout import Slot
 
 _NUMBERED = re.compile(r"^(?P<stack>|.*?\.)(?P<layer>\d+)(?=\.|$)")
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from exogym.core.fleet import Fleet
 from exogym.errors import check_choice, check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,

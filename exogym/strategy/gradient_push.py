@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_choice, checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.graphs import DIRECTED, pushing, takers_of
 from exogym.strategy.rounds import RoundLength

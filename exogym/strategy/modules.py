@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet.layout import Cut, Layout, cut_of
+from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, StrategyError, check_choice
-from exogym.fleet import Fleet, Stateful
-from exogym.fleet.layout import Cut, Layout, cut_of
-from exogym.fleet.state import Tensors
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
@@ -80,7 +80,7 @@ class Module(Stateful, ABC):
         return False
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.combinations.FEATURES` it has beside those that its attributes say: name to text."""
+        """Return which of `exogym.core.combinations.FEATURES` it has beside those its attributes say: name to text."""
         return {}
 
     def check_parts(self) -> None:

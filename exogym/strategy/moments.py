@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
-from exogym.fleet import Block, Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.optim import OptimSpec
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")

@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
-from exogym.base.rng import numpy_generator
+from exogym.core.base.rng import numpy_generator
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler

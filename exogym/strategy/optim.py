@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.base.torch_private import FusedSGD, without_compiler
+from exogym.core.base.torch_private import FusedSGD, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
 from exogym.strategy.kernels import FUSED, can_fuse, is_torchs
 from exogym.strategy.muon import MuonAdamW

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Cut, Layout, Slot, cut_of
+from exogym.core.fleet.presence import all_present, rows_of, shared_row
+from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_count
-from exogym.fleet import Fleet
-from exogym.fleet.layout import Cut, Layout, Slot, cut_of
-from exogym.fleet.presence import all_present, rows_of, shared_row
-from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.kernels import bare_step

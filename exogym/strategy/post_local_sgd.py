@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from exogym.core.fleet import Fleet
 from exogym.errors import check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.base.rng import generator
+from exogym.core.base.rng import generator
+from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.layout import Slot
+from exogym.core.fleet.presence import give_shared, rows_of, shared_row
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.fleet import Block, Fleet
-from exogym.fleet.layout import Slot
-from exogym.fleet.presence import give_shared, rows_of, shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.schedule import Scheduler

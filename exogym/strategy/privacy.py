@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.base.rng import generator
+from exogym.core.base.rng import generator
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError
-from exogym.fleet import Fleet
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from exogym.compress import Quantized, Stochastic, buckets
+from exogym.core.compress import Quantized, Stochastic, buckets
 from exogym.errors import check_count, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean

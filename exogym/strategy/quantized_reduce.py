@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from exogym.compress import Absmax, mean_in_shards
+from exogym.core.compress import Absmax, mean_in_shards
+from exogym.core.fleet import Fleet
 from exogym.errors import check_count, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.schedule import Scheduler

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.compress import Quantized, ScaledSign, tensors
-from exogym.compress.quantize import pack, unpack
+from exogym.core.compress import Quantized, ScaledSign, tensors
+from exogym.core.compress.quantize import pack, unpack
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import shared_row
 from exogym.errors import checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import CompressedMean, own_gradients
 from exogym.strategy.schedule import Scheduler

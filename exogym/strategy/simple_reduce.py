@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.presence import all_present
 from exogym.errors import ArgumentError, checked
-from exogym.fleet import Block, Fleet
-from exogym.fleet.presence import all_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.traffic import Traffic

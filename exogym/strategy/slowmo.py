@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError, check_choice, checked
-from exogym.fleet import Fleet
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.moments import Moments
 from exogym.strategy.optim import OptimSpec

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.compress import ChunkTopK, Statistical, with_feedback
+from exogym.core.compress import ChunkTopK, Statistical, with_feedback
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import ArgumentError, check_choice, checked
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler

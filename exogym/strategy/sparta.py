@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.base.rng import generator
-from exogym.compress import dequantize, noise_of, quantize
+from exogym.core.base.rng import generator
+from exogym.core.compress import dequantize, noise_of, quantize
+from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.fleet import Block, Fleet
-from exogym.fleet.presence import rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.rounds import RoundLength

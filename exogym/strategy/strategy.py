@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.base.torch_private import scale_
-from exogym.communicator import ALONE, Inside
+from exogym.core.base.torch_private import scale_
+from exogym.core.communicator import ALONE, Inside
+from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError, StrategyError, checked
 from exogym.faults import Availability, Faults
-from exogym.fleet.layout import hidden_matrices
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
@@ -231,7 +231,7 @@ class Strategy:
         )
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.combinations.FEATURES` this strategy has, as name to what was given."""
+        """Return which of `exogym.core.combinations.FEATURES` this strategy has, as name to what was given."""
         name = type(self).__name__
         found = {"a clock of its own": name} if self.driven_by == "clock" else {}
         if self.needs_gradients:

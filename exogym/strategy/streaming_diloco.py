@@ -30,11 +30,11 @@ from typing import Any
 
 from torch import Tensor
 
-from exogym.compress import E3M0, Absmax, Quantized
+from exogym.core.compress import E3M0, Absmax, Quantized
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.fleet import Fleet
-from exogym.fleet.layout import Cut
-from exogym.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.outer import OuterParameters, OuterRule

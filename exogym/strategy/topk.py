@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from exogym.compress import TopK
+from exogym.core.compress import TopK
 from exogym.errors import ArgumentError, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exogym.communicator.ledger import FACTORS
+from exogym.core.communicator.ledger import FACTORS
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from exogym.communicator import Inside
+from exogym.core.communicator import Inside
+from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet.layout import Cut, cut_of
+from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, StrategyError, TrainingError, check_choice, check_count
-from exogym.fleet import Fleet, Stateful
-from exogym.fleet.layout import Cut, cut_of
-from exogym.fleet.presence import rows_of
-from exogym.fleet.state import Tensors
 from exogym.strategy.rounds import Rounds
 from exogym.strategy.strategy import Run
 
@@ -306,7 +306,7 @@ class Tuning(Stateful):
         self._sent = 0.0
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.combinations.FEATURES` the tuner is."""
+        """Return which of `exogym.core.combinations.FEATURES` the tuner is."""
         given = f"tuner={self.tuner!r}"
         sees = {"drift": 'tuner="drift"', "correlation": 'tuner="autocorrelation"'}.get(self.tuner.sees)
         return {"tuner": given} | ({} if sees is None else {sees: given})

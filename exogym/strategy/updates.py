@@ -30,10 +30,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exogym.base.rng import generator
+from exogym.core.base.rng import generator
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.presence import rows_of
 from exogym.faults import Faults
-from exogym.fleet import Fleet
-from exogym.fleet.presence import rows_of
 from exogym.strategy.averaging import NormCap
 from exogym.strategy.modules import Module
 from exogym.strategy.strategy import Run

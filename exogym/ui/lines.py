@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from exogym.base.files import opened_plain
+from exogym.core.base.files import opened_plain
+from exogym.core.record.schema import EVENT, LINE_BYTES, RECORD, check_length, row_of
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
-from exogym.record.schema import EVENT, LINE_BYTES, RECORD, check_length, row_of
 
 PIECE_BYTES = 1 << 19  # read at once
 MARK_BYTES = 64  # before a place, by which it is known again

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.compare.folder import Folder
+from exogym.core.record.run_folder import read_object
 from exogym.errors import ArgumentError
-from exogym.record.run_folder import read_object
-from exogym.sweep.axes import arguments_of
+from exogym.study.compare.folder import Folder
+from exogym.study.sweep.axes import arguments_of
 
 OF_A_COMPARISON = (
     *("data", "nodes", "steps", "batch_size", "lr", "partition", "device", "network", "step_seconds", "speeds"),

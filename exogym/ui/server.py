@@ -6,7 +6,7 @@ GET /api/runs/NAME               one: description, status, summary, events, note
 GET /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
                                  ?most=N: about N of them, then also ?most_bytes=B: from about B bytes of the file
 GET /api/runs/NAME/nodes         what each node did over steps; timeline: when; grid: the cells of a sweep; hosts: how
-                                 they are, see `exogym.ui.views` and `exogym.remote.health`
+                                 they are, see `exogym.ui.views` and `exogym.machines.remote.health`
 GET /api/hosts                   the newest runs on hosts, with these
 GET /api/events                  server-sent: the list, when it has changed
 """
@@ -36,12 +36,12 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from exogym import runs
+from exogym.core.progress import notice
+from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
-from exogym.progress import notice
-from exogym.record.notes import Notes, read_notes, write_notes
-from exogym.remote.health import read_hosts
+from exogym.machines.remote.health import read_hosts
+from exogym.study import runs
 from exogym.ui.door import AT_ONCE, LOG, QUEUE, Door, seldom
 from exogym.ui.guard import Guard, is_loopback
 from exogym.ui.lines import as_text, newest_events, some_of

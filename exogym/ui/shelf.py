@@ -12,9 +12,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from exogym import runs
+from exogym.core.record.schema import EVENT, RECORD, row_of
 from exogym.logger import in_json
-from exogym.record.schema import EVENT, RECORD, row_of
+from exogym.study import runs
 from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Place, piece_after
 from exogym.ui.views import NodesPicture
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exogym.base.files import new_folder
-from exogym.base.processes import is_alive
+from exogym.core.base.files import new_folder
+from exogym.core.base.processes import is_alive
+from exogym.core.record.run_folder import RESUME, read_object, read_status
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
-from exogym.record.run_folder import RESUME, read_object, read_status
 from exogym.ui.repeat import folder_of
 
 LOGS = ".started"  # in the runs folder: what they print
@@ -119,7 +119,7 @@ class Starter:
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
 
     def _run_again(self, path: Path) -> int:
-        """Start the script of a run again, which is told to go on (see `exogym.training.options.asked_to_go_on`)."""
+        """Start the script of a run again, which is told to go on (`training.options.asked_to_go_on`)."""
         if path.parent != self.top:
             raise ArgumentError(f"{path.name} goes on with what it belongs to: resume {path.parent.name}")
         if read_status(path).get("state") == "done":

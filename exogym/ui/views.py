@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from exogym.clock import TIMELINE
-from exogym.compare.folder import Folder
+from exogym.core.clock import TIMELINE
+from exogym.core.record import schema
+from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError
-from exogym.record import schema
-from exogym.record.schema import is_finite
+from exogym.study.compare.folder import Folder
 
 MOST_NODES = 64
 MOST_COLUMNS = 300  # steps of the picture of nodes

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.base import rng
+from exogym.core.base import rng
+from exogym.core.progress import notice
 from exogym.data.bulk import BulkDataset
 from exogym.data.speech.audio import SAMPLE_RATE, one_channel, read_audio
 from exogym.data.speech.manifest import AUDIO, SPEAKER, TEXT, Entry, column, find_manifest, read_manifest
 from exogym.data.speech.synthetic import lines_of_shakespeare, spoken
 from exogym.errors import DataError, checked, needs
-from exogym.progress import notice
 
 Encode = Callable[[str, float], Sequence[int]]
 SHORTEST_S, FULL_WINDOW_S, NO_LABEL = 0.1, 30.0, -100

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exogym.base import rng
+from exogym.core.base import rng
 from exogym.data.sources import shakespeare
 from exogym.data.speech.audio import read_audio
 from exogym.errors import DataError, ExoGymError

@@ -1,0 +1,10 @@
+"""A door: `exogym.advise` hands on the names of `exogym.study.advise`."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.study.advise import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.study.advise")

@@ -1,0 +1,72 @@
+"""Names of a package that are imported when they are first used (PEP 562), so that importing the package costs little.
+
+A package writes its imports once, where type checkers and editors read them:
+
+    if TYPE_CHECKING:
+        from exogym.trainer import LocalTrainer
+    else:
+        __getattr__, __dir__ = lazily(__name__)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package, for the names that it imports under `TYPE_CHECKING`.
+
+    A module of the package is such a name, too: `exogym.errors` works after `import exogym`.
+
+    >>> getattr_, dir_ = lazily("exogym")
+    >>> getattr_("load_model").__module__, "LocalTrainer" in dir_()
+    ('exogym.core.saving.export', True)
+    >>> getattr_("LocalTrainr")
+    Traceback (most recent call last):
+    ...
+    AttributeError: module 'exogym' has no attribute 'LocalTrainr'
+    """
+    module = sys.modules[package]
+    homes = {
+        alias.asname or alias.name: (statement.module, alias.name)
+        for block in ast.parse(inspect.getsource(module)).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+    }
+
+    def get(name: str) -> Any:
+        if name in homes:
+            home, own = homes[name]
+            value = getattr(importlib.import_module(home), own)
+        elif name.startswith("_") or "." in name or importlib.util.find_spec(f"{package}.{name}") is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        else:
+            value = importlib.import_module(f"{package}.{name}")
+        setattr(module, name, value)
+        return value
+
+    return get, lambda: sorted({*vars(module), *homes})
+
+
+def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a module that only hands on the names of another one, `room`.
+
+    >>> getattr_, dir_ = door("exogym.core.progress")
+    >>> getattr_("readable_bytes").__module__, dir_()[-1]
+    ('exogym.core.progress', 'warn')
+    """
+
+    def get(name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"a door has no {name}")
+        return getattr(importlib.import_module(room), name)
+
+    return get, lambda: sorted(n for n in dir(importlib.import_module(room)) if not n.startswith("_"))

@@ -1,0 +1,194 @@
+"""A process's pulse: a counter that its training moves on, so that others see that it does not hang.
+
+The training loop itself moves it (`beat`), never a thread, which would beat on in a process that hangs. Each process
+says beside it what it is at: a step must not take longer than `hang_s`; what is honestly long (the start and the first
+step, an evaluation, a checkpoint, a callback) may take `PATIENCE` times as long between two beats; who waits for
+others does not hang.
+
+Run as a script, by its path, it looks after the process that started it (see `exogym.core.engine.hangs`). So it imports
+the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+WORKING, STARTING, BETWEEN, WAITING = range(4)
+AT = (
+    "in a training step",
+    "in its first step",
+    "in what is not a step (start, data, evaluation, checkpoint, callback)",
+    "waiting for the others",
+)
+PATIENCE = 6
+LOOK_S = 0.25
+STACKS_S = 2.0  # to wait for the stacks of a process at most
+BYTES = 64  # room for a pulse; the first two words of 8 bytes are used
+# On this signal a process that is watched writes where its threads stand.
+SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", signal.SIGUSR2)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def words_in(memory: Any, start: int = 0) -> memoryview:
+    """Return the two words of the pulse that lies at byte `start` of `memory`: the beats, and what it is at."""
+    return memoryview(memory)[start : start + 16].cast("Q")
+
+
+_words = words_in(bytearray(16))
+
+
+def beat() -> None:
+    """Say that something went on."""
+    _words[0] += 1
+
+
+def step_taken() -> None:
+    """Say that a training step, or a part of one, has been computed; those that follow the first ones take less."""
+    _words[0] += 1
+    if _words[1] == STARTING:
+        _words[1] = WORKING
+
+
+@contextlib.contextmanager
+def at(what: int) -> Iterator[None]:
+    """While entered, this process is at `what`."""
+    before = _words[1]
+    _words[0] += 1
+    _words[1] = what
+    try:
+        yield
+    finally:
+        _words[0] += 1
+        _words[1] = before
+
+
+def waits(function: F) -> F:
+    """In `function` this process waits for others."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with at(WAITING):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
+    """While entered, this process keeps its pulse in `memory`, where others see it."""
+    global _words
+    before, _words = _words, words_in(memory, start)
+    _words[1] = BETWEEN
+    try:
+        yield
+    finally:
+        _words = before
+
+
+class Patience:
+    """How long a pulse may stand still. Only the seconds of looking on count: who was stopped himself has not looked.
+
+    >>> words = words_in(bytearray(16))
+    >>> patience = Patience(words, hang_s=1.0)
+    >>> [patience.spent(0.5) for _ in range(4)]
+    [False, False, False, True]
+    """
+
+    def __init__(self, words: memoryview, hang_s: float):
+        self.words, self.hang_s = words, hang_s
+        self._seen, self._looked_s = -1, 0.0
+
+    @property
+    def limit_s(self) -> float:
+        return self.hang_s * (1 if self.words[1] == WORKING else PATIENCE)
+
+    def start_anew(self) -> None:
+        self._seen = -1
+
+    def spent(self, seconds: float) -> bool:
+        """Look again, after so many seconds; say whether the pulse has stood still for too long."""
+        if self.words[0] != self._seen:
+            self._seen, self._looked_s = self.words[0], 0.0
+            return False
+        self._looked_s += seconds
+        return self._looked_s > self.limit_s
+
+    def complaint(self, pid: int) -> str:
+        stopped = ", stopped by a signal (SIGSTOP)" if is_stopped(pid) else ""
+        return (
+            f"hangs: nothing of it was seen for {self.limit_s:g} s {AT[self.words[1]]}{stopped} (hang_s="
+            f"{self.hang_s:g}; None lets it be)"
+        )
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process was stopped by a signal (where the system tells: Linux)."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
+def stacks_of(pid: int, file: int, start: int = 0) -> str:
+    """Have a process write where its threads stand into `file`, from byte `start` on; "" where it cannot."""
+    if is_stopped(pid):
+        return ""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
+    found, until = b"", time.monotonic() + STACKS_S
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        before, found = found, os.pread(file, 1 << 16, start)
+        if found and found == before:
+            break
+    return found.decode("utf-8", "replace").strip()
+
+
+def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
+    """Watch over the process `pid`, whose pulse is in `file`, as long as it is this one's parent; kill it if it hangs.
+
+    What it was, and where it stood, goes to stderr and into the file that torch's elastic agent reads.
+    """
+    words = words_in(mmap.mmap(file, mmap.PAGESIZE))
+    patience = Patience(words, hang_s)
+    while True:
+        time.sleep(LOOK_S)
+        if os.getppid() != pid:
+            return
+        if words[1] == WAITING and not is_stopped(pid):
+            patience.start_anew()
+        elif patience.spent(LOOK_S):
+            break
+    complaint = f"{name} {patience.complaint(pid)}"
+    stacks = stacks_of(pid, file, mmap.PAGESIZE)
+    text = f"{complaint}; it is killed." + (f" Where it stood:\n{stacks}" if stacks else "")
+    path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now, "lost": False}
+        with contextlib.suppress(OSError), open(path, "w") as record:
+            json.dump({"message": {"message": f"WorkerError: {complaint}", "extraInfo": extra}}, record)
+    with contextlib.suppress(OSError):
+        print(f"exogym: {text}", file=sys.stderr, flush=True)
+    if os.getppid() == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+def main(words: list[str]) -> None:
+    """`pulse.py PID FILE HANG_S NAME`, started by the process PID."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the parent obeys in its own time
+        signal.signal(number, signal.SIG_IGN)
+    pid, file, hang_s, name = words
+    look_after(int(pid), int(file), float(hang_s), name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

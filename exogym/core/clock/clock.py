@@ -1,0 +1,424 @@
+"""The virtual clock: when each node would be where, on a given network.
+
+Time is counted in whole nanoseconds, so that sums do not depend on their order: ten steps at once end at the same
+instant as ten times one step. For each node
+
+    time = computing + waiting + sending + down
+
+where waiting is for the others and sending is for the collective under way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.clock.steps import TICKS_PER_S, StepTime
+from exogym.core.clock.timeline import Span, Timeline
+from exogym.core.communicator import Event
+from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
+from exogym.network import NAMES, Network, algorithms_of, parse_seconds
+
+PARTS = ("computing", "waiting", "sending", "down")
+ROWS = ("_ticks", "_line_free", "steps", "tx_bytes", "rx_bytes")
+ALL = slice(None)
+Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A collective under way: its members, and in ticks its cost and its end (each member's own, of a mix)."""
+
+    members: Any
+    cost: int
+    end: Any
+    name: str
+
+
+class Clock:
+    """Virtual time of each node of a fleet.
+
+    Local steps `advance` it, an `event` of the communicator brings its members to the latest of them plus its cost,
+    and one that overlaps with computing is begun with `begin` and paid for at `wait`. A node's line carries one
+    collective at a time: one that finds it busy starts later. In a simulation's clock, averages that arrive late
+    overlap with computing. On hosts, a run waits for them where it sends them.
+
+    Args:
+        num_nodes: N.
+        network: a `Network`, or what `Network.parse` reads.
+        step_seconds: a `StepTime`, or its `seconds`: a number, text, or one per node.
+        algorithms: carry out collectives in another way than the events say: "cheapest", or by kind, as
+            {"all_reduce": "halving_doubling"}. Collectives through a server stay there.
+        outages: (node, start, end) in seconds or text: the node stands still meanwhile, and so do collectives that
+            are about to start with it.
+        timeline: keep `spans`, what each node did when, for `save_trace` and `draw_timeline`.
+
+    Attributes:
+        steps: (N,) steps each node has taken.
+        tx_bytes, rx_bytes: (N,) bytes each node has sent and received.
+        events: collectives so far; the number of each picks its jitter.
+
+    Raises:
+        ArgumentError: a network or step times for another number of nodes, an unknown algorithm, an outage that ends
+            before it starts.
+
+    >>> clock = Clock(4, "1Gbps,0.5ms", 0.01)
+    >>> clock.advance(10)
+    >>> clock.time_s.tolist()
+    [0.1, 0.1, 0.1, 0.1]
+
+    Attached to a communicator, it takes every collective into account:
+
+    >>> from exogym.communicator import Communicator
+    >>> comm = Communicator(range(4), 4)
+    >>> comm.ledger.listeners.append(clock.event)
+    >>> _ = comm.all_reduce(torch.zeros(4, 250_000))  # 1 MB: 6 (0.0005 + 0.25e6 * 8 / 1e9) s
+    >>> clock.time_s.tolist()
+    [0.115, 0.115, 0.115, 0.115]
+    """
+
+    @checked
+    def __init__(
+        self,
+        num_nodes: int,
+        network: Network | str,
+        step_seconds: StepTime | Any = 0.0,
+        *,
+        algorithms: str | Mapping[str, str] | None = None,
+        outages: Sequence[Outage] = (),
+        timeline: bool = False,
+    ):
+        check_count("num_nodes", num_nodes)
+        self.num_nodes, self.network = num_nodes, Network.of(network)
+        self.step_time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
+        for name, given in (("network", self.network.num_nodes), ("step_seconds", self.step_time.num_nodes)):
+            if given is not None and given != num_nodes:
+                raise ArgumentError(f"{name} is for {given} nodes, the clock for {num_nodes}: give it for {num_nodes}")
+        self.algorithms = _checked_algorithms(algorithms)
+        self._outages = _checked_outages(outages, num_nodes)
+        self._timeline = Timeline() if timeline else None
+        self._ticks = np.zeros(num_nodes, dtype=np.int64)
+        self._parts = {name: np.zeros(num_nodes, dtype=np.int64) for name in PARTS}
+        self._line_free = np.zeros(num_nodes, dtype=np.int64)
+        self.steps = np.zeros(num_nodes, dtype=np.int64)
+        self.tx_bytes, self.rx_bytes = np.zeros(num_nodes), np.zeros(num_nodes)
+        self.events = 0
+        self._flights: dict[int, _Flight] = {}
+        self._on_their_way: dict[int, list[int]] = {}  # number of an event's flight to handles
+        self._cheapest: dict[Any, str] = {}
+
+    # What moves it
+
+    def advance(self, counts: int | np.ndarray, measured_s: Any = None) -> None:
+        """Let every node compute its next `counts` steps: a number, or (N,).
+
+        Args:
+            measured_s: seconds that all of a node's steps together took instead, measured; a number or (N,).
+
+        Raises:
+            ArgumentError: a negative count, or one for another number of nodes.
+        """
+        counts = np.asarray(counts, dtype=np.int64)
+        if counts.shape not in ((), (self.num_nodes,)) or counts.min() < 0:
+            raise ArgumentError(f"counts={counts.tolist()} must be at least 0, one number or one for each node")
+        counts = np.broadcast_to(counts, self.num_nodes)
+        if measured_s is None:
+            work = self.step_time.ticks(self.steps, counts)
+        else:
+            seconds = np.asarray(measured_s, dtype=float)
+            if not (np.isfinite(seconds) & (seconds >= 0)).all():
+                raise ArgumentError(f"measured_s={measured_s!r} must be seconds of at least 0")
+            work = np.where(counts > 0, np.rint(seconds * TICKS_PER_S).astype(np.int64), 0)
+        end = self._ticks + work
+        for node, outages in self._outages.items():
+            pause = _pause(int(self._ticks[node]), int(work[node]), outages)
+            self._parts["down"][node] += pause
+            end[node] += pause
+        if self._timeline is not None:
+            self._timeline.computing(self._ticks, end, self._outages)
+        self._parts["computing"] += work
+        self._ticks = end
+        self.steps = self.steps + counts
+
+    def event(self, event: Event) -> None:
+        """Carry out a collective: its members wait for the latest of them, and then for its cost.
+
+        One that has a flight is begun, and its members wait for it at the event "arrive" of that flight.
+        """
+        if event.flight is None:
+            self.wait(self.begin(event))
+        elif event.kind != "arrive":
+            self._on_their_way.setdefault(event.flight, []).append(self.begin(event))
+        else:
+            for handle in self._on_their_way.pop(event.flight, ()):
+                self.wait(handle)
+
+    def begin(self, event: Event) -> int:
+        """Start a collective while its members go on computing; return a handle for `wait`.
+
+        It starts once all members have got here, are up, and have their lines free.
+        """
+        members = self._members(event.members)
+        start: Any
+        if event.links:
+            start = self._starts(event, np.maximum(self._ticks, self._line_free))
+        else:  # of few among many, only they are looked at
+            start = int(np.maximum(self._ticks[members], self._line_free[members]).max())
+        if self._outages and not event.links:
+            start = self._all_up(event.members, start)
+        algorithm = self._algorithm(event)
+        cost = round(self._seconds(event, algorithm, start, members) * TICKS_PER_S)
+        if cost:
+            self._line_free[members] = start + cost
+        self.tx_bytes[members] += event.tx_bytes
+        self.rx_bytes[members] += event.rx_bytes
+        handle, self.events = self.events, self.events + 1
+        self._flights[handle] = _Flight(members, cost, start + cost, f"{algorithm or event.algorithm} {event.kind}")
+        return handle
+
+    def agree(self, times: int = 1) -> None:
+        """Let all nodes agree on a few bytes, so often in a row; on a network that does not say how long, nothing.
+
+        The processes of a run on several hosts do so before they communicate, and again to put losses together.
+        """
+        cost = times * round(self.network.message_s * TICKS_PER_S)
+        if cost and self.num_nodes > 1:
+            self._arrive(_Flight(ALL, cost, int(self._ticks.max()) + cost, "agreement"))
+
+    def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
+        """Make `nodes` (all by default) wait until the last of all nodes is here, and at least until `until_s`.
+
+        So a round of a server ends for those that sat it out, too: nobody has the next parameters before.
+
+        >>> clock = Clock(2, "1Gbps", 0.01)
+        >>> clock.advance(np.array([5, 0]))
+        >>> clock.meet()
+        >>> clock.time_s.tolist(), clock.seconds("waiting").tolist()
+        ([0.05, 0.05], [0.0, 0.05])
+        """
+        end = max(int(self._ticks.max()), round(until_s * TICKS_PER_S))
+        self._arrive(_Flight(ALL if nodes is None else np.asarray(nodes, dtype=np.int64), 0, end, "server"))
+
+    def wait(self, handle: int) -> None:
+        """Make the members of a collective wait until it is done; what they computed meanwhile is not waited for.
+
+        Raises:
+            ArgumentError: no collective of that handle is under way.
+        """
+        if handle not in self._flights:
+            raise ArgumentError(f"no collective {handle!r} is under way; there are {sorted(self._flights)}")
+        self._arrive(self._flights.pop(handle))
+
+    def _arrive(self, flight: _Flight) -> None:
+        here = self._ticks[flight.members]
+        stall = np.maximum(flight.end - here, 0)
+        sending = np.minimum(stall, flight.cost)
+        if self._timeline is not None:
+            ids = np.arange(self.num_nodes)[flight.members]
+            self._timeline.collective(ids, here, stall - sending, sending, flight.name)
+        self._parts["sending"][flight.members] += sending
+        self._parts["waiting"][flight.members] += stall - sending
+        self._ticks[flight.members] += stall
+
+    # What it says
+
+    @property
+    def time_s(self) -> np.ndarray:
+        """(N,) virtual seconds of each node."""
+        return self._ticks / TICKS_PER_S
+
+    @property
+    def last_s(self) -> float:
+        """Virtual seconds of the last node: the most of `time_s`."""
+        return float(self._ticks.max() / TICKS_PER_S)
+
+    def share(self, part: str, of: Any = ALL) -> np.ndarray:
+        """Return (N,) the share of each node's time spent "computing", "waiting" (for others), "sending" or "down".
+
+        The four sum to 1; before anything has happened they are 0.
+
+        Args:
+            of: picks nodes: a number, a slice or an array of numbers; all nodes.
+        """
+        if part not in PARTS:
+            raise ArgumentError(f"part={part!r} is not one of {', '.join(map(repr, PARTS))}: {nearest(part, PARTS)}")
+        return self._parts[part][of] / np.maximum(self._ticks[of], 1)
+
+    def seconds(self, part: str, of: Any = ALL) -> np.ndarray:
+        """Return (N,) the seconds each node spent "computing", "waiting", "sending" or "down"; `of` as `share`."""
+        return self.share(part, of) * (self._ticks[of] / TICKS_PER_S)
+
+    def figures(self, node: int) -> dict[str, float]:
+        """Return time_s, waiting_share and bandwidth_use of one node."""
+        time_s = float(self._ticks[node] / TICKS_PER_S)
+        return {
+            "time_s": time_s,
+            "waiting_share": float(self.share("waiting", node) + self.share("sending", node)),
+            "bandwidth_use": float(self._line_use(node)),
+        }
+
+    @property
+    def waiting_share(self) -> np.ndarray:
+        """(N,) the share of each node's time in which it did not compute because of communication."""
+        return self.share("waiting") + self.share("sending")
+
+    @property
+    def bandwidth_use(self) -> np.ndarray:
+        """(N,) the share of each node's line that its bytes took so far, up or down, whichever is more."""
+        return self._line_use(ALL)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What each node did when, in this process; needs `timeline=True`.
+
+        Raises:
+            ArgumentError: the clock keeps no timeline.
+        """
+        if self._timeline is None:
+            raise ArgumentError("this clock keeps no timeline: make it with Clock(..., timeline=True)")
+        return self._timeline.spans
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that the clock needs to go on, as tensors; the timeline is not part of it."""
+        tensors = {name.strip("_"): torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
+        tensors |= {f"part.{name}": torch.from_numpy(part.copy()) for name, part in self._parts.items()}
+        members = np.zeros((len(self._flights), self.num_nodes), dtype=bool)
+        for row, flight in zip(members, self._flights.values(), strict=True):
+            row[flight.members] = True
+        numbers = {handle: number for number, handles in self._on_their_way.items() for handle in handles}
+        table = [[handle, f.cost, f.end, numbers.get(handle, -1)] for handle, f in self._flights.items()]
+        return tensors | {
+            "events": torch.tensor(self.events),
+            "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
+            "under_way_members": torch.from_numpy(members),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned.
+
+        Raises:
+            ArgumentError: it is of a clock of another number of nodes.
+        """
+        if len(state["ticks"]) != self.num_nodes:
+            raise ArgumentError(f"the state is of {len(state['ticks'])} nodes, the clock of {self.num_nodes}")
+        for name in ROWS:
+            setattr(self, name, state[name.strip("_")].numpy().copy())
+        self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
+        self.events = int(state["events"])
+        rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
+        self._flights, self._on_their_way = {}, {}
+        for (handle, cost, end, number), of in rows:
+            self._flights[handle] = _Flight(np.flatnonzero(of), cost, end, "")
+            if number >= 0:
+                self._on_their_way.setdefault(number, []).append(handle)
+
+    # Inside
+
+    def _line_use(self, of: Any) -> Any:
+        up, down = (bps[of] for bps in self.network.line_bps(self.num_nodes))
+        busy_s = 8 * np.maximum(self.tx_bytes[of] / up, self.rx_bytes[of] / down)
+        return busy_s / np.maximum(self._ticks[of] / TICKS_PER_S, 1 / TICKS_PER_S)
+
+    def _members(self, members: Sequence[int]) -> Any:
+        """Return what picks the members out of (N,) arrays."""
+        if len(members) == self.num_nodes:
+            return ALL
+        ids = np.asarray(members)
+        if ids.max() >= self.num_nodes:
+            raise ArgumentError(f"node {ids.max()} takes part, but the clock is for {self.num_nodes} nodes")
+        return ids
+
+    def _algorithm(self, event: Event) -> str | None:
+        """Return the algorithm that replaces the event's own, or None."""
+        if self.algorithms is None or event.algorithm == "server":
+            return None
+        if not isinstance(self.algorithms, str):
+            return self.algorithms.get(event.kind)
+        if len(algorithms_of(event.kind)) == 1:
+            return None
+        among = len(event.members) if self.network.num_nodes is None else event.members
+        key = (event.kind, event.payload_bytes, among)
+        if key not in self._cheapest:
+            self._cheapest[key] = self.network.cheapest(event.kind, event.payload_bytes, event.members)[0]
+        return self._cheapest[key]
+
+    def _seconds(self, event: Event, algorithm: str | None, start: Any, members: Any) -> float:
+        """Return the seconds of a collective; its `start`, in ticks, matters where links or windows change."""
+        network = self.network
+        if network.trace is None and not network.tcp:
+            return network.seconds(event, self.events, algorithm)
+        used = int(self._line_free[members].max())
+        start_s = float(np.max(start)) / TICKS_PER_S
+        idle_s = start_s - used / TICKS_PER_S if used else math.inf
+        return network.seconds(event, self.events, algorithm, start_s, idle_s)
+
+    def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
+        """Return (members,) when each member of a mix has all that is given to it on its way: it waits for no other."""
+        if self._outages:
+            ready = np.array([self._all_up([node], int(tick)) for node, tick in enumerate(ready)])
+        starts = ready.copy()
+        for giver, taker in event.links:
+            starts[taker] = max(starts[taker], ready[giver])
+        return starts[list(event.members)]
+
+    def _all_up(self, members: Sequence[int], start: int) -> int:
+        """Return the first moment from `start` at which no member is down."""
+        away: Iterable[int] = self._outages
+        if len(members) < self.num_nodes:
+            away = self._outages.keys() & set(members)
+        for begin, end in sorted(one for node in away for one in self._outages[node]):
+            if begin <= start < end:
+                start = end
+        return start
+
+
+def _pause(start: int, work: int, outages: Sequence[tuple[int, int]]) -> int:
+    """Return how long `work` from `start` on stands still; it goes on after each outage."""
+    pause = 0
+    if work:
+        for begin, end in outages:
+            if start < end and start + work + pause > begin:
+                pause += end - max(begin, start)
+    return pause
+
+
+def _checked_outages(outages: Sequence[Outage], num_nodes: int) -> dict[int, list[tuple[int, int]]]:
+    """Return the outages of each node that has some, in ticks, in order; those that touch become one."""
+    table: dict[int, list[tuple[int, int]]] = {}
+    for outage in outages:
+        if not isinstance(outage, Sequence) or isinstance(outage, str) or len(outage) != 3:
+            raise ArgumentError(f"the outage {outage!r} must be (node, start, end), as (3, '10s', '60s')")
+        node = outage[0]
+        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < num_nodes:
+            raise ArgumentError(f"the outage {outage!r} is of node {node!r}; there are nodes 0 to {num_nodes - 1}")
+        begin, end = (round(parse_seconds(moment, "outage") * TICKS_PER_S) for moment in outage[1:])
+        if end <= begin:
+            raise ArgumentError(f"the outage {outage!r} must end after it starts")
+        table.setdefault(node, []).append((begin, end))
+    for node, intervals in table.items():
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(intervals):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((begin, end))
+        table[node] = merged
+    return table
+
+
+def _checked_algorithms(given: str | Mapping[str, str] | None) -> str | Mapping[str, str] | None:
+    if isinstance(given, str) and given != "cheapest":
+        raise ArgumentError(f"algorithms={given!r} must be 'cheapest', or by kind, as {{'all_reduce': 'tree'}}")
+    if isinstance(given, Mapping):
+        for kind, algorithm in given.items():
+            names = algorithms_of(kind)
+            check_choice(f"algorithms[{kind!r}]", NAMES.get(algorithm, algorithm), names)
+    return given

@@ -1,0 +1,108 @@
+"""Seconds from work: the floating-point operations of a training step, and how many a device does per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from exogym.core.base.rng import preserved_state
+from exogym.errors import ArgumentError, ModelError, check_choice
+
+# Share of its peak that a device reaches in training unless said otherwise: arXiv:2501.18512 assumes 40 % to 60 %,
+# INTELLECT-1 (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models stay far below: measure yours.
+DEFAULT_UTILISATION = 0.4
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak dense matrix operations per second in the precision named, and where the figure is from."""
+
+    flops_per_s: float
+    precision: str
+    source: str
+
+
+DEVICES: dict[str, Device] = {  # by name: peak operations a second, and who says so
+    "h100": Device(989e12, "bf16", "NVIDIA H100 SXM data sheet, without sparsity"),
+    "a100": Device(312e12, "bf16", "NVIDIA A100 data sheet, without sparsity"),
+    "rtx4090": Device(165e12, "bf16", "NVIDIA Ada architecture paper, 32-bit accumulation, without sparsity"),
+    "m1": Device(2.6e12, "fp32", "Apple, November 2020: 8-core GPU"),
+    "m1-max": Device(10.4e12, "fp32", "Apple, October 2021: 32-core GPU"),
+    "m2": Device(3.6e12, "fp32", "Apple, June 2022: 10-core GPU"),
+    "m2-max": Device(13.6e12, "fp32", "Apple, January 2023: 38-core GPU"),
+    "m2-ultra": Device(27.2e12, "fp32", "Apple, June 2023: 76-core GPU"),
+    "cpu-core": Device(96e9, "fp32", "computed: 3 GHz, two 256-bit multiply-adds a cycle, 8 numbers each"),
+}
+
+
+def seconds_of(flops: float, device: str | Device = "h100", utilisation: float = DEFAULT_UTILISATION) -> float:
+    """Return the seconds that a device takes for `flops` operations at a share `utilisation` of its peak.
+
+    Args:
+        flops: floating-point operations; a training step of a transformer takes about 6 per parameter and token
+            (Kaplan et al., arXiv:2001.08361).
+        device: a name of `DEVICES`, or a `Device`.
+        utilisation: over 0 and up to 1.
+
+    Raises:
+        ArgumentError: an unknown device, or a number out of range.
+
+    >>> round(seconds_of(6 * 1e9 * 8192, "a100"), 3)  # 1B parameters, 8192 tokens
+    0.394
+    """
+    if not isinstance(device, Device):
+        check_choice("device", device, DEVICES)
+        device = DEVICES[device]
+    if not 0 <= flops < math.inf:
+        raise ArgumentError(f"flops={flops!r} must be a finite number of operations, at least 0")
+    if not 0 < utilisation <= 1:
+        raise ArgumentError(f"utilisation={utilisation!r} must be a share over 0 and up to 1")
+    return flops / (device.flops_per_s * utilisation)
+
+
+def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> int:
+    """Return the floating-point operations of one training step: forward and backward, matrix products and the like.
+
+    The step is run once, on the model as it is. Gradients, buffers and random state are left as they were.
+
+    Args:
+        model: a module; `model(batch)` must return the loss where no `loss` is given.
+        batch: what the model or the loss takes.
+        loss: called as `loss(model, batch)`, returns a scalar.
+
+    Raises:
+        ModelError: what came back is not one number with a gradient.
+
+    >>> model = nn.Linear(8, 4)
+    >>> flops_of(model, torch.randn(2, 8), lambda m, x: m(x).sum())  # 2*2*8*4, and again for the weights' gradient
+    256
+    """
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    counter = FlopCounterMode(display=False)
+    for p in model.parameters():
+        p.grad = None  # backward would add to it in place
+    try:
+        with preserved_state(next(iter(devices), torch.device("cpu"))), torch.enable_grad(), counter:
+            value = model(batch) if loss is None else loss(model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ModelError(
+                    f"counting operations needs a scalar loss with a gradient, got {what}: pass loss=, called as "
+                    "loss(model, batch)"
+                )
+            value.reshape(()).backward()
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = grads[name]
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(buffers[name])
+    return counter.get_total_flops()

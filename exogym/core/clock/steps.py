@@ -1,0 +1,139 @@
+"""How long a step takes: fixed, different per node, spread, or now and then much longer.
+
+Node i's step t takes
+
+    seconds_i * exp(sigma z - sigma^2 / 2) * (factor if u < share else 1)
+
+with z normal and u uniform, both functions of (seed, i, t) alone. So the time of a step depends neither on where the
+node runs nor on how many steps are taken at once. The mean of the spread part is 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+
+from exogym.core.base.rng import stream_seed
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.network.units import parse_seconds
+
+TICKS_PER_S = 10**9
+MOST_DRAWS = 1 << 20  # at a time, to bound the memory
+
+
+class StepTime:
+    """Seconds of each step of each node.
+
+    Args:
+        seconds: of a step; a number, text as "80ms", or one per node.
+        speeds: relative speed of each node, over 0; 0.5 takes twice as long.
+        sigma: spread of a node's steps: standard deviation of the logarithm.
+        straggler_share: share of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
+            scale, CACM 56, 2013).
+        straggler_factor: at least 1.
+        seed: of the draws.
+
+    Raises:
+        ArgumentError: a quantity out of range, or numbers for another count of nodes.
+
+    >>> time = StepTime("10ms", speeds=[1.0, 0.5])
+    >>> time.ticks(np.array([0, 0]), np.array([3, 3])).tolist()  # nanoseconds of three steps each
+    [30000000, 60000000]
+    """
+
+    @checked
+    def __init__(
+        self,
+        seconds: Any,
+        *,
+        speeds: Any = None,
+        sigma: float = 0.0,
+        straggler_share: float = 0.0,
+        straggler_factor: float = 10.0,
+        seed: int = 0,
+    ):
+        several = not isinstance(seconds, str) and np.ndim(seconds) == 1
+        per_node = np.array([parse_seconds(s, "step_seconds") for s in (seconds if several else [seconds])])
+        if speeds is not None:
+            speed = np.asarray(speeds, dtype=float)
+            if speed.ndim != 1 or not (np.isfinite(speed) & (speed > 0)).all():
+                raise ArgumentError(f"speeds={speeds!r} must be one number over 0 per node")
+            if several and len(speed) != len(per_node):
+                raise ArgumentError(f"speeds is for {len(speed)} nodes, seconds for {len(per_node)}: give both alike")
+            per_node = per_node / speed
+        if not (0 <= sigma < math.inf):
+            raise ArgumentError(f"sigma={sigma!r} must be at least 0")
+        if not 0 <= straggler_share <= 1:
+            raise ArgumentError(f"straggler_share={straggler_share!r} must be a share from 0 to 1")
+        if not 1 <= straggler_factor < math.inf:
+            raise ArgumentError(f"straggler_factor={straggler_factor!r} must be at least 1")
+        check_count("seed", seed, least=0)
+        self.seconds, self.sigma = per_node, float(sigma)
+        self.straggler_share, self.straggler_factor, self.seed = float(straggler_share), float(straggler_factor), seed
+        self.extra_s = np.zeros(1)  # of each step, whatever else it takes
+        self._keys = [np.uint64(stream_seed(seed, "step time", purpose)) for purpose in (0, 1)]
+        self._fixed_ticks = np.rint(per_node * TICKS_PER_S).astype(np.int64)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """How many nodes it is for; None: any number."""
+        return len(self.seconds) if len(self.seconds) > 1 else None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all steps of a node take the same time."""
+        return not self.sigma and not self.straggler_share
+
+    def for_work(self, work: np.ndarray, extra_s: Any = 0.0) -> StepTime:
+        """Return the time of steps that hold `work` (N,) times as much, and take `extra_s`, (N,) or one, on top."""
+        other = copy.copy(self)
+        other.seconds, other.extra_s = self.seconds * work, self.extra_s + np.asarray(extra_s)
+        other._fixed_ticks = np.rint((other.seconds + other.extra_s) * TICKS_PER_S).astype(np.int64)
+        return other
+
+    def mean_s(self, num_nodes: int) -> np.ndarray:
+        """Return (num_nodes,) mean seconds of a step."""
+        late = 1 + self.straggler_share * (self.straggler_factor - 1)
+        return np.broadcast_to(self.seconds, num_nodes) * late + self.extra_s
+
+    def ticks(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Return (N,) nanoseconds that node i takes for its steps `first[i]` to `first[i] + counts[i] - 1`."""
+        if self.is_fixed:
+            return counts * self._fixed_ticks
+        total = np.zeros(len(counts), dtype=np.int64)
+        for block in np.array_split(np.arange(len(counts)), 1 + int(counts.sum()) // MOST_DRAWS):
+            count = counts[block]
+            nodes = np.repeat(block, count)
+            steps = np.arange(len(nodes)) - np.repeat(np.cumsum(count) - count - first[block], count)
+            total += np.bincount(nodes, self.step_ticks(nodes, steps), len(counts)).astype(np.int64)  # exact: whole ns
+        return total
+
+    def step_ticks(self, nodes: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Return the whole nanoseconds of single steps: step `steps[k]` of node `nodes[k]`."""
+        seconds = self.seconds[nodes] if len(self.seconds) > 1 else np.full(len(nodes), self.seconds[0])
+        if self.sigma:
+            high, low = _uniform(self._keys[0], nodes, steps)
+            z = np.sqrt(-2 * np.log(high)) * np.cos(2 * np.pi * low)  # Box, Muller 1958
+            seconds = seconds * np.exp(self.sigma * z - self.sigma**2 / 2)
+        if self.straggler_share:
+            late = _uniform(self._keys[1], nodes, steps)[0] <= self.straggler_share
+            seconds = seconds * np.where(late, self.straggler_factor, 1.0)
+        seconds = seconds + (self.extra_s[nodes] if len(self.extra_s) > 1 else self.extra_s)
+        return np.rint(seconds * TICKS_PER_S)
+
+
+def _uniform(key: np.uint64, nodes: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two sets of numbers over 0 and up to 1, functions of (key, node, step): the halves of a 64-bit hash."""
+    bits = _mix(_mix(nodes.astype(np.uint64) + key) ^ steps.astype(np.uint64))
+    return ((bits >> np.uint64(32)) + 1.0) / 2**32, ((bits & np.uint64(0xFFFFFFFF)) + 1.0) / 2**32
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

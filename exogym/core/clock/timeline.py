@@ -1,0 +1,136 @@
+"""What each node did when: spans of time, as a trace for a browser, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from exogym.core.base.files import replacing
+from exogym.core.clock.steps import TICKS_PER_S
+from exogym.errors import ArgumentError, ExoGymError
+
+# Okabe & Ito 2008, told apart with every common kind of colour-blindness.
+COLOURS = {"compute": "#0072B2", "send": "#D55E00", "wait": "#E6E6E6", "down": "#000000"}
+MOST_NODES = 64  # in a picture
+TIMELINE = "timeline.json"  # in the folder of a run
+PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}  # of a clock, by kind of span
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a node's time.
+
+    Attributes:
+        kind: "compute", "wait" (for others), "send" (a collective under way) or "down" (an outage).
+        start_s, end_s: virtual seconds.
+        name: the collective, as "ring all_reduce".
+    """
+
+    node: int
+    kind: str
+    start_s: float
+    end_s: float
+    name: str = ""
+
+
+class Timeline:
+    """Collects spans. What a node computes without a break is one span, however many steps or calls it took."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._last: dict[int, int] = {}  # node -> place of its last span
+
+    def computing(self, start: np.ndarray, end: np.ndarray, outages: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Node i computes from tick `start[i]` to `end[i]`, but for its outages."""
+        for node in np.flatnonzero(end > start).tolist():
+            here, last = int(start[node]), int(end[node])
+            for begin, back in outages.get(node, ()):
+                if here < back and begin < last:
+                    self._add(node, "compute", here, max(begin, here))
+                    self._add(node, "down", max(begin, here), back)
+                    here = back
+            self._add(node, "compute", here, last)
+
+    def collective(
+        self, nodes: np.ndarray, start: np.ndarray, waiting: np.ndarray, sending: np.ndarray, name: str
+    ) -> None:
+        """Each of `nodes` waits from `start` on and then sends."""
+        for node, begin, pause, busy in zip(*(x.tolist() for x in (nodes, start, waiting, sending)), strict=True):
+            self._add(node, "wait", begin, begin + pause, name)
+            self._add(node, "send", begin + pause, begin + pause + busy, name)
+
+    def _add(self, node: int, kind: str, start: int, end: int, name: str = "") -> None:
+        if end <= start:
+            return
+        begin_s, end_s = start / TICKS_PER_S, end / TICKS_PER_S
+        before = self.spans[self._last[node]] if node in self._last else None
+        if before is not None and kind == "compute" == before.kind and before.end_s == begin_s:
+            self.spans[self._last[node]] = Span(node, kind, before.start_s, end_s)
+            return
+        self._last[node] = len(self.spans)
+        self.spans.append(Span(node, kind, begin_s, end_s, name))
+
+
+def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
+    """Write spans as a trace that Perfetto and chrome://tracing show: one line per node, virtual microseconds."""
+    nodes = sorted({span.node for span in spans})
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": node, "args": {"name": f"node {node}"}} for node in nodes
+    ]
+    for span in spans:
+        start_us, end_us = span.start_s * 1e6, span.end_s * 1e6
+        event = {"name": span.name or span.kind, "cat": span.kind, "ph": "X", "pid": 0, "tid": span.node}
+        events.append(event | {"ts": round(start_us, 3), "dur": round(end_us - start_us, 3)})
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
+    """Write the spans of a clock that keeps its timeline, and the mean shares of the whole run, as JSON."""
+    spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
+    shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
+    with replacing(path) as file:
+        json.dump({"title": "", "spans": spans, "shares": shares}, file)
+
+
+def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:
+    """Draw one bar per node (the first 64), coloured by what it does, into a PNG file.
+
+    Raises:
+        ArgumentError: no spans.
+        ExoGymError: matplotlib is not installed.
+    """
+    if not spans:
+        raise ArgumentError("there is nothing to draw: make the clock with timeline=True, and let it run")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ExoGymError("the picture needs matplotlib, which is not installed: pip install 'exogym[demo]'") from None
+    nodes = sorted({span.node for span in spans})
+    shown = nodes[:MOST_NODES]
+    row = {node: k for k, node in enumerate(shown)}
+    figure = Figure(figsize=(7.2, 1.2 + 0.22 * len(shown)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, colour in COLOURS.items():
+        for node in shown:
+            bars = [(s.start_s, s.end_s - s.start_s) for s in spans if s.node == node and s.kind == kind]
+            if bars:
+                axes.broken_barh(bars, (row[node] - 0.4, 0.8), facecolors=colour)
+        if any(span.kind == kind for span in spans):
+            axes.barh([0], [0], color=colour, label=kind)
+    axes.set_yticks(range(len(shown)), [f"node {node}" for node in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlim(0, max(span.end_s for span in spans))
+    axes.set_xlabel("virtual seconds")
+    note = "" if len(shown) == len(nodes) else f" (first {len(shown)} of {len(nodes)} nodes)"
+    axes.set_title(heading + note, loc="left", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", metadata={"Software": None})

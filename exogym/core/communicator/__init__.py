@@ -1,0 +1,76 @@
+"""The communicator: the only thing an algorithm sees of the other nodes.
+
+Every tensor carries the row axis first: row r of an argument is what node `ranks[r]` hands over, and
+row r of a result is what it gets back. A result that is the same for all nodes comes back as one row
+expanded to all (stride 0), so it costs the memory of one.
+
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+..., an absent id
+passing its sibling through; so the bits of a sum do not depend on who holds which row.
+
+Each call is recorded around the wire as an `Event` with, per member, the payload (bytes handed over)
+and the bytes sent and received by the named collective algorithm (S: payload, n: members):
+
+    ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
+    server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
+    tree all-reduce       binomial tree, up and down   exchange, mix    S per partner
+    broadcast, reduce     binomial tree
+    send                  S out of one, into another
+
+Four nodes in one process, and the events of what they do:
+
+>>> import torch
+>>> wire, seen = Wire(range(4)), list[Event]()
+>>> comm = Communicator(range(4), 4, wire)
+>>> ledger: Ledger = comm.ledger
+>>> ledger.listeners.append(seen.append)
+>>> x = torch.arange(8.0).view(4, 2)
+>>> comm.all_reduce(x)[0].tolist(), seen[0].algorithm, ledger.tx_bytes.tolist()
+([3.0, 4.0], 'ring', [12.0, 12.0, 12.0, 12.0])
+>>> reduce_rows(x, range(4), "max").tolist()
+[6.0, 7.0]
+>>> rule: Rule = rule_of("median")
+>>> rule.of(wire, x, range(4)).tolist()
+[3.0, 4.0]
+>>> comm.secure = SecureAggregation(bits=32)  # the same mean, in integers that nobody can read alone
+>>> comm.all_reduce(x)[0].tolist()
+[3.0, 4.0]
+>>> ship(wire, {"x": x}, source=0)["x"] is x
+True
+>>> inside: Inside = wire.inside  # a node of several devices has more parts
+>>> inside.part, inside.parts
+(0, 1)
+>>> Parcel(giver=0, taker=1, shape=(2,), dtype=torch.float32, is_swap=False).taker
+1
+"""
+
+from exogym.core.communicator.communicator import TRANSPORTS, Communicator
+from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.communicator.ledger import Event, Ledger
+from exogym.core.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
+from exogym.core.communicator.secure import SecureAggregation
+from exogym.core.communicator.shipping import blank, described, ship
+from exogym.core.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
+
+__all__ = [
+    "ALONE",
+    "CHUNK_ELEMENTS",
+    "RULES",
+    "TRANSPORTS",
+    "Communicator",
+    "Event",
+    "Inside",
+    "Krum",
+    "Ledger",
+    "Median",
+    "Parcel",
+    "Rule",
+    "SecureAggregation",
+    "TrimmedMean",
+    "Wire",
+    "blank",
+    "described",
+    "reduce_rows",
+    "rule_of",
+    "ship",
+    "tree_sum",
+]

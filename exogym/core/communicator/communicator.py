@@ -1,0 +1,446 @@
+"""The communicator: collectives over rows, recorded around the wire."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.base import pulse
+from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.communicator.recorder import Groups, Recorder, row_bytes
+from exogym.core.communicator.robust import Rule
+from exogym.core.communicator.secure import SecureAggregation
+from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
+from exogym.errors import ArgumentError, check_choice
+
+OPERATIONS = ("sum", "mean", "max", "min")
+TRANSPORTS = ("ring", "tree", "server")  # of an all-reduce
+
+
+class Communicator(Recorder):
+    """Collectives over the rows of a fleet, each recorded in `ledger`.
+
+    Args:
+        ranks: global id of each row here.
+        num_nodes: nodes in the whole fleet.
+        wire: what carries the rows; one process by default.
+
+    `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
+    or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
+    how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
+    where there is one, takes the place of every mean of parameters or gradients (`exogym.core.communicator.robust`);
+    `watchers` see each mean of parameters as it is taken: its members' rows here, the weight of each (1 in the mean of
+    members), what they bring, and the mean. A mean of something else than parameters is taken `unwatched`.
+    `secure`, where there is one, takes means so that nobody sees a node's own values
+    (`exogym.core.communicator.secure`).
+
+    >>> comm = Communicator(range(4), 4)
+    >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
+    [[1.5], [1.5], [1.5], [1.5]]
+    >>> comm.ledger.tx_bytes.tolist()
+    [6.0, 6.0, 6.0, 6.0]
+    """
+
+    def __init__(self, ranks: Sequence[int], num_nodes: int, wire: Wire | None = None):
+        super().__init__(wire or Wire(ranks), num_nodes)
+        self.ranks = self.wire.ranks
+        self.weights: Tensor | None = None
+        self.transport: str | None = None
+        self.rule: Rule | None = None
+        self.secure: SecureAggregation | None = None
+        self.watchers: list[Callable[[Sequence[int], Sequence[float], Tensor, Tensor], None]] = []
+        self._aggregations = 0
+        self._in_flight: dict[int, list[Any]] = {}
+
+    # Reductions
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: str = "mean",
+        *,
+        groups: Groups | None = None,
+        weights: Tensor | None = None,
+        out: Tensor | None = None,
+        algorithm: str = "ring",
+        expected: Groups | None = None,
+    ) -> Tensor:
+        """Reduce `x` (rows, ...) over each group and give every member the result.
+
+        Args:
+            op: "mean", "sum", "max" or "min".
+            groups: disjoint lists of global ids; one group of all present nodes by default.
+            weights: (num_nodes,) weights of a weighted mean, normalised within each group, instead of the fleet's.
+            out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
+                keep what they hold.
+            algorithm: "ring", "tree" or "server", for the bytes, where no `transport` was chosen.
+            expected: for each of `groups` those who were to take part, where some have dropped out.
+
+        Returns:
+            (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
+            which a row outside all groups keeps its own value.
+        """
+        self._check_op(op, x)
+        apart = groups is not None
+        groups = self._sorted(groups)
+        flat = x.reshape(len(x), -1)
+        everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
+        target = None if out is None else out.reshape(len(x), -1) if out.is_contiguous() else out.flatten(1)
+        if target is None and not everyone:
+            target = flat.clone()
+        if weights is not None and op != "mean":
+            raise ArgumentError(f"weights need op='mean', not {op!r}")
+        result = None
+        for k, group in enumerate(groups):
+            share = self.share(group, op) if weights is None else _share(weights, group)
+            kind, way = "all_reduce", self.transport or algorithm
+            if op == "mean" and self.secure is not None:
+                members = expected[k] if expected else group if apart else range(self.num_nodes)
+                result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
+                self._aggregations += 1  # for new keys; no result depends on them
+                for told, size in self.secure.sent(flat.shape[1], self._row_bytes(x), len(members)):
+                    if size:
+                        self.record(told, "server", group, size)
+            elif (rule := self.robust(op, share)) is not None:
+                result = rule.of(self.wire, flat, group, self._others)
+                self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
+            else:
+                result = self._reduced(flat, group, op, share, everywhere=not apart)
+                self.record(kind, way, group, self._row_bytes(x))
+            if op == "mean" and self._tag == "parameters":
+                for watch in self.watchers:
+                    rows = self._rows_here(group)
+                    at = {i: 1.0 if share is None else float(share[k]) * len(group) for k, i in enumerate(group)}
+                    watch(rows, [at[self.ranks[row]] for row in rows], flat, result)
+            if target is not None:
+                for row in self._rows_here(group):
+                    target[row] = result
+        if target is not None:
+            if out is not None and target.data_ptr() != out.data_ptr():
+                out.copy_(target.view_as(out))
+            return out if out is not None else target.view_as(x)
+        assert result is not None
+        return result.view(1, *x.shape[1:]).expand_as(x)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Within it the watchers see no mean: what is averaged is not what nodes have moved, as their moments."""
+        watchers, self.watchers = self.watchers, []
+        try:
+            yield
+        finally:
+            self.watchers = watchers
+
+    @staticmethod
+    def _check_op(op: str, x: Tensor) -> None:
+        """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
+        check_choice("op", op, OPERATIONS)
+        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+            raise ArgumentError(
+                f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
+            )
+
+    @property
+    def _others(self) -> Inside:
+        """The processes of the node that hold the other columns of what is averaged."""
+        return ALONE if self._alone else self.wire.inside
+
+    def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
+        """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
+        return None if self.weights is None or op != "mean" else _share(self.weights, group)
+
+    def robust(self, op: str, share: Tensor | None) -> Rule | None:
+        """Return the rule that takes the place of a mean; None: it is one, or another operation, or of buffers.
+
+        Raises:
+            ArgumentError: a mean with weights, which a bad node could claim.
+        """
+        if self.rule is None or op != "mean" or self._tag != "parameters":
+            return None
+        if share is not None:
+            raise ArgumentError(f"{self.rule} counts all nodes alike, and this mean weighs them: weighting='uniform'")
+        return self.rule
+
+    def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
+        """Begin to sum the weighted columns of `x` (1, F) over all nodes, in place, without waiting.
+
+        The next `all_reduce(x, "mean")` waits for all sums begun on `x`, which must cover its columns, and takes them;
+        it is recorded there. Only where the wire can (`Wire.begin`).
+        """
+        share = self.share(range(self.num_nodes))
+        if share is not None:
+            x[0, start:stop].mul_(float(share[self.ranks[0]]))  # a number is not rounded to half precision
+        self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
+
+    def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
+        works = self._in_flight.pop(x.data_ptr(), None)
+        if works is None:
+            return self.wire.reduce(x, group, op, share, everywhere=everywhere)
+        with pulse.at(pulse.WAITING):
+            for work in works:
+                work.wait()
+        return x[0].clone() if share is not None else x[0] / len(group)
+
+    def sum_decoded(
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
+        groups: Groups | None = None, size: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
+
+        For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
+        tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns (rows, ...): the reduction,
+        expanded; a row outside all groups has its own decoded value. `size` is the bytes of a node's payload where they
+        are not those of its tensors, as of bits that fill no whole byte in each process of a node.
+        """
+        groups = self._sorted(groups)
+        size = sum(self._row_bytes(part) for part in payload) if size is None else size
+        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
+            return self._sum_packed(payload, decode, op, groups, size)
+        decoded = decode(*payload)
+        self._check_op(op, decoded)
+        flat = decoded.reshape(len(decoded), -1)
+        if len(groups) == 1 and len(groups[0]) == self.num_nodes:
+            self.record("all_gather", "ring", groups[0], size)
+            result = self._of_decoded(flat, groups[0], op)
+            return result.view(1, *decoded.shape[1:]).expand_as(decoded)
+        result = flat.clone()
+        for group in groups:
+            self.record("all_gather", "ring", group, size)
+            reduced = self._of_decoded(flat, group, op)
+            for row in self._rows_here(group):
+                result[row] = reduced
+        return result.view_as(decoded)
+
+    def _of_decoded(self, x: Tensor, group: Sequence[int], op: str) -> Tensor:
+        share = self.share(group, op)
+        rule = self.robust(op, share)
+        return self.wire.reduce(x, group, op, share) if rule is None else rule.of(self.wire, x, group, self._others)
+
+    def _sum_packed(
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str, groups: list[list[int]], size: float
+    ) -> Tensor:
+        """`sum_decoded` where the packed bytes travel and everyone decodes all of them."""
+        packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
+        widths = [row_bytes(part) for part in payload]
+        result = None if len(groups) == 1 and len(groups[0]) == self.num_nodes else decode(*payload).clone()
+        for group in groups:
+            self.record("all_gather", "ring", group, size)
+            pieces = self.wire.rows(packed, group).split(widths, 1)
+            parts = [
+                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
+                for piece, part in zip(pieces, payload, strict=True)
+            ]
+            decoded = decode(*parts)
+            self._check_op(op, decoded)
+            flat = decoded.reshape(len(group), -1)
+            share = self.share(group, op)
+            rule = self.robust(op, share)
+            total = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
+            reduced = total.view(1, *decoded.shape[1:])
+            if result is None:
+                return reduced.expand(len(self.ranks), *decoded.shape[1:])
+            for row in self._rows_here(group):
+                result[row] = reduced[0]
+        assert result is not None
+        return result
+
+    def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
+        """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
+        self._check_op(op, x)
+        self._member(dst)
+        result = x.clone()
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
+        self._record_tree("reduce", dst, self._row_bytes(x))
+        for row in self._rows_here([dst]):
+            result[row] = reduced.view_as(x[row])
+        return result
+
+    def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
+        self._check_op(op, x)
+        self._per_member(x, "reduce_scatter")
+        share = self.share(self.present, op)
+        reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
+        self.record("reduce_scatter", "ring", self.present, self._row_bytes(x))
+        return self._dealt(reduced)
+
+    # Moving rows
+
+    def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
+        """Give every member (the present nodes by default) the row of `src`; other rows keep their own.
+
+        Returns (rows, ...), one row expanded if all nodes are members.
+        """
+        group = self.present if members is None else self._sorted([members])[0]
+        row = self.wire.rows(x, [self._member(src)])
+        self._record_tree("broadcast", src, self._row_bytes(x), group)
+        if len(group) == self.num_nodes:
+            return row.expand_as(x)
+        result = x.clone()
+        result[self._rows_here(group)] = row
+        return result
+
+    def gather(self, x: Tensor, dst: int = 0) -> Tensor:
+        """Collect all rows, in id order, for `dst`. Returns (n, ...), which belongs to `dst`."""
+        self._member(dst)
+        size, n = self._row_bytes(x), len(self.present)
+        at_dst = np.array([member == dst for member in self.present])
+        self._add(
+            "gather", "direct", self.present, size, np.where(at_dst, 0.0, size), np.where(at_dst, size * (n - 1), 0.0)
+        )
+        return self.wire.rows(x, self.present)
+
+    def all_gather(self, x: Tensor, members: Sequence[int] | None = None) -> Tensor:
+        """Collect the rows of the members (the present nodes by default), in id order, for all of them.
+
+        Returns (rows, n, ...), one copy expanded.
+        """
+        group = self.present if members is None else self._sorted([members])[0]
+        everyone = self.wire.rows(x, group)
+        self.record("all_gather", "ring", group, self._row_bytes(x))
+        return everyone[None].expand(len(x), *everyone.shape)
+
+    def scatter(self, x: Tensor, src: int = 0) -> Tensor:
+        """Give the k-th present node slice k of the row of `src`, others zeros; `x` is (rows, n, ...)."""
+        self._per_member(x, "scatter")
+        row = self.wire.rows(x, [self._member(src)])[0]
+        n, size = len(self.present), self._row_bytes(x)
+        at_src = np.array([member == src for member in self.present])
+        sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
+        self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
+        return self._dealt(row)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Give the k-th present node slice k of everyone; `x` is (rows, n, ...), and other rows keep theirs.
+
+        Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
+        """
+        self._per_member(x, "all_to_all")
+        self.record("all_to_all", "pairwise", self.present, self._row_bytes(x))
+        result, members, n = x.clone(), self.present, len(self.present)
+        if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
+            everyone = self.wire.rows(x, members)
+            for k, rank in enumerate(members):
+                result[self._rows_here([rank])] = everyone[:, k]
+            return result
+        for shift in range(1, n):
+            parcels = [Parcel(i, members[(k + shift) % n], x.shape[2:], x.dtype, False) for k, i in enumerate(members)]
+            mine = [(k, row) for k, i in enumerate(members) for row in self._rows_here([i])]
+            given = {members[k]: x[row, (k + shift) % n].contiguous() for k, row in mine}
+            got = self.wire.hand_over(given, parcels)
+            for k, row in mine:
+                result[row, (k - shift) % n] = got[members[k]]
+        return result
+
+    def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
+        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...).
+
+        A node that is away has itself as partner; its row is not looked at.
+        """
+        if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
+            raise ArgumentError(
+                f"partner={list(partner)} must name a node from 0 to {self.num_nodes - 1} for each node"
+            )
+        size, swapped = self._row_bytes(x), [rank for rank, other in enumerate(partner) if rank != other]
+        for rank, other in enumerate(partner):
+            if partner[other] != rank:
+                raise ArgumentError(
+                    f"exchange works in pairs: node {rank} names {other}, but {other} names {partner[other]}"
+                )
+            if rank < other:
+                self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
+        result = x.clone()
+        if swapped:
+            theirs = self.wire.rows(x, swapped)  # a call that every process makes alike
+            for rank in swapped:
+                for row in self._rows_here([rank]):
+                    result[row] = theirs[swapped.index(partner[rank])]
+        return result
+
+    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
+        """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
+
+        A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
+        """
+        for giver, taker, shape, dtype, is_swap in parcels:
+            if giver != taker:
+                size = float(math.prod(shape) * dtype.itemsize)
+                there, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
+                kind, way = ("exchange", "pairwise") if is_swap else ("send", "direct")
+                self._add(kind, way, [giver, taker], size, there, back, givers=None if is_swap else [giver])
+        return self.wire.hand_over(given, parcels)
+
+    def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).
+
+        Where W[i, j] is not zero, node j gives its row to node i: payload and tx are a row's bytes for each taker, rx
+        for each giver.
+        """
+        return self.mix_all([x], matrix)[0]
+
+    def mix_all(self, xs: Sequence[Tensor], matrix: Tensor) -> list[Tensor]:
+        """Mix the rows of several tensors as `mix` does, with one message from neighbour to neighbour for all."""
+        if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
+            raise ArgumentError(
+                f"the mixing matrix is {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
+            )
+        links = (matrix != 0).cpu().numpy()
+        np.fill_diagonal(links, False)
+        size = float(sum(map(self._row_bytes, xs)))
+        met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # others keep to themselves
+        if met:
+            ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
+            self._add("mix", "neighbours", met, size, links.sum(0)[met] * size, links.sum(1)[met] * size, links=ways)
+        return [self._mixed(x, matrix, met) for x in xs]
+
+    def _mixed(self, x: Tensor, matrix: Tensor, met: list[int]) -> Tensor:
+        flat = x.reshape(len(x), -1)
+        theirs = self.wire.rows(flat, met) if met else flat[:0]  # a call that every process makes alike
+        out = torch.zeros_like(flat)
+        for row, rank in enumerate(self.ranks):
+            givers = torch.nonzero(matrix[rank]).flatten().tolist()
+            if givers == [rank]:
+                out[row] = flat[row] * float(matrix[rank, rank])
+            elif givers:
+                rows = torch.stack([flat[row] if i == rank else theirs[met.index(i)] for i in givers])
+                out[row] = reduce_rows(rows, givers, "sum", matrix[rank][givers])
+        return out.view_as(x)
+
+    def barrier(self) -> None:
+        """Wait for all present nodes. No payload."""
+        self.record("barrier", "tree", self.present, 0)
+
+    # Bookkeeping
+
+    def _dealt(self, slices: Tensor) -> Tensor:
+        """Give the k-th present node slice k of (n, ...), others zeros; (rows, ...)."""
+        result = slices.new_zeros(len(self.ranks), *slices.shape[1:])
+        for k, rank in enumerate(self.present):
+            for row in self._rows_here([rank]):
+                result[row] = slices[k]
+        return result
+
+    def _rows_here(self, ids: Sequence[int]) -> list[int]:
+        return [self.wire.row_of[i] for i in ids if i in self.wire.row_of]
+
+    def _per_member(self, x: Tensor, name: str) -> None:
+        if x.dim() < 2 or x.shape[1] != len(self.present):
+            raise ArgumentError(
+                f"{name} needs one slice per node: (rows, {len(self.present)}, ...), not {tuple(x.shape)}"
+            )
+
+
+def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
+    mine = weights[list(group)].double()
+    total = mine.sum()
+    if not (total > 0 and bool((mine >= 0).all())):
+        raise ArgumentError(
+            f"weights of nodes {list(group)} are {mine.tolist()}: wanted none negative and a positive sum"
+        )
+    return mine / total

@@ -1,0 +1,178 @@
+"""What is sent, counted: who takes part in a call, what each hands over, what travels, and when it arrives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from exogym.core.communicator.ledger import FACTORS, Event, Ledger, children, together, tree_factors
+from exogym.core.communicator.wire import Wire
+from exogym.errors import ArgumentError, check_choice
+
+Groups = Sequence[Sequence[int]]
+
+
+class Recorder:
+    """Records calls in `ledger`, under the tag and the flight that are on.
+
+    Args:
+        wire: what carries the rows.
+        num_nodes: nodes in the whole fleet.
+    """
+
+    def __init__(self, wire: Wire, num_nodes: int):
+        self.wire, self.num_nodes = wire, num_nodes
+        self.ledger = Ledger(num_nodes)
+        self.present: list[int] = list(range(num_nodes))
+        self._tag = "parameters"
+        self._alone = False  # whether what is sent is whole, and no part of it in each process of a node
+        self._held: list[Event] | None = None  # what was sent apart
+        self._numbers = 0  # of flights
+        self._flight: int | None = None  # which calls are on now
+
+    @contextlib.contextmanager
+    def counted_as(self, tag: str) -> Iterator[None]:
+        """Count the calls inside under `tag` ("buffers")."""
+        before, self._tag = self._tag, tag
+        try:
+            yield
+        finally:
+            self._tag = before
+
+    # What is on its way while its members go on computing
+
+    def new_flight(self) -> int:
+        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
+        self._numbers += 1
+        return self._numbers
+
+    @contextlib.contextmanager
+    def on_its_way(self, flight: int | None) -> Iterator[None]:
+        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
+        before, self._flight = self._flight, flight
+        try:
+            yield
+        finally:
+            self._flight = before
+
+    def arrive(self, flight: int) -> None:
+        """Let the members of what is on its way under `flight` wait for it now."""
+        nothing = np.zeros(0)
+        event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
+        self.ledger.tell(event) if self._held is None else self._held.append(event)
+
+    @contextlib.contextmanager
+    def of_nodes(self) -> Iterator[None]:
+        """Inside, what is sent is a node's own: all its processes hold the same, and no part of it each."""
+        before, self._alone = self._alone, True
+        try:
+            yield
+        finally:
+            self._alone = before
+
+    # What processes of a node do apart
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, each process of the node acts for some whole tensors; then their events are put together, as one's.
+
+        Every process of the node enters, also one that has nothing to do.
+        """
+        self._alone, self._held = True, []
+        try:
+            yield
+        finally:
+            self._alone, held = False, self._held
+            self._held = None
+        for event in together(self.wire.inside.tell([event.described() for event in held or []])):
+            self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
+
+    # A server beside the nodes, which every process plays: what it gets and gives is in all of them
+
+    def push(self, x: Tensor, src: int) -> None:
+        """Record that node `src` sends its row of `x` (rows, ...) up to the server."""
+        self.record("push", "server", [self._member(src)], self._row_bytes(x))
+
+    def pull(self, x: Tensor, members: Sequence[int]) -> None:
+        """Record that the server sends each of `members` a row like those of `x` (rows, ...)."""
+        (group,) = self._sorted([members])
+        self.record("pull", "server", group, self._row_bytes(x))
+
+    # Who, and how much
+
+    def _sorted(self, groups: Groups | None) -> list[list[int]]:
+        if groups is None:
+            return [self.present]
+        ordered = [sorted(group) for group in groups]
+        members = [rank for group in ordered for rank in group]
+        known = len(set(members)) == len(members) and all(0 <= rank < self.num_nodes for rank in members)
+        if not (known and all(ordered)):
+            raise ArgumentError(
+                f"groups={ordered} must be disjoint, none empty, of nodes from 0 to {self.num_nodes - 1}"
+            )
+        return ordered
+
+    def _member(self, rank: int) -> int:
+        if rank not in self.present:
+            raise ArgumentError(f"node {rank} does not take part; present: {self.present}")
+        return rank
+
+    def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
+        """Record a collective in which each of `members` hands over `size` bytes, or is handed them ("pull")."""
+        check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
+        n = len(members)
+        if kind in ("push", "pull"):
+            moved, nothing = np.full(n, float(size) if self.num_nodes > 1 else 0.0), np.zeros(n)
+            up, down = (moved, nothing) if kind == "push" else (nothing, moved)
+            self._add(kind, algorithm, members, size, up, down, givers=None if kind == "push" else [])
+            return
+        if (kind, algorithm) == ("all_reduce", "tree"):
+            moved = tree_factors(n) * size
+        else:
+            moved = np.full(n, FACTORS[kind, algorithm](n) * size if self._has_others(members, algorithm) else 0.0)
+        self._add(kind, algorithm, members, size, moved, moved)
+
+    def _record_tree(self, kind: str, root: int, size: float, members: Sequence[int] | None = None) -> None:
+        members = self.present if members is None else members
+        n, at = len(members), members.index(root)
+        down = np.array([children((k - at) % n, n) * float(size) for k in range(n)])
+        up = np.array([0.0 if k == at else float(size) for k in range(n)])
+        sent, got = (down, up) if kind == "broadcast" else (up, down)
+        self._add(kind, "tree", members, size, sent, got, givers=[root] if kind == "broadcast" else None)
+
+    def _add(
+        self,
+        kind: str,
+        algorithm: str,
+        members: Sequence[int],
+        size: float,
+        tx: np.ndarray,
+        rx: np.ndarray,
+        givers: Sequence[int] | None = None,
+        links: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        payload = size if self._has_others(members, algorithm) else 0.0
+        gave = tuple(members if givers is None else givers)
+        event = Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
+        self.ledger.add(event) if self._held is None else self._held.append(event)
+
+    def _row_bytes(self, x: Tensor) -> int:
+        """Return the bytes of a row of `x` (rows, ...), over all processes of a node.
+
+        A number (rows,), and a buffer, are the node's: all its processes hold the same.
+        """
+        here = row_bytes(x)
+        if self._alone or self._tag == "buffers" or x.dim() == 1:
+            return here
+        return self.wire.inside.total(here)
+
+    def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
+        """Say whether there is anyone to send to; the server is there even for one client of several nodes."""
+        return len(members) > 1 or (algorithm == "server" and self.num_nodes > 1)
+
+
+def row_bytes(x: Tensor) -> int:
+    return x[0].numel() * x.element_size()

@@ -1,0 +1,196 @@
+"""Secure aggregation: the server learns the sum of what clients send, and of no client what it was.
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
+parties). n members are to take part, of whom m come through; t = floor(n/2) + 1 shares recover a secret.
+
+    keys      u sends two public keys, g^s_u and one to encrypt with
+    shares    u sends each other v an encrypted share of s_u and of a seed b_u (Shamir)
+    masked    u sends y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv),  s_uv = g^(s_u s_v)
+    unmask    of each other member those who came through send one share: of b_v if v came through, else of s_v
+    server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that they share with v, for each v that did not)
+
+x_u is the weighted value in fixed point, round(w_u x 2^f) in the integers modulo 2^bits, so masks cancel exactly: the
+result is the mean of the rounded values, whatever the keys, and off by at most 2^-(f+1) per member.
+
+The protocol is played with numbers of the run's seed in a toy group: it shows what is sent and that it works, and keeps
+nobody here from anything.
+
+Bytes of a member, F elements of S bytes together: up 2 keys of 32, (n-1) pairs of shares of 80 (two of 32, and 16 to
+seal them), F bits/8, (n-1) shares of 32; down (n-1) pairs of keys of 64, (n-1) pairs of shares of 80, S. Lists of who
+is there are not counted. Who drops out is counted for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.base.rng import stream_seed
+from exogym.core.communicator.wire import Wire
+from exogym.errors import ArgumentError, TrainingError, check_count
+
+PRIME, BASE = 2**127 - 1, 3  # of the toy group and of the field of shares
+KEY_BYTES, SHARE_BYTES, SEAL_BYTES = 32, 32, 16
+FRACTION_BITS = {32: 16, 64: 40}
+DTYPES = {32: torch.int32, 64: torch.int64}
+
+
+@dataclass(frozen=True)
+class SecureAggregation:
+    """How values are put into integers.
+
+    Args:
+        bits: of an element on its way up: 32 or 64.
+        fraction_bits: f; 16 of 32 and 40 of 64 bits by default. Values must stay under 2^(bits - 1 - f) / n.
+        seed: of the keys.
+
+    Raises:
+        ArgumentError: other numbers of bits.
+    """
+
+    bits: int = 64
+    fraction_bits: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in DTYPES:
+            raise ArgumentError(f"SecureAggregation: bits={self.bits!r} must be 32 or 64")
+        if self.fraction_bits is not None:
+            check_count("fraction_bits", self.fraction_bits, least=0)
+            if self.fraction_bits > self.bits - 2:
+                raise ArgumentError(
+                    f"fraction_bits={self.fraction_bits} leaves nothing of {self.bits} bits for numbers"
+                )
+
+    @property
+    def scale(self) -> float:
+        """2^f."""
+        return 2.0 ** (FRACTION_BITS[self.bits] if self.fraction_bits is None else self.fraction_bits)
+
+    def sent(self, elements: float, size: float, n: int) -> list[tuple[str, float]]:
+        """Return what a member of n sends ("push") and gets ("pull"), in order, in bytes."""
+        others = n - 1
+        shares = others * (2 * SHARE_BYTES + SEAL_BYTES)
+        told = [("push", 2.0 * KEY_BYTES), ("pull", 2.0 * KEY_BYTES * others), ("push", shares), ("pull", shares)]
+        return [*told, ("push", elements * self.bits / 8), ("push", others * SHARE_BYTES), ("pull", size)]
+
+    def mean(
+        self, wire: Wire, x: Tensor, came: Sequence[int], members: Sequence[int], share: Tensor | None, call: int
+    ) -> Tensor:
+        """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`.
+
+        Args:
+            members: who was to take part.
+            call: number of this aggregation, for its keys.
+
+        Raises:
+            ArgumentError: a value that does not fit into the integers.
+            TrainingError: too few came through to unmask the sum.
+        """
+        n = len(members)
+        if len(came) < n // 2 + 1:
+            raise TrainingError(
+                f"secure aggregation: {len(came)} of {n} nodes came through, and {n // 2 + 1} are needed to unmask "
+                "their sum: have fewer drop out, or leave secure_aggregation out"
+            )
+        weights = torch.ones(len(came), dtype=torch.float64) if share is None else (share / share.max()).cpu()
+        self._check_range(wire, x, came, n)
+        seeds = Seeds(self.seed, call, members)
+        masked = torch.zeros(len(x), x.shape[1], dtype=DTYPES[self.bits])
+        for u, weight in zip(came, weights.tolist(), strict=True):
+            if u in wire.row_of:
+                row = wire.row_of[u]
+                fixed = (x[row].double() * (weight * self.scale)).round().cpu().to(torch.int64).to(masked.dtype)
+                masked[row] = fixed + self._masks(seeds, u, x.shape[1])
+        total = wire.reduce(masked, came, "sum") - self._unmasking(seeds, came, x.shape[1])
+        return (total.double() / (self.scale * float(weights.sum()))).to(x.device, x.dtype)
+
+    def _check_range(self, wire: Wire, x: Tensor, came: Sequence[int], n: int) -> None:
+        largest = float(wire.reduce(x.abs().amax(1, keepdim=True).double().cpu(), came, "max"))
+        most = 2.0 ** (self.bits - 1) / self.scale / n
+        if not largest < most:
+            raise ArgumentError(
+                f"secure aggregation: a value of {largest:.3g} does not fit, since the sum of {n} in {self.bits} bits "
+                f"holds values under {most:.3g}: take more bits, or fewer fraction_bits, as SecureAggregation(bits=64)"
+            )
+
+    def _masks(self, seeds: Seeds, u: int, width: int) -> Tensor:
+        """Return the (F,) masks of member `u`."""
+        masks = self._drawn(seeds.own[u], width)
+        for v in seeds.members:
+            if v != u:
+                pair = self._drawn(seeds.agreed(u, v), width)
+                masks += pair if v > u else -pair
+        return masks
+
+    def _unmasking(self, seeds: Seeds, came: Sequence[int], width: int) -> Tensor:
+        """Return the (F,) sum of the masks that are left in the sum of those who `came`, from their shares alone."""
+        left = torch.zeros(width, dtype=DTYPES[self.bits])
+        for u in came:
+            left += self._drawn(recovered(seeds.shares_of_own(u), came, seeds.members), width)
+        for v in sorted(set(seeds.members) - set(came)):
+            secret = recovered(seeds.shares_of_secret(v), came, seeds.members)
+            for u in came:
+                pair = self._drawn(pow(seeds.public[u], secret, PRIME), width)
+                left += pair if v > u else -pair
+        return left
+
+    def _drawn(self, seed: int, width: int) -> Tensor:
+        """PRG: `width` numbers of the ring."""
+        kind, signed = (np.uint32, np.int32) if self.bits == 32 else (np.uint64, np.int64)
+        drawn = np.random.Generator(np.random.Philox(key=seed)).integers(0, 2**self.bits, width, dtype=kind)
+        return torch.from_numpy(drawn.view(signed))
+
+
+class Seeds:
+    """The secrets of the members of one aggregation; what each could know of them is in the methods."""
+
+    def __init__(self, seed: int, call: int, members: Sequence[int]):
+        self.members, self._names = list(members), (seed, call)
+        self.threshold = len(self.members) // 2 + 1
+        self.own = {u: self._number("own", u) for u in self.members}
+        self._secret = {u: self._number("secret", u) for u in self.members}
+        self.public = {u: pow(BASE, secret, PRIME) for u, secret in self._secret.items()}
+
+    def agreed(self, u: int, v: int) -> int:
+        """Return s_uv, as u finds it from its secret and v's public key; v finds the same."""
+        return pow(self.public[v], self._secret[u], PRIME)
+
+    def shares_of_own(self, u: int) -> list[int]:
+        """Return the share of b_u that each member holds."""
+        return self._shares("own", u, self.own[u])
+
+    def shares_of_secret(self, u: int) -> list[int]:
+        """Return the share of s_u that each member holds."""
+        return self._shares("secret", u, self._secret[u])
+
+    def _shares(self, what: str, u: int, value: int) -> list[int]:
+        """Shamir: a polynomial of degree t - 1 with `value` at 0, at 1, 2, ..., n."""
+        coefficients = [value, *(self._number(f"{what} share", u, k) for k in range(1, self.threshold))]
+        return [
+            sum(c * pow(at, k, PRIME) for k, c in enumerate(coefficients)) % PRIME
+            for at in range(1, len(self.members) + 1)
+        ]
+
+    def _number(self, what: str, *ids: int) -> int:
+        seed, call = self._names
+        high, low = (stream_seed(seed, f"secure {what} {part}", call, *ids) for part in ("high", "low"))
+        return ((high << 63) | low) % PRIME
+
+
+def recovered(shares: Sequence[int], came: Sequence[int], members: Sequence[int]) -> int:
+    """Return the secret from the shares of the first t members that came through (Lagrange, at 0)."""
+    order = list(members)
+    points = [order.index(u) + 1 for u in came][: len(order) // 2 + 1]
+    total = 0
+    for at in points:
+        others = [other for other in points if other != at]
+        above = math.prod(-other for other in others)
+        below = math.prod(at - other for other in others)
+        total += shares[at - 1] * above * pow(below, -1, PRIME)
+    return total % PRIME

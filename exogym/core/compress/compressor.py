@@ -1,0 +1,246 @@
+"""Compressors of rows: what a node sends of its row, and what others make of it; error feedback around any of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.base.rng import generator
+from exogym.core.communicator import Communicator
+from exogym.core.communicator.wire import reduce_rows
+from exogym.core.compress.dct import Blocks
+from exogym.core.compress.quantize import Quantizer, pack, unpack
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Layout
+from exogym.errors import ArgumentError, check_count
+
+Payload = list[Tensor]  # (rows, ...) each
+Groups = Sequence[tuple[int, int]]  # (m, k): m groups of k numbers each, one after the other
+
+
+class Compressor(ABC):
+    """Turns rows of `count` numbers into what is sent, and back. Nodes are compressed one by one.
+
+    Attributes:
+        count: P, the numbers of a row.
+        draws: whether `encode` wants noise, (rows, count), uniform in [0, 1); see `noise_of`.
+    """
+
+    count: int
+    draws = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        """Return what the nodes send of `x` (rows, count), as tensors (rows, ...)."""
+
+    @abstractmethod
+    def decode(self, *payload: Tensor) -> Tensor:
+        """Return the (rows, count) numbers that payloads stand for."""
+
+
+class Quantized(Compressor):
+    """Every number by a quantiser, which has one table for each of `groups` (`buckets`, `tensors`).
+
+    Payload: ceil(count bits / 8) bytes of codes, and the table's 4-byte numbers for each group.
+
+    >>> from exogym.compress import E3M0
+    >>> c = Quantized(E3M0(), buckets(5, 2))
+    >>> codes, scales = c.encode(torch.tensor([[1.0, 2.0, 8.0, -4.0, 0.1]]))
+    >>> codes.shape, scales.tolist(), c.decode(codes, scales).shape
+    (torch.Size([1, 3]), [[2.0, 8.0, 0.10000000149011612]], torch.Size([1, 5]))
+    """
+
+    def __init__(self, quantizer: Quantizer, groups: Groups):
+        self.quantizer, self.groups, self.draws = quantizer, groups, quantizer.draws
+        self.count = sum(m * k for m, k in groups)
+
+    @property
+    def share_bytes(self) -> float:
+        """Of a row that is a part of one: its bytes of the whole row's payload, whose codes end in the same byte."""
+        return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
+
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """Cut (rows, count) into groups, (rows m, k) each."""
+        parts = x.split([m * k for m, k in self.groups], 1)
+        return [part.reshape(len(x) * m, k) for part, (m, k) in zip(parts, self.groups, strict=True)]
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        if self.quantizer.sums and len(x) > 1:
+            alone = [self.encode(x[i : i + 1], None if noise is None else noise[i : i + 1]) for i in range(len(x))]
+            return [torch.cat(parts) for parts in zip(*alone, strict=True)]
+        parts = self._split(x.clone(memory_format=torch.contiguous_format) if self.quantizer.sums else x)
+        draws = [None] * len(parts) if noise is None else self._split(noise)
+        encoded = [self.quantizer.encode(part, draw) for part, draw in zip(parts, draws, strict=True)]
+        codes = torch.cat([code.view(len(x), -1) for code, _ in encoded], 1)
+        return [pack(codes, self.quantizer.bits), torch.cat([table.view(len(x), -1) for _, table in encoded], 1)]
+
+    def decode(self, *payload: Tensor) -> Tensor:
+        packed, tables = payload
+        rows, width = len(packed), self.quantizer.table
+        own = tables.split([m * width for m, _ in self.groups], 1)
+        parts = zip(self._split(unpack(packed, self.quantizer.bits, self.count)), own, strict=True)
+        return torch.cat([self.quantizer.decode(c, t.reshape(-1, width)).view(rows, -1) for c, t in parts], 1)
+
+
+def buckets(count: int, size: int) -> Groups:
+    """Return the groups that cut `count` numbers into buckets of `size`, the last one shorter.
+
+    >>> buckets(1000, 512)
+    [(1, 512), (1, 488)]
+    """
+    check_count("bucket", size)
+    return [group for group in ((count // size, size), (1, count % size)) if 0 not in group]
+
+
+def tensors(layout: Layout) -> Groups:
+    """Return the groups that are the tensors of a row."""
+    return [(1, slot.numel) for slot in layout]
+
+
+class TopK(Compressor):
+    """The k largest of a row by size, each with a 4-byte index; the others are zero. Payload: k (b + 4) bytes.
+
+    >>> c = TopK(4, 2)
+    >>> c.decode(*c.encode(torch.tensor([[1.0, -3.0, 0.5, 2.0]]))).tolist()
+    [[0.0, -3.0, 0.0, 2.0]]
+    """
+
+    def __init__(self, count: int, k: int):
+        if not 1 <= k <= count:
+            raise ArgumentError(f"top-k of k={k} of {count} numbers: wanted 1 to {count}")
+        self.count, self.k = count, k
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        indices = torch.stack([row.abs().topk(self.k).indices for row in x]).sort(1).values
+        return [indices.int(), x.gather(1, indices)]
+
+    def decode(self, *payload: Tensor) -> Tensor:
+        indices, values = payload
+        return values.new_zeros(len(values), self.count).scatter_(1, indices.long(), values)
+
+
+class ChunkTopK(Compressor):
+    """Of each tensor's chunks the largest entries, and their values by a quantiser with one table for each tensor.
+
+    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. Of
+    one of s entries k' = max(1, round(k s / chunk)) are sent: indices of ceil(log2 s) bits, really packed, and values.
+    Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes, and of values c k' b, or with a quantiser
+    ceil(c k' bits / 8) and its table.
+
+    Args:
+        k: of a whole chunk.
+        chunk: a square number.
+    """
+
+    def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
+        side = math.isqrt(chunk)
+        if side * side != chunk or not 1 <= k <= chunk:
+            raise ArgumentError(f"topk={k} of chunk={chunk}: wanted a square number, as 4096 = 64 x 64, and 1 to it")
+        self.count, self.quantizer = layout.numel, quantizer
+        self.slots = list(layout)
+        self.cuts = [Blocks(slot.shape, side, chunk) for slot in layout]
+        self.kept = [max(1, round(k * cut.size / chunk)) for cut in self.cuts]
+        self.index_bits = [(cut.size - 1).bit_length() for cut in self.cuts]
+
+    def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
+        payload: Payload = []
+        for slot, cut, k, bits in zip(self.slots, self.cuts, self.kept, self.index_bits, strict=True):
+            blocks = cut.cut(slot.of(x))
+            indices = blocks.abs().topk(k, dim=-1).indices.sort(-1).values
+            values = blocks.gather(-1, indices).flatten(1)
+            payload += [pack(indices.flatten(1).int(), bits)] if bits else []
+            payload += self._values(values.shape[1]).encode(values) if self.quantizer else [values]
+        return payload
+
+    def decode(self, *payload: Tensor) -> Tensor:
+        return self._scattered(payload, lambda values: values)
+
+    def mask(self, *payload: Tensor) -> Tensor:
+        """Return (rows, count) ones where an entry was sent, zeros elsewhere."""
+        return self._scattered(payload, torch.ones_like)
+
+    def _scattered(self, payload: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
+        parts, out = iter(payload), []
+        for cut, k, bits in zip(self.cuts, self.kept, self.index_bits, strict=True):
+            shape = (-1, cut.blocks, k)
+            indices = unpack(next(parts), bits, cut.blocks * k).long().view(shape) if bits else None
+            given = self._values(cut.blocks * k).decode(next(parts), next(parts)) if self.quantizer else next(parts)
+            values = what(given).view(shape)
+            if indices is None:  # chunks of one entry
+                indices = torch.zeros_like(values, dtype=torch.int64)
+            dense = values.new_zeros(len(values), cut.blocks, cut.size)
+            out.append(cut.join(dense.scatter_(-1, indices, values)).reshape(len(values), -1))
+        return torch.cat(out, 1)
+
+    def _values(self, count: int) -> Quantized:
+        assert self.quantizer is not None
+        return Quantized(self.quantizer, [(1, count)])
+
+
+def with_feedback(
+    compressor: Compressor, error: Tensor, x: Tensor, decay: float = 1.0, noise: Tensor | None = None
+) -> Payload:
+    """Compress with error feedback: e <- decay e + x; send C(e); e <- e - C(e), in place. What is sent and what is kept
+    add up to what came in.
+
+    Args:
+        error: e, (rows, count).
+        x: (rows, count).
+
+    >>> e = torch.zeros(1, 3)
+    >>> sent = TopK(3, 1).decode(*with_feedback(TopK(3, 1), e, torch.tensor([[1.0, -3.0, 0.5]])))
+    >>> sent.tolist(), e.tolist()
+    ([[0.0, -3.0, 0.0]], [[1.0, 0.0, 0.5]])
+    """
+    error.mul_(decay).add_(x)
+    payload = compressor.encode(error, noise)
+    error.sub_(compressor.decode(*payload))
+    return payload
+
+
+def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: int) -> Tensor:
+    """Return the mean of `x` (rows, P) over the nodes that are there, quantised on both ways: (1, P), one for all.
+
+    A ring cannot add codes up. So the row is cut into n shards; each node quantises its row and sends every other one
+    its shard; that one decodes and averages, quantises the mean, and all gather the means. Each number is rounded
+    twice, however many nodes there are.
+
+    Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes, all-to-all, and S / n,
+    all-gather; tx = rx = 2 (n-1)/n S.
+
+    >>> from exogym.compress import Absmax
+    >>> comm = Communicator(range(2), 2)
+    >>> mean_in_shards(comm, torch.tensor([[1.0, 127.0], [3.0, 127.0]]), Absmax(8), 512).tolist()
+    [[2.0, 127.0]]
+    """
+    members, count = comm.present, x.shape[1]
+    n, width = len(members), -(-count // len(members))
+    shards = Quantized(quantizer, buckets(width, bucket))
+    cut = torch.nn.functional.pad(x, (0, n * width - count)).view(len(x) * n, width)
+    packed = _as_bytes(shards.encode(cut)).unflatten(0, (len(x), n))
+    means = x.new_zeros(len(x), width, dtype=torch.promote_types(x.dtype, torch.float32))
+    for row, mine in enumerate(comm.all_to_all(packed)):
+        decoded = shards.decode(*_from_bytes(shards, mine))
+        means[row] = reduce_rows(decoded.to(means), members, "mean", comm.share(members, "mean"))
+    gathered = comm.all_gather(_as_bytes(shards.encode(means)))[0]
+    return shards.decode(*_from_bytes(shards, gathered)).to(x.dtype).reshape(1, -1)[:, :count]
+
+
+def _as_bytes(payload: Payload) -> Tensor:
+    codes, tables = payload
+    return torch.cat([codes, tables.view(torch.uint8)], 1)
+
+
+def _from_bytes(shards: Quantized, packed: Tensor) -> Payload:
+    codes = -(-shards.count * shards.quantizer.bits // 8)
+    return [packed[:, :codes], packed[:, codes:].clone(memory_format=torch.contiguous_format).view(torch.float32)]
+
+
+def noise_of(fleet: Fleet, count: int, seed: int, purpose: str, *ids: int) -> Tensor:
+    """Return (rows, count) fp32 numbers uniform in [0, 1), each node's from a stream (seed, purpose, *ids, node)."""
+    streams = [generator(seed, purpose, *ids, rank) for rank in fleet.ranks]
+    return torch.stack([torch.rand(count, generator=g) for g in streams])

@@ -1,0 +1,212 @@
+"""What a model keeps in plain attributes, outside its parameters and buffers, which all nodes of a process share.
+
+Attributes of all submodules are kept before a trial step and compared after it: numbers, text, tensors, arrays,
+containers of these, and objects of the user's own classes. Functions, modules and torch's own objects are not looked
+into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.core.compute.outputs import map_tensors
+from exogym.errors import ModelError
+
+ALLOWED = "shared_attributes"
+_OWN = frozenset(vars(nn.Module())) | {ALLOWED}  # what every module has
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_DEEPEST = 4
+
+
+class Attributes:
+    """The attributes of the submodules of `model` as they are now.
+
+    A module may list harmless ones of its own or of its submodules, by path, in `shared_attributes`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = dict(model.named_modules())
+        self.kept = {
+            f"{name}.{key}" if name else key: _Kept(value, set(), 0)
+            for name, module in self.modules.items()
+            for key, value in vars(module).items()
+            if key not in _OWN
+        }
+
+    def allowed(self) -> set[str]:
+        """Return the paths that modules list as harmless.
+
+        Raises:
+            ModelError: a module's list is none, such as a bare name.
+        """
+        named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
+        for name, keys in named:
+            if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
+                raise ModelError(
+                    f"{ALLOWED} of {type(self.modules[name]).__name__} is {keys!r}: wanted a tuple of names, as in "
+                    f"{ALLOWED} = ('cache',)"
+                )
+        return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
+
+    def differing(self, other: Attributes, tolerance: float) -> list[str]:
+        """Return the paths, in order, whose values differ here and in `other`, numbers by more than `tolerance`."""
+        paths = dict.fromkeys([*self.kept, *other.kept])
+        pairs = {path: (self.kept.get(path), other.kept.get(path)) for path in paths}
+        return [path for path, (a, b) in pairs.items() if a is None or b is None or not a.same(b, tolerance)]
+
+    @torch.no_grad()
+    def put_back(self, paths: Iterable[str]) -> None:
+        """Give the attributes at `paths` the values that they had, in place where these have changed in place."""
+        for path in paths:
+            name, _, key = path.rpartition(".")
+            if path in self.kept:
+                self.modules[name].__dict__[key] = self.kept[path].restored()
+            else:
+                self.modules[name].__dict__.pop(key, None)
+
+
+def refuse_carried(
+    model: nn.Module, before: Attributes, trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Refuse attributes through which a training step changes later ones, of whatever node.
+
+    One that a step changed is harmless where a step on `batch` gives the same loss, and leaves the same in it, whether
+    it starts from what the attribute was at first or from what a step on another batch, with other parameters, has left
+    there: then it is written before it is read, or made once and the same for all.
+
+    Args:
+        before: the attributes before any step; one was taken since.
+        trial: takes a training step on a batch, undoes it but for attributes, and returns the loss.
+        another: gives another batch; if its shapes are others, `batch` stands for it.
+        tolerance: of numbers, relative; 0 where computing twice gives the same bits.
+
+    Raises:
+        ModelError: an attribute is carried on; the message names it and the remedy.
+    """
+    allowed = before.allowed()
+    changed = [path for path in before.differing(Attributes(model), 0.0) if path not in allowed]
+    if changed:
+        before.put_back(changed)
+        loss, after = trial(batch), Attributes(model)
+        before.put_back(changed)
+        other = another()
+        with _other_parameters(model):
+            trial(other if _shapes(other) == _shapes(batch) else batch)
+        again = trial(batch)
+        unlike = after.differing(Attributes(model), tolerance)
+        same = torch.allclose(loss, again, rtol=tolerance, atol=tolerance, equal_nan=True)
+        carried = [path for path in changed if path in unlike] or ([] if same else changed)
+        if carried:
+            before.put_back(changed)
+            name, _, key = carried[0].rpartition(".")
+            raise ModelError(
+                f"a training step changes the attribute {carried[0]!r} of the model and goes by what earlier steps "
+                "left there, but it is neither parameter nor buffer, so all nodes would share it. Make it a buffer "
+                f"(self.register_buffer({key!r}, torch.tensor(...)), changed in place), of which every node has its "
+                f"own; or, if training does not depend on it, allow it: {ALLOWED} = ({key!r},) in class "
+                f"{type(before.modules[name]).__name__}"
+            )
+    before.put_back(path for path in allowed if path in before.kept)
+
+
+@contextlib.contextmanager
+def _other_parameters(model: nn.Module) -> Iterator[None]:
+    """Let the trainable parameters be others for a while."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in trainable]
+    try:
+        with torch.no_grad():
+            for p in trainable:
+                p.mul_(1.02).add_(1e-3)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(trainable, kept, strict=True):
+                p.copy_(value)
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    found: list[torch.Size] = []
+    map_tensors(batch, lambda x: found.append(x.shape))
+    return found
+
+
+class _Kept:
+    """A value, and a copy of what it holds; `held` is None where it is not looked into."""
+
+    def __init__(self, value: Any, seen: set[int], depth: int):
+        self.value, self.held = value, None  # type: Any, Any
+        if isinstance(value, _PLAIN):
+            self.held = (value,)
+        elif isinstance(value, nn.Parameter | nn.Module) or id(value) in seen or depth > _DEEPEST:
+            return
+        elif isinstance(value, Tensor):
+            self.held = value.detach().clone() if value.layout == torch.strided and not value.is_meta else None
+        elif isinstance(value, np.ndarray):
+            self.held = value.copy()
+        elif isinstance(value, set | frozenset):
+            self.held = (set(value),)
+        else:
+            seen.add(id(value))
+            if isinstance(value, list | tuple | deque):
+                self.held = [_Kept(item, seen, depth + 1) for item in value]
+            elif isinstance(value, dict) or _is_users_own(value):
+                items = value if isinstance(value, dict) else vars(value)
+                self.held = {key: _Kept(item, seen, depth + 1) for key, item in items.items()}
+
+    def same(self, other: _Kept, tolerance: float) -> bool:
+        a, b = self.held, other.held
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+                return False
+            exact = not (a.is_floating_point() or a.is_complex())
+            return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if isinstance(a, np.ndarray):
+            return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        if isinstance(a, list):
+            return len(a) == len(b) and all(x.same(y, tolerance) for x, y in zip(a, b, strict=True))
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(x.same(b[key], tolerance) for key, x in a.items())
+        if isinstance(a, tuple) and isinstance(a[0], float) and isinstance(b[0], float):
+            (x,), (y,) = a, b
+            return x == y or (x != x and y != y) or abs(x - y) <= tolerance * abs(x)
+        return bool(a == b)
+
+    def restored(self) -> Any:
+        """Return the value, holding again what it held."""
+        value, held = self.value, self.held
+        if isinstance(held, Tensor):
+            if value.is_leaf and not torch.equal(value.detach(), held):
+                value.detach().copy_(held)
+        elif isinstance(held, np.ndarray):
+            value[...] = held
+        elif isinstance(held, list):
+            items = [kept.restored() for kept in held]
+            if not isinstance(value, tuple):
+                value.clear()
+                value.extend(items)
+        elif isinstance(held, dict):
+            items_by_key = {key: kept.restored() for key, kept in held.items()}
+            now = value if isinstance(value, dict) else vars(value)
+            now.clear()
+            now.update(items_by_key)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(held[0])
+        return value
+
+
+def _is_users_own(value: Any) -> bool:
+    """Say whether `value` is an object of a class of the user's (or of a library of models), with attributes."""
+    package = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and package not in ("torch", "builtins", "functools")

@@ -1,0 +1,199 @@
+"""Numbers that are not finite: who has them is found before the others see them.
+
+A number that is not finite stays in a row: from a gradient it goes into the update, from the parameters into the next
+loss. So a loss per step, which is fetched anyway, and one sum over the row at the end of a stretch find it; only then
+is it looked for more closely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.base.torch_private import norms
+from exogym.core.compute.worker import Worker
+from exogym.errors import TrainingError
+
+POLICIES = ("raise", "skip", "ignore")
+REMEDY = (
+    "lower the learning rate, clip gradients (max_norm=1.0), or look at the node's data; on_nonfinite='skip' goes on "
+    "without the node until it has taken what the others hold"
+)
+
+
+class Watch:
+    """Looks at losses, gradients and rows, and does what `on_nonfinite` says.
+
+    Args:
+        policy: "raise", "skip" or "ignore"; a loss that is not finite is an error under the last one too.
+        worker: bound to its fleet by the time anything is looked at.
+
+    Attributes:
+        raises, skips: whether that is the policy.
+        at_once: whether each loss is looked at when it is there; on a GPU that would wait for the device.
+    """
+
+    def __init__(self, policy: str, worker: Worker):
+        self.worker, self.raises, self.skips = worker, policy == "raise", policy == "skip"
+        self.at_once = worker.device.type == "cpu"
+
+    # Losses
+
+    def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
+        """Say whether the node may rest, as its parameters held no finite numbers before its step `step` gave `loss`.
+
+        Raises:
+            TrainingError: unless the node is to be skipped.
+        """
+        where = None if self._is_ignored or self.row_is_finite(row) else self._first_in(self._params(row))
+        if self.skips:
+            return where is not None
+        if where is not None:
+            raise TrainingError(self._after(rank, where, step - 1))
+        raise TrainingError(f"the loss of node {rank} became {loss} at its step {step}: {REMEDY}")
+
+    def losses(self, rank: int, row: int, losses: Tensor, first: int) -> Tensor:
+        """Return the (K,) `losses` of the steps after `first`, inf where one is not finite and nodes are skipped.
+
+        Raises:
+            TrainingError: one is not finite, unless the node is to be skipped.
+        """
+        finite = torch.isfinite(losses)
+        if bool(finite.all()):
+            return losses
+        if self.skips:
+            return losses.where(finite, torch.inf)
+        at = int(torch.nonzero(~finite)[0])
+        if at == len(losses) - 1 == 0:
+            self.is_spoilt(rank, row, float(losses[at]), first + 1)
+        raise TrainingError(
+            f"the loss of node {rank} became {float(losses[at])} at its step {first + at + 1}: {REMEDY}"
+        )
+
+    # Rows and gradients
+
+    def row(self, rank: int, row: int, step: int) -> None:
+        """Look at the parameters in `row` after the node's step `step`.
+
+        Raises:
+            TrainingError: one is not finite, and that is an error.
+        """
+        if self.raises and not self.row_is_finite(row):
+            raise TrainingError(self._after(rank, self._first_in(self._params(row)), step))
+
+    def row_is_finite(self, row: int) -> bool:
+        return self._all_finite(self._params(row))
+
+    def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether all numbers are finite, and those in the other processes of the node."""
+        return not self.worker.fleet.comm.wire.inside.any(not all(map(is_finite, tensors)))
+
+    def gradient(self, rank: int, row: int, step: int) -> bool:
+        """Return whether the gradient in `row` of the fleet's `grads` is finite, for step `step` of the node.
+
+        Raises:
+            TrainingError: it is not, and that is an error.
+        """
+        grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
+        if self._is_ignored or self._all_finite(grads):
+            return True
+        if self.raises:
+            raise TrainingError(self._gradient_text(rank, self._first_in(grads), step))
+        return False
+
+    def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
+        """Do as `gradient` with a tensor or None for each of the worker's parameters."""
+        there = [g for g in grads if g is not None]
+        if self._is_ignored or not there:
+            return True
+        if math.isfinite(float(torch.stack([n.double() for n in norms(there)]).sum())):
+            return True
+        for name, grad in zip(self.worker.names, grads, strict=True):
+            if grad is not None and not is_finite(grad):
+                if self.raises:
+                    raise TrainingError(self._gradient_text(rank, (name, _worst(grad)), step))
+                return False
+        return True
+
+    def shared(self, vectors: Sequence[Tensor] | None, what: str, step: int) -> None:
+        """Look at parameters that belong to no one node, (P,) per block, after step `step`.
+
+        Raises:
+            TrainingError: one is not finite, unless that is ignored.
+        """
+        if self._is_ignored or vectors is None or self._all_finite(vectors):
+            return
+        name, value = self._first_in(vectors)
+        raise TrainingError(
+            f"{what} held {value} in {name!r} after step {step}, though each node's own numbers were finite: lower the "
+            "learning rates (outer_lr too, where there is one)"
+        )
+
+    # Leaving nodes out
+
+    def spoilt(self, nodes: Sequence[int], also: Sequence[int] = ()) -> list[int]:
+        """Return those of `nodes` that hold numbers that are not finite, or are in `also` of their process.
+
+        Every process calls it, and gets the same.
+        """
+        fleet = self.worker.fleet
+        flags = torch.zeros(len(fleet), fleet.num_nodes)
+        for row, rank in enumerate(fleet.ranks):
+            if rank in nodes and (rank in also or not self._holds_finite(row)):
+                flags[row, rank] = 1.0
+        found = fleet.comm.wire.reduce(flags.to(self.worker.device), list(nodes), "max") if nodes else flags[0]
+        return torch.nonzero(found).flatten().tolist()
+
+    def _holds_finite(self, row: int) -> bool:
+        buffers = [rows[row] for rows in self.worker.fleet.buffers.values() if rows.is_floating_point()]
+        return self.row_is_finite(row) and not any(bool(x.isnan().any()) for x in buffers)
+
+    # Words
+
+    @property
+    def _is_ignored(self) -> bool:
+        return not (self.raises or self.skips)
+
+    def _params(self, row: int) -> list[Tensor]:
+        return [block.params[row] for block in self.worker.fleet.blocks]
+
+    def _first_in(self, vectors: Sequence[Tensor]) -> tuple[str, float]:
+        """Return the first parameter, in the order of the fleet, with a number that is not finite, and the number."""
+        for block, vector in zip(self.worker.fleet.blocks, vectors, strict=True):
+            for slot in block.layout:
+                if not is_finite(slot.of(vector)):
+                    return slot.name, _worst(slot.of(vector))
+        return "a parameter in another process of the node", math.nan
+
+    def _after(self, rank: int, where: tuple[str, float], step: int) -> str:
+        if step == 0:
+            return (
+                f"the model holds {where[1]} in {where[0]!r} before the first step of node {rank}: give finite numbers"
+            )
+        return (
+            f"the update of node {rank} was not finite at its step {step}: {where[0]!r} holds {where[1]} after it; "
+            f"{REMEDY}"
+        )
+
+    def _gradient_text(self, rank: int, where: tuple[str, float], step: int) -> str:
+        return (
+            f"the gradient of node {rank} was not finite at its step {step}: that of {where[0]!r} holds {where[1]}; "
+            f"{REMEDY}"
+        )
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all numbers in `x` are finite; one sum, and a closer look only where that is not.
+
+    >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([torch.nan]))
+    (True, True, False)
+    """
+    total = x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+
+
+def _worst(x: Tensor) -> float:
+    return float(x[~torch.isfinite(x)][0])

@@ -1,0 +1,156 @@
+"""A stretch of local steps of one row as a function of tensors, traced into a graph once per kind of batch.
+
+The graph holds torch's plain operations: forward, backward, clipping and the inner steps of K batches, with parameters,
+optimizer state, buffers and the numbers of each step as its inputs, and the new ones as its outputs. So whatever runs
+such a graph (a compiler, a CUDA graph over many rows) needs to know nothing of models or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.core.base.torch_private import traced
+from exogym.core.compute.outputs import split_batch
+from exogym.core.compute.updates import SCALARS, State, Update
+from exogym.core.compute.worker import Worker
+from exogym.errors import ModelError
+from exogym.strategy.strategy import clip_rows
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """How the parameters of a row step inside of a graph.
+
+    Attributes:
+        updates: of each parameter, by its place; None for one that gets no gradient and so stays.
+        clock: of each parameter, by its place: which column of the numbers is its own.
+        max_norm: that gradients are clipped at.
+    """
+
+    updates: Sequence[Update | None]
+    clock: Sequence[int]
+    max_norm: float | None
+
+
+class Tracer:
+    """Traces the steps of the worker's module.
+
+    Raises:
+        ModelError: a step is no function of tensors, such as one with a branch on their numbers.
+    """
+
+    def __init__(self, worker: Worker, how: str):
+        self.worker, self.how = worker, how
+
+    def gradient(self, batch: Any) -> Callable[..., Any]:
+        """Return the graph (params, buffers, batch) -> (gradients, None where there is none; buffers; loss)."""
+
+        def gradient(params: list[Tensor], buffers: list[Tensor], batch: Any) -> Any:
+            return self._gradient(params, buffers, batch)
+
+        return self._traced(gradient, *self._row(), batch)
+
+    def stretch(self, batches: Sequence[Any], stepping: Stepping, kept: Sequence[State]) -> Callable[..., Any]:
+        """Return the graph (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)).
+
+        Args:
+            kept: what the updates keep of each parameter; a tensor in each place.
+        """
+        columns = 1 + max(stepping.clock, default=0)
+        params, buffers = self._row()
+        numbers = torch.zeros(len(batches), columns, SCALARS, dtype=number_dtype(params), device=self.worker.device)
+
+        def steps(params: list[Tensor], kept: list[State], buffers: list[Tensor], numbers: Tensor, batches: Any) -> Any:
+            losses = []
+            for k, batch in enumerate(batches):
+                grads, buffers, loss = self._gradient(params, buffers, batch)
+                losses.append(loss)
+                there = [g for g in grads if g is not None]
+                if stepping.max_norm is not None:
+                    clip_rows(there, stepping.max_norm, stacked=False)
+                params, kept = list(params), list(kept)
+                for i, (update, g) in enumerate(zip(stepping.updates, grads, strict=True)):
+                    if update is not None and g is not None:
+                        params[i], kept[i] = update(params[i], g, kept[i], numbers[k, stepping.clock[i]].unbind())
+            return params, kept, buffers, torch.stack(losses)
+
+        return self._traced(steps, params, list(kept), buffers, numbers, list(batches))
+
+    def together(self, plain: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+        """Return the graph of `plain` over rows: each tensor of inputs and outputs has them in front."""
+        return self._traced(lambda *rows: torch.func.vmap(plain)(*rows), *inputs)
+
+    def _row(self) -> tuple[list[Tensor], list[Tensor]]:
+        worker = self.worker
+        return list(worker.views(0)), [rows[0] for rows in worker.fleet.buffers.values()]
+
+    def _gradient(self, params: list[Tensor], buffers: list[Tensor], batch: Any) -> Any:
+        worker = self.worker
+        leaves = [p.detach().requires_grad_() for p in params]
+        own = {name: x.clone() for name, x in zip(worker.fleet.buffers, buffers, strict=True)}
+        places = dict(zip(worker.names, leaves, strict=True)) | own
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(worker.model, places, args, kwargs)
+
+        total: Tensor | None = None
+        grads: list[Tensor | None] = [None] * len(leaves)
+        with torch.enable_grad():
+            for part, share in split_batch(batch, worker.micro_batch_size or 1 << 62):
+                with worker.autocast():
+                    loss = worker.loss.of(call, part).loss
+                found = torch.autograd.grad(loss * share if share != 1.0 else loss, leaves, allow_unused=True)
+                grads = [_sum(a, b) for a, b in zip(grads, found, strict=True)]
+                loss = loss.detach() * share if share != 1.0 else loss.detach()
+                total = loss if total is None else total + loss
+        return grads, [places[name] for name in own], total
+
+    def _traced(self, function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+        try:
+            with torch.no_grad():
+                graph = traced(function, *inputs)
+        except Exception as error:  # of the user's model, and of all that torch's tracing cannot follow
+            raise refusal(self.how, f"it cannot be written as a graph ({first_line(error)})") from error
+        for node in graph.graph.nodes:  # type: ignore[attr-defined]
+            if "_local_scalar_dense" in str(node.target):
+                raise refusal(self.how, "its step takes a number out of a tensor (.item())")
+        return graph
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def refusal(how: str, why: str) -> ModelError:
+    return ModelError(f"compute={how!r} cannot train this model: {why}; use compute='loop'")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says; of a compiler's, those of what it failed for."""
+    error = getattr(error, "inner_exception", error)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of the numbers of steps: as exact as the parameters, and no more, which would slow kernels."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+
+
+def signature(batch: Any) -> Signature | None:
+    """Return what a graph is made for: names, shapes, strides, dtypes. None where a batch holds more than tensors."""
+    if isinstance(batch, Tensor):
+        return (tuple(batch.shape), batch.stride(), batch.dtype)
+    if isinstance(batch, Mapping):
+        inside = [(key, signature(value)) for key, value in batch.items()]
+        return None if any(found is None for _, found in inside) else tuple(inside)
+    if isinstance(batch, tuple | list):
+        found = [signature(value) for value in batch]
+        return None if any(x is None for x in found) else (type(batch).__name__, *found)
+    return None

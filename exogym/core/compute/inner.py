@@ -1,0 +1,155 @@
+"""Inner optimizers: one for each row, all over the module's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from exogym.core.compute.whole import WholeTensors
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.state import Stateful, Tensors
+from exogym.strategy.kernels import bare_step, is_torchs
+from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
+from exogym.strategy.schedule import forget_rates, set_rates
+from exogym.strategy.strategy import Inner, clip_rows
+
+Correction = Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]
+
+
+class InnerOptimizer(Stateful):
+    """An optimizer per row, all over the module's parameters.
+
+    The parameters are re-pointed from row to row, and the row's optimizer steps: whatever an optimizer keeps, and
+    wherever, is its row's own. It is built when the row is first entered, the module pointing at it.
+
+    Attributes:
+        optimizers: of the rows that were entered.
+        corrections: each called with (row, parameters, gradients) before a step is clipped and taken; rewrites the
+            gradients in place.
+
+    Raises:
+        ArgumentError: the optimizer cannot work on a row.
+    """
+
+    def __init__(self, inner: Inner, worker: Worker, total_steps: int):
+        self.parameters = worker.parameters
+        self.spec, self.max_norm = inner.spec, inner.max_norm
+        self._inside = worker.fleet.comm.wire.inside
+        self.schedule = inner.schedule(total_steps)
+        self._whole = None
+        if self._inside.parts > 1 and inner.spec.acts_on == "tensors":
+            self._whole = WholeTensors(worker.fleet, inner.spec)
+        named = dict(zip(worker.names, worker.parameters, strict=True))
+        self._named = named if self._whole is None else self._whole.named
+        self._hidden = worker.fleet.hidden
+        self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
+        self.optimizers: dict[int, Optimizer] = {}
+        self.corrections: list[Correction] = []
+        # of rows that began anew, to be another's: to build one takes as long as steps
+        self._spare: list[Optimizer] = []
+        # what cannot be built is to be known now
+        self._fresh = _entries(self._build()) if self._named else None
+        worker.draws_torch |= self.spec.try_out(dict(zip(worker.names, self.parameters, strict=True)), self._hidden)
+
+    def enter(self, row: int) -> None:
+        """Work on `row` from now on; the module must point at it."""
+        if not self._named:  # of whole tensors other processes of the node have all
+            return
+        if row not in self.optimizers:
+            self.optimizers[row] = self._build()
+        self.optimizer = self.optimizers[row]
+        self._take_step = bare_step(self.optimizer)
+
+    def _build(self) -> Optimizer:
+        """Return an optimizer that has taken no step; the module must point at the row."""
+        if not self._spare or self._fresh is None:
+            return self.spec.build(self._named, hidden=self._hidden) if self._whole is None else self._whole.build()
+        optimizer = self._spare.pop()
+        optimizer.state.clear()
+        for group, fresh in zip(optimizer.param_groups, self._fresh, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({"params": params} | fresh)
+        return optimizer
+
+    def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
+        """Take the row's step with the gradients in `.grad` at the rate of step `at`, and drop them.
+
+        `skip` drops them without stepping.
+        """
+        if not self.schedule.is_constant and self._named:
+            set_rates(self.optimizer, self.schedule, at)
+        if not skip:
+            for correct in self.corrections:
+                correct(row, self.parameters, [p.grad for p in self.parameters])
+            if clip and self.max_norm is not None:
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
+            if self._whole is None:
+                self._take_step()
+            else:
+                self._whole.step(row, self.parameters, self._take_step if self._named else None)
+        for p in self.parameters:
+            p.grad = None
+
+    def reset(self, row: int) -> None:
+        """Start the row's optimizer afresh."""
+        old = self.optimizers.pop(row, None)
+        if old is None or self._fresh is None or len(old.param_groups) != len(self._fresh):
+            return
+        if bare_step(old) != old.step:  # nobody has put a hook, or a step of his own, on it
+            self._spare.append(old)
+
+    def row(self, row: int) -> Tensors:
+        """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
+        if row not in self.optimizers:
+            return {}
+        forget_rates(self.optimizers[row])
+        found, whole = optimizer_state(self.optimizers[row]), self._whole
+        return found if whole is None else whole.renamed(found, whole.own, whole.order)
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        """Put a row's state back."""
+        self.reset(row)
+        if self._whole is not None:
+            tensors = self._whole.renamed(tensors, self._whole.order, self._whole.own)
+        if tensors and self._named:
+            self.enter(row)
+            load_optimizer_state(self.optimizer, tensors)
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        if self._whole is not None:
+            return self._whole.cut(name, shape)
+        optimizer = next(iter(self.optimizers.values())) if self.optimizers else self._build()
+        return optimizer_cut(optimizer, self.parameters, self._slots, name, shape)
+
+
+def _entries(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+    """Return the entries of each group but its parameters, where these and `state` are all that it keeps; else None."""
+    groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
+    plain = all(_is_plain(x) for group in groups for x in group.values())
+    return groups if plain and is_torchs(type(optimizer)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+class Steps(Stateful):
+    """Steps that each row has taken, (rows,): batches and learning rates follow a row's own."""
+
+    def __init__(self, steps: np.ndarray):
+        self.steps = steps
+
+    def row(self, row: int) -> Tensors:
+        return {"taken": torch.tensor(self.steps[row])}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        self.steps[row] = int(tensors["taken"])

@@ -1,0 +1,130 @@
+"""`compute="loop"`: the rows here one after the other, around one module. What every other way is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.base.torch_private import copy_
+from exogym.core.compute.buckets import Buckets
+from exogym.core.compute.finite import Watch
+from exogym.core.compute.inner import InnerOptimizer, Steps
+from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.train_node import TrainNode
+from exogym.core.compute.worker import Worker
+from exogym.data.stream import Stream
+
+
+class Loop:
+    """Computes row by row: each takes its whole stretch before the next one does, so it stays in the cache.
+
+    Registers the inner optimizers and the steps taken with the fleet's state.
+
+    Args:
+        worker: bound to its fleet.
+        inner: of the rows; None where somebody else takes the steps.
+        bucket_bytes: send the gradients of a process's one row while they are computed, in buckets of so many bytes,
+            where the wire can; None: not.
+    """
+
+    together = False
+
+    def __init__(
+        self,
+        worker: Worker,
+        stream: Stream,
+        inner: InnerOptimizer | None,
+        watch: Watch,
+        bucket_bytes: int | None = None,
+    ):
+        self.worker, self.inner, self.watch, self.fleet = worker, inner, watch, worker.fleet
+        self.taken = np.zeros(len(self.fleet), dtype=np.int64)
+        self.nodes = [TrainNode(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
+        self.overflowed, self.spoilt = False, list[int]()
+        if inner is not None:
+            self.fleet.state.register("optimizer", inner)
+        self.fleet.state.register("steps", Steps(self.taken))
+        self.buckets: Buckets | None = None
+        if bucket_bytes is not None and self.fleet.comm.wire.overlaps and not (worker.scaled or watch.skips):
+            self.buckets = Buckets(worker, self.fleet, bucket_bytes)
+            worker.before_last_backward = self.buckets.arm
+
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+        for span in spans:
+            if may_stop and self.worker.should_stop():
+                return
+            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
+            losses.add(span.row, span.columns, taken)
+
+    def gradients(self, rows: Sequence[int]) -> Tensor:
+        for block in self.fleet.blocks:
+            block.own_grads()
+        self.overflowed, self.spoilt = False, []
+        losses = []
+        for row in rows:
+            node = self.nodes[row]
+            losses.append(node.compute_gradient())
+            self.overflowed = self.overflowed or self.worker.overflowed
+            if self.buckets is None:
+                self._copy_gradients(row)
+                self._look_at_gradient(row)
+            else:
+                self.buckets.finish()
+                self.watch.gradients(node.rank, [p.grad for p in self.worker.parameters], int(self.taken[row]) + 1)
+                self.worker.clear_grads()
+        return torch.stack(losses) if losses else torch.empty(0, device=self.worker.device)
+
+    def apply(self, rows: Sequence[int], skip: bool = False) -> None:
+        for row in rows:
+            assert self.inner is not None
+            self.worker.point(row)
+            self.inner.enter(row)
+            if not skip:
+                self._point_gradients(row)
+            self.inner.step(row, int(self.taken[row]), clip=False, skip=skip)
+            self.taken[row] += 1
+            self.watch.row(self.nodes[row].rank, row, int(self.taken[row]))
+
+    def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
+        self.worker.overflowed = overflowed
+        for row in rows:
+            self.worker.update_scale(row)
+
+    def reset(self, row: int) -> None:
+        if self.inner is not None:
+            self.inner.reset(row)
+
+    def close(self) -> None:
+        if self.buckets is not None:
+            self.buckets.close()
+
+    def _look_at_gradient(self, row: int) -> None:
+        """Note whether the gradient is finite; one that overflowed in fp16 is looked after by its scale."""
+        if self.worker.scaled and self.worker.overflowed:
+            return
+        if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
+            self.spoilt.append(row)
+
+    def _copy_gradients(self, row: int) -> None:
+        parameters = iter(self.worker.parameters)
+        for block in self.fleet.blocks:
+            assert block.grads is not None
+            targets, sources = [], []
+            for index, slot in enumerate(block.layout):
+                grad = next(parameters).grad
+                block.has_grad[row, index] = grad is not None
+                if grad is None:
+                    slot.of(block.grads[row]).zero_()
+                else:
+                    targets.append(slot.of(block.grads[row]))
+                    sources.append(grad)
+            if targets:
+                copy_(targets, sources)
+        self.worker.clear_grads()
+
+    def _point_gradients(self, row: int) -> None:
+        for p, grad in zip(self.worker.parameters, self.fleet.gradients_of(row), strict=True):
+            p.grad = grad

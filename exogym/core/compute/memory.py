@@ -1,0 +1,172 @@
+"""Whether the rows of a run fit in memory, and the micro-batch that does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.core.base.devices import free_memory_bytes
+from exogym.core.compute.outputs import batch_examples, map_tensors, split_batch
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import hidden_matrices
+from exogym.errors import ArgumentError
+from exogym.strategy.kernels import bare_step
+from exogym.strategy.strategy import Run, Strategy
+
+META = torch.device("meta")
+ROW_OBJECTS, TENSOR_OBJECTS = 4000, 300  # bytes of Python's objects, of a row and of each tensor an optimizer keeps
+MOST_STARTED = 1000  # nodes of the strategy that is started; more would take longer to say the same
+PLENTY = 32  # rows' worth of bytes: more than any strategy of ours keeps of a row
+
+
+def check_rows(
+    model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
+    is_cut: bool = False, buffer_bytes: int = 0,
+) -> None:  # fmt: skip
+    """Refuse a run that has no room in memory, before any row is made.
+
+    Counted are parameters, gradients, optimizer state, buffers, what the strategy keeps, and the objects of Python;
+    not activations, data and histories. Nothing large is allocated for it: the optimizer steps with small parameters of
+    as many axes, and the strategy starts on torch's meta device. What cannot be tried so is not counted. A run that
+    takes a small part of what is free is not looked at so closely.
+
+    Args:
+        num_nodes: N; rows: of the run, fewer where few nodes act at a time.
+        processes: those that share the rows and have memory of their own, as far as is known.
+        is_cut: a process has a part of a row, since nodes are several processes.
+        buffer_bytes: of a row, of the buffers that training changes.
+
+    Raises:
+        ArgumentError: the run needs more than is free; the message says what was counted, and how many nodes fit.
+    """
+    free = free_memory_bytes(device)
+    parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
+    each = {"parameters": sum(p.nbytes for p in parameters), "buffers": buffer_bytes}
+    objects = ROW_OBJECTS + PLENTY * TENSOR_OBJECTS * len(parameters)
+
+    def needed(row_bytes: int) -> int:
+        return rows * row_bytes // processes if is_cut else -(-rows // processes) * row_bytes
+
+    if needed(PLENTY * sum(each.values()) + objects) <= free:
+        return
+    each |= _computing(model, strategy)
+    once = each["parameters"]  # the gradient of the row that is computed
+    each["strategy"], shared = _kept(model, strategy, min(num_nodes, MOST_STARTED))
+    once += shared
+    row_bytes = sum(each.values())
+    if needed(row_bytes) + once <= free:
+        return
+    left = max(0, free - once)
+    fit = left * processes // row_bytes if is_cut else left // row_bytes * processes
+    most = f"at most {fit} {'nodes' if rows == num_nodes else 'rows'} fit" if fit else "not even one node fits"
+    share = f" in each of {processes} processes" if processes > 1 else ""
+    counted = [f"{name} {needed(size) / 1e9:.3g}" for name, size in each.items() if size]
+    raise ArgumentError(
+        f"num_nodes={num_nodes}: {rows} rows of {sum(p.numel() for p in parameters)} parameters need "
+        f"{(needed(row_bytes) + once) / 1e9:.3g} GB{share} ({', '.join(counted)}; without activations and data), and "
+        f"{free / 1e9:.3g} GB are free: {most}. Train fewer nodes or a smaller model, or share the nodes out to more "
+        "machines"
+    )
+
+
+def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
+    """Return the bytes that a row's gradients, optimizer and objects take."""
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad and not nn.parameter.is_lazy(p)}
+    found = {"gradients": sum(p.nbytes for p in named.values()) if strategy.needs_gradients else 0}
+    kept: list[int] = []
+    if strategy.driven_by != "programs":  # which may step otherwise
+        small = {
+            n: nn.Parameter(torch.zeros([min(side, 2) for side in p.shape], dtype=p.dtype)) for n, p in named.items()
+        }
+        try:
+            optimizer = strategy.inner.spec.build(small, hidden=hidden_matrices(model))
+            for p in small.values():
+                p.grad = torch.zeros_like(p)
+            bare_step(optimizer)()
+            kept = [
+                _grown(x, p, named[n])
+                for n, p in small.items()
+                for x in optimizer.state[p].values()
+                if isinstance(x, Tensor)
+            ]
+        except Exception:  # what is wrong with it is said where the run builds it
+            kept = []
+    found["optimizer state"] = sum(kept)
+    return found | {"Python's objects": ROW_OBJECTS + TENSOR_OBJECTS * len(kept)}
+
+
+def _grown(x: Tensor, small: Tensor, whole: Tensor) -> int:
+    """Return the bytes of what an optimizer keeps as `x` of the parameter `small`, if that were as large as `whole`."""
+    if x.dim() != small.dim():
+        return x.nbytes
+    axes = zip(x.shape, small.shape, whole.shape, strict=True)
+    return x.itemsize * math.prod(full if side == little else side for side, little, full in axes)
+
+
+def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, int]:
+    """Return the bytes that a strategy keeps of a row, beside its parameters, and those that it keeps once."""
+    if strategy.driven_by != "rounds":
+        return 0, 0
+    try:
+        fleet = Fleet(model, [0], num_nodes, META)
+        before = _bytes(fleet.state.row(0))
+        copy.deepcopy(strategy).start(fleet, Run(num_nodes, 0, 1, np.ones(num_nodes, dtype=np.int64), 1))  # type: ignore[attr-defined]
+        return _bytes(fleet.state.row(0)) - before, _bytes(fleet.state.shared())
+    except Exception:  # it wants numbers, or more of the run; what is wrong with it is said where it starts
+        return 0, 0
+
+
+def _bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(x.nbytes for x in tensors.values())
+
+
+def activation_bytes(worker: Worker, batch: Any) -> int:
+    """Return the bytes autograd keeps between forward and backward on `batch`, without parameters and batch."""
+    batch = worker.to_device(batch)
+    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
+        worker.loss(batch)
+    return sum(seen.values())
+
+
+def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
+    """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
+
+    Raises:
+        ArgumentError: not even one example fits.
+    """
+    size = batch_examples(batch)
+    while True:
+        part, _ = next(iter(split_batch(batch, size)))
+        try:
+            needed = resident_bytes + activation_bytes(worker, part)
+        except Exception as error:
+            if size == batch_examples(batch):
+                raise
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and of "
+                f"{size} the model cannot compute the loss ({error}): raise it, train fewer nodes, or shrink the model"
+            ) from error
+        if needed <= limit_bytes:
+            return size
+        if size == 1:
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB "
+                "with the fleet's rows: raise it, train fewer nodes, or use a smaller model"
+            )
+        size = -(-size // 2)

@@ -1,0 +1,215 @@
+"""The commonest mistakes with data, models and losses, told from the error that torch raised for them.
+
+Nothing here runs while training goes well: an error is explained after it was raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.core.base.nested import tensors_in
+from exogym.errors import DataError, ExoGymError, ModelError
+
+RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)  # by torch, for what is explained here
+MISSING: Any = object()  # of what a model returned: it did not return
+TARGET_KEYS = ("labels", "targets", "target", "label", "y")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def explain(
+    error: Exception, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any, out: Any = MISSING
+) -> ExoGymError | None:
+    """Return the error that names what was given and the line to change; None where `error` is of no known kind.
+
+    Args:
+        error: as the model, `loss_fn` or the backward pass raised it.
+        out: what the model returned; MISSING: it raised the error itself.
+    """
+    if isinstance(error, ExoGymError):
+        return None
+    text = (str(error).strip().splitlines() or [""])[0]
+    targets = targets_of(batch)
+    try:
+        if isinstance(error, IndexError):
+            said = _out_of_range(error, text, model, batch, out, targets)
+        elif out is not MISSING and loss_fn is not None and not isinstance(out, Tensor):
+            said = _no_tensor(out, loss_fn, model)
+        elif isinstance(error, RuntimeError):
+            said = _targets(text, loss_fn, out, targets) or _types(text, model, batch)
+        else:
+            said = None
+    except RAISED:  # of numbers that cannot be read here, as inside vmap: torch's own error stands
+        return None
+    kind = DataError if out is MISSING or isinstance(out, Tensor) else ModelError
+    return None if said is None else kind(f"{said} (torch: {text})")
+
+
+def targets_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch, by their name or as its last part; None where it has none."""
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
+    else:
+        found = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
+
+
+def described(value: Any) -> str:
+    """Return in words what a value is.
+
+    >>> described(torch.zeros(2, 3)), described((torch.zeros(2), None))
+    ('a tensor of shape (2, 3)', 'a tuple of 2')
+    """
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {sorted(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else type(value).__name__
+
+
+def _out_of_range(
+    error: Exception, text: str, model: nn.Module, batch: Any, out: Any, targets: Tensor | None
+) -> str | None:
+    """Say which class a model has no output for, or which token no embedding for."""
+    if text.startswith("Target") and "out of bounds" in text:
+        found = text.split()[1]
+        if isinstance(out, Tensor) and targets is not None and out.dim() == targets.dim() + 1:
+            classes = out.shape[1]
+            range_ = f"the model's output has shape {tuple(out.shape)}: {classes} classes, 0 to {classes - 1}"
+            remedy = f"give the last layer {int(found) + 1} outputs or more" if int(found) > 0 else ""
+        else:
+            range_, remedy = "that is more classes than the model has", ""
+        remedy = remedy or "give the last layer an output for each class"
+        return f"a target is {found}, and {range_}: {remedy}, or number the classes of the data set from 0"
+    if "index out of range in self" in text:
+        asked, indices = _asked(error)
+        tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        by_rows = sorted(tables, key=lambda table: table[1].num_embeddings)
+        whole = [x for x in tensors_in(batch) if x.dtype in WHOLE and x.numel()]
+        is_data = indices is None or any(x.shape == indices.shape and torch.equal(x, indices) for x in whole)
+        for name, table in [found for found in tables if found[1] is asked] or by_rows:
+            rows = table.num_embeddings
+            for x in whole if indices is None else [indices]:
+                if int(x.max()) >= rows or int(x.min()) < 0:
+                    wrong = int(x.min()) if int(x.min()) < 0 else int(x.max())
+                    given, remedy = f"the data hold the number {wrong}", "correct the data"
+                    if not is_data:
+                        given = f"the model looks up row {wrong}, which it computed"
+                        remedy = "give shorter examples if rows are positions"
+                    return (
+                        f"{given}, and the embedding {name!r} has rows 0 to {rows - 1}: make it larger, "
+                        f"nn.Embedding({max(wrong + 1, rows)}, ...), or {remedy}"
+                    )
+    return None
+
+
+def _asked(error: Exception) -> tuple[Any, Tensor | None]:
+    """Return the embedding that raised an error and the rows it was asked for; None: not known, or not to be read."""
+    asked: Any = None
+    indices: Any = None
+    trace = error.__traceback__
+    while trace is not None:
+        if isinstance(found := trace.tb_frame.f_locals.get("self"), nn.Embedding):
+            asked, indices = found, trace.tb_frame.f_locals.get("input")
+        trace = trace.tb_next
+    try:
+        return asked, torch.tensor(indices.tolist()) if isinstance(indices, Tensor) and indices.numel() else None
+    except RAISED:  # inside vmap
+        return asked, None
+
+
+def _no_tensor(out: Any, loss_fn: Callable[..., Any], model: nn.Module) -> str:
+    """Say that a model returns more than predictions, and two ways on."""
+    name = _name_of(loss_fn)
+    parts = ", ".join(map(described, out)) if isinstance(out, tuple | list) else ""
+    inside = f" ({parts})" if parts else ""
+    if isinstance(out, Mapping):
+        pick = f"out[{next((key for key in out if 'logit' in str(key)), next(iter(out), 'logits'))!r}]"
+    else:
+        pick = "out[0]"
+    return (
+        f"the model {type(model).__name__} returned {described(out)}{inside}, and loss_fn={name} wants predictions, "
+        f"one tensor: return that alone from forward, or take it out: loss_fn=lambda out, y: {name}({pick}, y). If the "
+        "model computes its own loss, leave loss_fn out"
+    )
+
+
+def _targets(text: str, loss_fn: Callable[..., Any] | None, out: Any, targets: Tensor | None) -> str | None:
+    """Say what is wrong with the type or shape of targets, where the loss function raised the error."""
+    if not isinstance(out, Tensor) or targets is None or loss_fn is None:
+        return None
+    given = f"the targets are {_kind(targets)} and the predictions {_kind(out)}"
+    name = _name_of(loss_fn)
+    if "multi-target not supported" in text and out.dim() == targets.dim():
+        return f"{given}, and loss_fn={name} wants one class number per example: write y = y.squeeze(1) in the data set"
+    if out.dim() == targets.dim() + 1 and targets.dtype != torch.int64 and "Long" in text:
+        more = "; to predict numbers use torch.nn.functional.mse_loss" if targets.is_floating_point() else ""
+        return f"{given}, and loss_fn={name} wants class numbers (int64): write y = y.long() in the data set{more}"
+    if out.shape == targets.shape and targets.dtype in WHOLE and out.is_floating_point():
+        return f"{given}, and loss_fn={name} wants both of one type: write y = y.float() in the data set"
+    if targets.is_floating_point() and targets.dtype != out.dtype:
+        return f"{given}: {_convert(targets.dtype, out.dtype, 'y')}"
+    return None
+
+
+def _types(text: str, model: nn.Module, batch: Any) -> str | None:
+    """Say which data are of another type than the model's numbers."""
+    if not any(word in text.lower() for word in ("dtype", "type (", "scalar type")):
+        return None
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if own is None:
+        return None
+    if "indices" in text:
+        wrong = next(((place, x) for place, x in _leaves(batch) if x.dtype not in (torch.int32, torch.int64)), None)
+        return wrong and (
+            f"{wrong[0]} is {_kind(wrong[1])}, and an embedding of the model wants whole numbers, int32 or int64: "
+            "write x = x.long() in the data set"
+        )
+    targets = targets_of(batch)
+    if "target dtype" in text and targets is not None and targets.dtype != torch.int64:  # of a loss in the model
+        place = next(place for place, x in _leaves(batch) if x is targets)
+        return (
+            f"{place} is {_kind(targets)}, and the loss wants class numbers (int64): write y = y.long() in the data set"
+        )
+    for place, x in _leaves(batch):
+        is_target = x is targets
+        if x.dtype != own and (x.is_floating_point() if is_target else x.dtype in (*FLOATS, *WHOLE)):
+            name = "y" if is_target else "x"
+            return f"{place} is {_kind(x)} and the model is {_short(own)}: {_convert(x.dtype, own, name)}"
+    return None
+
+
+def _convert(given: torch.dtype, own: torch.dtype, name: str) -> str:
+    """Return the line to change."""
+    as_own = {torch.float32: f"{name}.float()", torch.float64: f"{name}.double()"}.get(own, f"{name}.to({own})")
+    other = ", or train model.double(). NumPy makes float64 by default" if given == torch.float64 else ""
+    return f"write {name} = {as_own} in the data set{other}"
+
+
+def _leaves(batch: Any, place: str = "the batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield (where it is, tensor) of a nested batch."""
+    if isinstance(batch, Tensor):
+        yield place, batch
+        return
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else ())
+    start = "batch" if place == "the batch" else place
+    for key, value in items:
+        yield from _leaves(value, f"{start}[{key!r}]")
+
+
+def _kind(x: Tensor) -> str:
+    return f"{_short(x.dtype)} {tuple(x.shape)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or f"{type(function).__name__}()"

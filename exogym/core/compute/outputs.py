@@ -1,0 +1,219 @@
+"""From a batch to a loss: the forms in which models take batches and give losses.
+
+A model returns its own loss from `model(batch)`: a scalar, a mapping with "loss", an object with `.loss`
+(Hugging Face), or a tuple in which one tensor is a scalar, as (logits, loss). With `loss_fn`, it returns predictions:
+for a batch (inputs..., targets) the loss is `loss_fn(model(*inputs), targets)`. A mapping whose keys are parameters of
+`forward` is passed as keywords. Without `loss_fn`, a batch (inputs..., targets) is passed as `model(*batch)` where
+`forward` cannot mean anything else: its parameter in the targets' place is named as one of `TARGET_KEYS`, or it needs
+that many.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.core.base.nested import tensors_in
+from exogym.core.base.torch_private import uncompiled
+from exogym.core.compute.mistakes import MISSING, RAISED, TARGET_KEYS, described, explain, targets_of
+from exogym.errors import DataError, ModelError
+
+
+@dataclass
+class Output:
+    """What one batch gave: the loss (scalar), predictions and targets where known, and the model's own metrics."""
+
+    loss: Tensor
+    predictions: Tensor | None = None
+    targets: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Loss:
+    """Calls the model on a batch and finds the loss in what it returns.
+
+    Args:
+        model: the user's module.
+        loss_fn: `loss_fn(predictions, targets)`, or None where the model returns its own loss.
+
+    Raises:
+        ModelError: the output holds no scalar loss; the message says what came back.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
+        self.model, self.loss_fn = model, loss_fn
+        forward: Any = uncompiled(model).forward
+        parameters = inspect.signature(forward).parameters
+        self._names = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._takes_any_name = not self._names and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        needed = sum(p.default is p.empty for p in positional)
+        self._spread = {k for k, p in enumerate(positional, 1) if k > 1 and (k == needed or p.name in TARGET_KEYS)}
+        self._plain: Any = None  # the type of batches known to be (inputs..., targets) with tensor predictions
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss of `batch`, a scalar."""
+        if self.loss_fn is not None and type(batch) is self._plain:
+            out: Any = MISSING
+            try:
+                out = self.model(*batch[:-1])
+                return self.loss_fn(out, batch[-1])
+            except RAISED as error:
+                self.explain(error, batch, out)
+                raise
+        return self.of(self.model, batch).loss
+
+    def of(self, call: Callable[..., Any], batch: Any) -> Output:
+        """Return the `Output` of `call` (the model, or the model with other parameters) on `batch`."""
+        if self.loss_fn is not None:
+            return self._with_loss_fn(call, batch)
+        spread = bool(self._spread) and isinstance(batch, tuple | list) and len(batch) in self._spread
+        try:
+            if isinstance(batch, Mapping) and (self._takes_any_name or self._names & set(batch)):
+                out = call(**batch)
+            else:
+                out = call(*batch) if spread else call(batch)
+        except RAISED as error:
+            self.explain(error, batch)
+            raise
+        if isinstance(out, Tensor) and out.dim() == 0:
+            return Output(out)
+        if isinstance(out, tuple | list) and not hasattr(out, "_fields"):
+            scalars = [x for x in out if isinstance(x, Tensor) and x.dim() == 0]
+            if len(scalars) == 1:  # the predictions beside it face the targets that the model was given
+                others = [x for x in out if isinstance(x, Tensor) and x.dim()] if spread else []
+                return Output(scalars[0], others[0] if len(others) == 1 else None, targets_of(batch))
+        if isinstance(out, Mapping):
+            loss, fields = out.get("loss"), dict(out)
+        else:
+            loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ModelError(
+                f"model(batch) returned {described(out)}, wanted a loss: a scalar tensor, a mapping with 'loss', "
+                "an object with .loss or a tuple with one scalar. If it returns predictions, give loss_fn= to the "
+                "trainer, for example torch.nn.functional.cross_entropy"
+            )
+        logits = fields.get("logits")
+        metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
+        logits, targets = logits if isinstance(logits, Tensor) else None, targets_of(batch)
+        if "CausalLM" in type(out).__name__:
+            logits, targets = _facing(logits, batch)
+        return Output(loss.reshape(()), logits, targets, metrics)
+
+    def _with_loss_fn(self, call: Callable[..., Any], batch: Any) -> Output:
+        assert self.loss_fn is not None
+        targets = targets_of(batch)
+        if targets is None:
+            raise DataError(
+                f"loss_fn needs targets, but a batch is {described(batch)}: wanted (inputs, targets), or a mapping "
+                "with one of " + ", ".join(TARGET_KEYS)
+            )
+        out = predictions = MISSING
+        try:
+            if isinstance(batch, Mapping):
+                out = call(**{k: v for k, v in batch.items() if k not in TARGET_KEYS})
+            else:
+                out = call(*batch[:-1])
+            predictions = out if isinstance(out, Tensor) else getattr(out, "logits", out)
+            loss = self.loss_fn(predictions, targets)
+        except RAISED as error:
+            self.explain(error, batch, predictions)
+            raise
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ModelError(f"loss_fn returned {described(loss)}, wanted a scalar tensor (reduction='mean')")
+        if call is self.model and isinstance(out, Tensor) and isinstance(batch, tuple | list) and loss.dim() == 0:
+            self._plain = type(batch)
+        return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
+
+    def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
+        """Raise an error that names the mistake behind `error`, which `batch` led to; return where none is known."""
+        known = explain(error, self.model, self.loss_fn, batch, out)
+        if known is not None:
+            raise known from error
+
+
+def accuracy(output: Output) -> tuple[int, int] | None:
+    """Return (right, counted) of class predictions, or None where the output has none.
+
+    Predictions (B, ..., C) or (B, C, ...) against whole-number targets (B, ...); negative targets are not
+    counted (Hugging Face's -100 among them).
+    """
+    p, y = output.predictions, output.targets
+    if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
+        return None
+    last, second = p.shape[:-1] == y.shape, p.shape[:1] + p.shape[2:] == y.shape
+    if second and (p.dim() > 3 or not last):  # images: the classes come second, also where all sides are equal
+        classes = 1
+    elif last:
+        classes = -1
+    else:
+        return None
+    if p.shape[classes] < 2:  # one number per example is not a choice among classes
+        return None
+    guess = p.argmax(classes)
+    counted = y >= 0
+    return int(((guess == y) & counted).sum()), int(counted.sum())
+
+
+def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return logits (B, S-1, V) and labels (B, S-1) of a causal language model of Hugging Face that face each other.
+
+    It is given the inputs as labels and shifts them inside: logits at position s are compared with label s + 1. None,
+    None where it was not given `labels` by that name: who has shifted what is then unknown.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if logits is None or not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:
+        return None, None
+    return logits[..., :-1, :], labels[..., 1:]
+
+
+# Batches as nested containers
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply `function` to every tensor of a nested batch; mappings come back as dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    return batch
+
+
+def batch_examples(batch: Any) -> int:
+    """Return the number of examples: the first dimension of the batch's first tensor."""
+    for leaf in tensors_in(batch):
+        if leaf.dim():
+            return len(leaf)
+    raise DataError(f"a batch is {described(batch)} and holds no tensor with a batch dimension")
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Return the examples `start` to `stop` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
+
+
+def take_examples(batch: Any, which: list[int]) -> Any:
+    """Return the examples `which` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
+
+
+def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
+    """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
+    total = batch_examples(batch)
+    if total <= size:
+        yield batch, 1.0
+        return
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        yield slice_batch(batch, start, stop), (stop - start) / total

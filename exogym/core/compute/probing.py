@@ -1,0 +1,95 @@
+"""A split model held against what it was whole, by its gradients of one batch, in the processes of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from exogym.core.compute.outputs import Loss, batch_examples, take_examples
+from exogym.core.compute.split import Split, check_ways, other_ways
+from exogym.core.mesh.probe import refuse_others, squares
+from exogym.errors import ModelError
+
+FEW = 8  # examples, to try one at a time
+Passes = Sequence[Sequence[tuple[Any, float]]]
+
+
+def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: object) -> None:
+    """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
+
+    It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
+    calls it.
+
+    Args:
+        passes: what of the batch is computed here, part after part, each with the share of the whole that it has.
+        what: the split, in words.
+
+    Raises:
+        ModelError: they are others; the model is whole again.
+    """
+    named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
+    slots = [slot for layout in split.parts[split.part] for slot in layout]
+    mode = split.model.training
+    split.model.eval()
+    try:
+        loss(batch).backward()
+        grads = [(slot, named[slot.name].grad) for slot in slots]
+        wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
+        for p in named.values():
+            p.grad = None
+        _check_ways(split, loss, batch, passes)
+        held = [slot.cut(named[slot.name].detach()).clone() for slot in slots]
+        split.split()
+        try:
+            split.point(held)
+            split.refresh()
+            _check(split, loss, passes, dict(zip([slot.name for slot in slots], wanted, strict=True)), what)
+        except BaseException:
+            split.plain()
+            raise
+    finally:
+        split.model.train(mode)
+
+
+def _check_ways(split: Split, loss: Loss, batch: Any, passes: Passes) -> None:
+    """Refuse a model that goes other ways with other examples, before that makes processes wait for each other."""
+    ways = set()
+    for k in range(min(FEW, batch_examples(batch))):
+        split.walk(loss, [(take_examples(batch, [k]), 1.0)])
+        ways.add(split.way)
+    if len(ways) > 1:
+        raise other_ways(split.mesh)
+    split.walk(loss, [part for parts in passes for part in parts])
+    check_ways(split)
+
+
+def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | None], what: object) -> None:
+    try:
+        for parts in passes:
+            split.compute(loss, parts, 1.0, contextlib.nullcontext)
+    except Exception as error:
+        raise ModelError(
+            f"split by {what} the model does not compute what it does whole: {type(error).__name__}: {error}"
+        ) from error
+    found = dict(zip(wanted, split.gradients(), strict=True))
+    check_ways(split)
+    refuse_others(list(wanted), split.inside.sum(squares(wanted, found)), what)
+
+
+def check_on(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    passes: Passes,
+    like: Split,
+    what: object,
+) -> None:
+    """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
+    other = copy.deepcopy(model).to(like.device)
+    split = type(like)(other, like.mesh, like.inside, like.device)
+    check_split(split, Loss(other, loss.loss_fn), batch, passes, what)
+    split.plain()

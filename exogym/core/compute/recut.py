@@ -1,0 +1,105 @@
+"""A split model over a row that is cut otherwise: what nodes of different splits need, to have columns in common.
+
+Between nodes the processes with the same columns meet, so all nodes cut their rows alike, into as many parts as every
+node can be dealt into: the greatest common divisor K of their sizes. A node of k processes holds its row k/K times. Its
+model is split over all k of them, each part in memory of its own: before each gradient a process takes its part from
+the row, and of the gradient each gets what the row here is cut into.
+
+Sent by a process per step, with P parameters of b bytes: about b P / k to take its part, and b P / K of gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import Inside
+from exogym.core.compute.outputs import Loss
+from exogym.core.compute.places import even_part
+from exogym.core.compute.split import Context, Part, Split
+from exogym.core.fleet.dealing import Route
+from exogym.core.fleet.fleet import row_matrix
+from exogym.core.fleet.layout import Layout, layouts_of
+
+
+class Recut(Split):
+    """A `Split` whose row is cut evenly into the parts of `inside`, whatever `split` would have.
+
+    Args:
+        split: of the model over all processes of the node.
+        inside: the processes that hold the parts of one row: of K, those of one copy.
+    """
+
+    def __init__(self, split: Split, inside: Inside):
+        super().__init__(split.model, split.mesh, split.inside, split.device)
+        self.within, self._held = split, split.parts[self.part]
+        whole = layouts_of(split.model)
+        self.parts = [[even_part(layout, k, inside.parts) for layout in whole] for k in range(inside.parts)]
+        self._own = self.parts[inside.part]
+        first = self.part - inside.part  # of those that hold this copy of the row
+        self._in, self._out = list[Route](), list[Route]()
+        for b in range(len(whole)):
+            cut, held = [layouts[b] for layouts in self.parts], [layouts[b] for layouts in split.parts]
+            self._in.append(Route(cut, held[first : first + inside.parts], inside))
+            self._out.append(Route(held, [cut[k % inside.parts] for k in range(self.size)], split.inside))
+        self._rooms = [row_matrix(1, x.numel, x.dtype, self.device, x.room).zero_() for x in self._held]
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        return self.within.evaluated
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        self._take()
+        with self.within.gathered():
+            yield
+
+    def keepers(self, buffer: str) -> range:
+        return self.within.keepers(buffer)
+
+    def split(self) -> None:
+        self.within.split()
+
+    def let_go(self) -> None:
+        self.within.let_go()
+
+    def plain(self) -> None:
+        self.within.plain()
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        self._views = list(views)
+        rooms = zip(self._held, self._rooms, strict=True)
+        self.within.point([slot.of(room[0]) for layout, room in rooms for slot in layout])
+
+    def refresh(self) -> None:
+        self._take()
+        self.within.refresh()
+
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        return self.within.compute(loss, parts, scale, context)
+
+    def gradients(self) -> list[Tensor | None]:
+        grads, found = self.within.gradients(), list[Tensor | None]()
+        own = [[torch.zeros(slot.shape, dtype=x.dtype, device=self.device) for slot in x] for x in self._held]
+        for layout, zeros, route, mine in zip(self._held, own, self._out, self._own, strict=True):
+            these, grads = grads[: len(zeros)], grads[len(zeros) :]
+            given = [zero if grad is None else grad for grad, zero in zip(these, zeros, strict=True)]
+            row = route(_one_row(given, layout))[0]
+            found += [None if grad is None else slot.of(row) for grad, slot in zip(these, mine, strict=True)]
+        return found
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Take the part of the model that is computed with here from the row."""
+        views = self._views
+        for layout, route, room in zip(self._own, self._in, self._rooms, strict=True):
+            these, views = views[: len(layout.slots)], views[len(layout.slots) :]
+            room.copy_(route(_one_row(these, layout)))
+
+
+def _one_row(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Return (1, P): the pieces of all slots of a layout, side by side."""
+    return torch.cat([x.detach().reshape(-1) for x in pieces]).view(1, layout.numel)

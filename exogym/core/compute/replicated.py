@@ -1,0 +1,191 @@
+"""A model that each device of a node gathers once a step, while the row, and the optimizer's state, are shared out.
+
+Before a step's gradient the devices on the axis "shard" gather from each other what each has made of its rows of the
+parameters, and all compute with whole ones. Afterwards each gets the sum of the gradients, with zero=1 of all of them,
+with zero=2 or 3 of its own rows (Rajbhandari et al., arXiv:1910.02054). zero=3 is here for the stages of a model
+(`compute.staged`), whose gathered memory is let go of after the step.
+Over the axis "tensor" layers are computed together (`compute.tensors`). What several processes hold alike is in the row
+of one, from which the others take it first (`compute.places`).
+
+Sent by a process per step, with k shards and P parameters of b bytes: (k-1)/k b P gathering, and of gradients as much,
+or with zero=1 twice as much.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from exogym.core.base.torch_private import Plain, hold_local, take_gradient
+from exogym.core.communicator import ALONE, Inside
+from exogym.core.compute.outputs import Loss
+from exogym.core.compute.places import Places, box_shape, places_in
+from exogym.core.compute.sending import gather, hand_on, scatter_sums, sums
+from exogym.core.compute.split import Context, Part, Split, passes, whole_layouts
+from exogym.core.compute.tensors import cut_axes, split_layers
+from exogym.core.mesh import NodeMesh
+from exogym.errors import ModelError
+
+Numbers = Sequence[Sequence[int]]  # of parameters, for each process on an axis
+
+
+class Replicated(Split):
+    """A `Split` whose processes gather what they compute with once for each gradient.
+
+    Raises:
+        ModelError: a parameter without an axis; layers that cannot be computed together.
+    """
+
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+        super().__init__(model, mesh, inside, device)
+        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
+        self.along = {n: inside.along(self.devices[n]) if size > 1 else ALONE for n, size in mesh.axes.items()}
+        self._wholes = whole_layouts(model, "shared out")
+        self._places = Places(mesh, self._wholes, cut_axes(model, mesh, self.devices), self._stages())
+        self.parts = [[self._places.layout(layout, k) for layout in self._wholes] for k in range(self.size)]
+        self._at = mesh.coordinates(self.part)
+
+    def _stages(self) -> dict[str, list[int]]:
+        """Return by name the stages that hold a parameter; {}: there is one."""
+        return {}
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        return self.part // self.mesh.tensor, self.size // self.mesh.tensor
+
+    # The model's parameters
+
+    def split(self) -> None:
+        self._plain = Plain(self.model)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._homes = [(p, p.data) for p in named.values()]
+        places = places_in(self.model, named)
+        try:
+            split_layers(self.model, self.mesh, self.devices)
+            handles: dict[str, nn.Parameter] = {}
+            for (module, attribute), name in places.items():
+                if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
+                    raise ModelError(
+                        f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give "
+                        "each a parameter of its own, or leave these layers whole with NodeMesh(parallelize=)"
+                    )
+            if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+                raise ModelError(
+                    f"parallelize= has called fully_shard, and with zero={self.mesh.zero} and {self.mesh} shards are "
+                    "gathered here: split layers only, over the axis 'tensor'"
+                )
+        except ModelError:
+            self.plain()
+            raise
+        self._handles = [handles[slot.name] for layout in self._wholes for slot in layout]
+        self._lay_out()
+        for p, home in self._homes:
+            p.data = home.new_empty(0)
+        self._lose(range(len(self._handles)))
+
+    def _lay_out(self) -> None:
+        """Note of each parameter, by its number, what of it is here, and who tells whom."""
+        whole, at, places = [slot for layout in self._wholes for slot in layout], self._at, self._places
+        kinds = [layout.dtype for layout in self._wholes for _ in layout]
+        self._first = [places.stages(slot.name)[0] for slot in whole]
+        self._own = [places.owns(slot.name, self.part) for slot in whole]
+        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
+        self._shapes = [box_shape(places.computed(slot, self.part)) for slot in whole]
+        self._here = [k for k, slot in enumerate(whole) if at["stages"] in places.stages(slot.name)]
+        ends = list(itertools.accumulate((len(layout.slots) for layout in self._wholes), initial=0))
+        self._kinds = [range(*pair) for pair in itertools.pairwise(ends)]  # of one dtype each
+        self._empty = [torch.empty(0, dtype=kind, device=self.device) for kind in kinds]
+        shapes = [box_shape(places.held(slot, self.part)) for slot in whole]
+        self._mirrors = {k: self._empty[k].new_zeros(shapes[k]) for k in self._here if not self._own[k]}
+        self._memory: dict[int, Tensor] = {}
+        self._gives = {name: [list[int]() for _ in range(size)] for name, size in self.mesh.axes.items()}
+        self._takes = {name: [list[int]() for _ in range(size)] for name, size in self.mesh.axes.items()}
+        for k in self._here:
+            (first, *others), dealt = places.stages(whole[k].name), places.dealt(whole[k].name)
+            if dealt in (None, at["tensor"]) and others:  # across stages, and then from there over "tensor"
+                if at["stages"] == first:
+                    for other in others:
+                        self._gives["stages"][other].append(k)
+                else:
+                    self._takes["stages"][first].append(k)
+            if dealt == at["tensor"]:
+                for other in range(self.mesh.tensor):
+                    self._gives["tensor"][other] += [k] if other != dealt else []
+            elif dealt is not None:
+                self._takes["tensor"][dealt].append(k)
+
+    def let_go(self) -> None:
+        self._homes = [(p, home.new_empty(0)) for p, home in self._homes]
+
+    def plain(self) -> None:
+        self._plain.restore()
+        for p, home in self._homes:
+            p.data, p.grad = home, None
+
+    def _lose(self, these: Iterable[int]) -> None:
+        """Let parameters have their shapes, no numbers and no memory."""
+        for k in these:
+            self._memory.pop(k, None)
+            hold_local(self._handles[k], self._empty[k].new_zeros(()).expand(self._shapes[k]))
+
+    # What goes from process to process
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        self._pieces = {k: self._mirrors.get(k, views[k]) for k in self._here}
+        if self.mesh.shard == 1:
+            for k, piece in self._pieces.items():
+                hold_local(self._handles[k], piece)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for these in self._kinds:
+            for name in ("stages", "tensor"):
+                for k, told in self._hand_on(name, self._pieces, self._gives[name], self._takes[name], these):
+                    self._pieces[k].copy_(told)
+            here = [k for k in these if k in self._pieces] if self.mesh.shard > 1 else []
+            for k in here:
+                if k not in self._memory:
+                    self._memory[k] = self._empty[k].new_empty(self._shapes[k])
+                    hold_local(self._handles[k], self._memory[k])
+            if here:
+                gather(self.along["shard"], [self._pieces[k] for k in here], [self._memory[k] for k in here])
+
+    def _hand_on(
+        self, axis: str, tensors: dict[int, Tensor], gives: Numbers, takes: Numbers, these: range
+    ) -> Iterator[tuple[int, Tensor]]:
+        few = [[[k for k in some if k in these and k in tensors] for some in way] for way in (gives, takes)]
+        return hand_on(self.along[axis], tensors, *few)
+
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        return passes(loss, parts, scale, context) / self.mesh.tensor
+
+    def gradients(self) -> list[Tensor | None]:
+        given = [take_gradient(handle) for handle in self._handles]
+        told = torch.tensor([[g is not None, g is not None and k not in self._pieces] for k, g in enumerate(given)])
+        counts, strange = self.inside.sum(told.long()).unbind(1)
+        if bool(strange.any()):
+            name = [slot.name for layout in self._wholes for slot in layout][int(strange.argmax())]
+            raise ModelError(
+                f"parameter {name!r} is used in a stage that does not hold it: wanted each used where its module is; "
+                "for a penalty on parameters take the optimizer's weight_decay"
+            )
+        there = (counts > 0).tolist()
+        found: list[Tensor | None] = [None] * len(given)
+        for these in self._kinds:
+            here, grads = [k for k in these if k in self._pieces and there[k]], list[Tensor]()
+            for k in here:
+                grad = given[k]
+                grads.append(self._empty[k].new_zeros(self._shapes[k]) if grad is None else grad)
+            if self.mesh.shard > 1 and grads:
+                grads = (sums if self.mesh.zero == 1 else scatter_sums)(self.along["shard"], grads)
+            pieces = dict(zip(here, grads, strict=True))
+            for k, told in self._hand_on("stages", pieces, self._takes["stages"], self._gives["stages"], these):
+                pieces[k] += told  # towards the owner
+            for k in these:
+                if there[k]:
+                    found[k] = pieces[k] if self._own[k] else self._empty[k].new_empty(self._slots[k].shape)
+        return found

@@ -1,0 +1,70 @@
+"""Parameters of one dtype that go from one device of a node to others on an axis of its mesh, many in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import Inside
+from exogym.core.compute.places import chunk
+
+
+def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    """Fill `wholes` with the rows that each process has of them, `pieces` those of this one; an all-gather."""
+    everyones = [_rows(wholes, of) for of in _ranges(along, wholes)]
+    sizes = [sum(x.numel() for x in rows) for rows in everyones]
+    for rows, told in zip(everyones, along.gather(_flat(pieces), sizes), strict=True):
+        for x, piece in zip(rows, _like(told, rows), strict=True):
+            x.copy_(piece)
+
+
+def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Return of the sums of `wholes` over all processes the rows that this one has; a reduce-scatter."""
+    outgoing = [_rows(wholes, of) for of in _ranges(along, wholes)]
+    own = outgoing[along.part]
+    sizes = [sum(x.numel() for x in own)] * along.parts
+    total, *others = along.swap([_flat(rows) for rows in outgoing], sizes)
+    for other in others:
+        total += other
+    return _like(total, own)
+
+
+def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows that this process has of the sums of `wholes`, which all get whole; an all-reduce."""
+    told = _like(along.sum(_flat(wholes)), wholes)
+    return _rows(told, _ranges(along, told)[along.part])
+
+
+def hand_on(
+    along: Inside, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tensor]]:
+    """Give process j those of `tensors` that `gives[j]` names; yield (name, tensor) of those that `takes[j]` names,
+    which are like one's own of that name."""
+    named = [k for some in (*gives, *takes) for k in some]
+    if not named:
+        return
+    nothing = tensors[named[0]].new_empty(0)
+    outgoing = [_flat([nothing, *(tensors[k] for k in some)]) for some in gives]
+    sizes = [sum(tensors[k].numel() for k in some) for some in takes]
+    for some, told in zip(takes, along.swap(outgoing, sizes), strict=True):
+        yield from zip(some, _like(told, [tensors[k] for k in some]), strict=True)
+
+
+def _ranges(along: Inside, wholes: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
+    """Return of each process the rows that it has of each whole."""
+    return [[chunk((0, len(x)), part, along.parts) for x in wholes] for part in range(along.parts)]
+
+
+def _rows(wholes: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [x[start:stop] for x, (start, stop) in zip(wholes, ranges, strict=True)]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    pieces = flat.split([x.numel() for x in tensors])
+    return [piece.view(x.shape) for piece, x in zip(pieces, tensors, strict=True)]

@@ -1,0 +1,179 @@
+"""A model over the devices of a node: of every parameter each holds a part, and gathers or computes with the others.
+
+Over the axis "shard" it is torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054): each block of the
+model is gathered before its forward pass and before its backward pass, and let go of afterwards; gradients are summed
+so that each process gets those of its own columns. Over the axis "tensor" layers are computed together
+(`compute.tensors`). A process's parts are its columns of the row themselves, no copies, so what training or the
+strategy does to the row the model sees. What several processes hold alike (norms and embeddings, over the axis
+"tensor") is in the row of one, and the others take it from there before they compute.
+
+Sent by a process per step, with k shards, P parameters of b bytes, of which P_blocks are in blocks that are gathered
+twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from exogym.core.base.torch_private import (
+    Plain,
+    hold_local,
+    hold_shard,
+    sharded_parameters,
+    take_gradient,
+    take_shard_gradient,
+)
+from exogym.core.communicator import Inside
+from exogym.core.compute.outputs import Loss
+from exogym.core.compute.places import Places, box_shape, places_in
+from exogym.core.compute.split import Context, Part, Split, whole_layouts
+from exogym.core.compute.split import passes as add_gradients
+from exogym.core.compute.tensors import cut_axes, split_layers, torchs_refusals
+from exogym.core.fleet.layout import Layout
+from exogym.core.mesh import NodeMesh
+from exogym.core.mesh.splits import blocks_of
+from exogym.errors import ModelError
+
+WAYS = 999_983  # a prime; its square has a place in a double
+
+
+class Sharded(Split):
+    """A `Split` of each parameter over the processes of the node.
+
+    Raises:
+        ModelError: the model cannot be split so.
+    """
+
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+        super().__init__(model, mesh, inside, device)
+        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
+        self._whole_layouts = whole_layouts(model, "sharded")
+        self._places = Places(mesh, self._whole_layouts, cut_axes(model, mesh, self.devices))
+        self.parts = [[self._part(layout, k) for layout in self._whole_layouts] for k in range(self.size)]
+
+    def _part(self, layout: Layout, part: int) -> Layout:
+        found = self._places.layout(layout, part)
+        first = {slot.name: box_shape(self._places.held(slot, part % self.mesh.tensor)).numel() for slot in layout}
+        room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
+        return replace(found, room=room)  # shards are gathered in the size of the first, which is the largest
+
+    def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
+        self.way = 0
+        if self.mesh.shard == 1 or self.mesh.parallelize is not None:  # what that gathers is its own
+            return
+        with contextlib.ExitStack() as undo:
+            for k, block in enumerate(blocks_of(self.model).values(), start=2):
+                undo.callback(block.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k)).remove)
+            add_gradients(loss, parts, 1.0, contextlib.nullcontext)
+        for p in self.model.parameters():
+            self._go(p.grad is not None)
+            p.grad = None
+
+    def split(self) -> None:
+        self._plain = Plain(self.model)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._whole = list(named.values())
+        frozen = {p for p in self.model.parameters() if not p.requires_grad}
+        places = places_in(self.model, named)
+        try:
+            split_layers(self.model, self.mesh, self.devices)
+            if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
+                blocks = blocks_of(self.model)
+                _check_types(named, blocks)
+                with torchs_refusals(self.mesh):
+                    for block in [*blocks.values(), self.model]:
+                        fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
+        except BaseException:
+            self._plain.restore()
+            raise
+        self._slots = [slot for layout in self.parts[self.part] for slot in layout]
+        handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
+        now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
+        self._handles = [handles.get(slot.name, now[slot.name]) for slot in self._slots]
+        self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for k, module in enumerate(self._modules, start=2):
+            module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
+        self._mirrors = {}  # what is in the row of another process
+        for whole in (slot for layout in self._whole_layouts for slot in layout):
+            if not self._places.owns(whole.name, self.part):
+                shape = box_shape(self._places.held(whole, self.part))
+                self._mirrors[whole.name] = torch.zeros(shape, dtype=named[whole.name].dtype, device=self.device)
+
+    def let_go(self) -> None:
+        for p in self._whole:
+            p.data = p.data.new_empty(0)
+
+    def plain(self) -> None:
+        self._plain.restore()
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        for module in self._modules:
+            module.reshard()
+        self._views = dict(zip([slot.name for slot in self._slots], views, strict=True))
+        for slot, handle, view in zip(self._slots, self._handles, views, strict=True):
+            self._hold(handle, self._mirrors.get(slot.name, view))
+
+    def refresh(self) -> None:
+        self.way = 0
+        if self.mesh.tensor == 1:
+            return
+        group = self.devices["tensor"].get_group()
+        for owner in range(self.mesh.tensor):
+            names = [slot.name for slot in self._slots if self._places.dealt(slot.name) == owner]
+            for dtype in dict.fromkeys(self._views[name].dtype for name in names):
+                held = [self._mirrors.get(name, self._views[name]) for name in names]
+                held = [x for x in held if x.dtype == dtype]
+                told = torch.cat([x.reshape(-1) for x in held])
+                dist.broadcast(told, group_src=owner, group=group)
+                pieces = told.split([x.numel() for x in held])
+                if owner != self.devices["tensor"].get_local_rank():
+                    for x, piece in zip(held, pieces, strict=True):
+                        x.copy_(piece.view(x.shape))
+
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        shards = self.mesh.shard  # over which torch takes the mean
+        return add_gradients(loss, parts, scale * shards, context, self._collect) / (shards * self.mesh.tensor)
+
+    def _go(self, where: int) -> None:
+        self.way = (31 * self.way + where) % WAYS
+
+    def _collect(self, last: bool) -> None:
+        if self._modules:
+            self._modules[0].set_is_last_backward(last)
+            self._modules[0].set_requires_gradient_sync(last)
+
+    def gradients(self) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for slot, handle in zip(self._slots, self._handles, strict=True):
+            grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)
+            self._go(grad is not None)
+            mine = slot.name not in self._mirrors
+            found.append(grad if grad is None or mine else grad.new_empty(slot.shape))
+        return found
+
+    def _hold(self, handle: Any, view: Tensor) -> None:
+        if isinstance(handle, nn.Parameter):
+            hold_local(handle, view)
+        else:
+            hold_shard(handle, view)
+
+
+def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:
+    """Refuse parameters of several dtypes in one block, which is gathered as one."""
+    kinds: dict[str, tuple[str, torch.dtype]] = {}
+    for name, p in named.items():
+        block = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        other, kind = kinds.setdefault(block, (name, p.dtype))
+        if kind != p.dtype:
+            raise ModelError(
+                f"{other!r} is {kind} and {name!r} is {p.dtype}, and with shard= what is gathered together has one "
+                "dtype: convert one of them, or give zero=2 or zero=1, where each device has the whole model"
+            )

@@ -1,0 +1,230 @@
+"""A model cut into stages, one or more on each device of a node: activations go on from process to process (stages=).
+
+No part of the model is rewritten. A stage runs the model's own forward pass: what lies before the stage runs on tensors
+without numbers (torch's meta device), which takes no time; at the cut the activations that have come take the place of
+the module's output; at the end of the stage they are taken out, and the rest of the pass is left. So the loss is found
+on the last device as ever. The order of the work is torch's (`torch.distributed.pipelining`): GPipe (Huang et al.,
+arXiv:1811.06965), 1F1B and interleaved (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
+
+A parameter is in the row of the first stage that holds it; another one that holds it too (a head that is the
+embedding) takes it from there, and gives its gradient back. Where shards share out a stage, they gather it once a step,
+whatever the number of micro-batches (`compute.replicated`). torch's `fully_shard` would gather a block in each of them,
+by hooks after a forward pass, which is left before they are called. For an evaluation each process gathers the whole
+model.
+
+Sent by a process per micro-batch: the activations of each cut after its stages, and gradients as large for each before
+them; per step, what two stages hold, and what shards of a stage gather and sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from exogym.core.base import pulse
+from exogym.core.base.torch_private import Hollow, held_local, hold_local
+from exogym.core.compute.outputs import Loss, batch_examples, map_tensors
+from exogym.core.compute.replicated import Replicated
+from exogym.core.compute.split import Context, Part
+from exogym.core.mesh.traffic import stages_of
+from exogym.errors import ModelError
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+MOST_SCHEDULES = 8  # kept, each for batches of other shapes
+
+
+class Staged(Replicated):
+    """A `Split` of a model of which each process of the node has some layers.
+
+    Raises:
+        ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
+            output is not one tensor with an example in each of its rows, or not all that goes on; a forward pass that
+            looks at numbers before the cut.
+    """
+
+    def _stages(self) -> dict[str, list[int]]:
+        model, mesh = self.model, self.mesh
+        device_of, cuts = stages_of(model, mesh)
+        self.cuts = list(cuts)
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+        turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
+        if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
+            raise ModelError(
+                f"the stages are on devices {list(mesh.pipeline.devices)}, and in several processes they go to devices "
+                f"in turn: {turns}"
+            )
+        found: dict[int, set[int]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            found.setdefault(id(p), set()).add(device_of(name))
+        self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
+        return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
+
+    def keepers(self, buffer: str) -> range:
+        each = self.size // self.mesh.depth
+        return range(self._buffers[buffer] * each, (self._buffers[buffer] + 1) * each)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have the whole model in each process; the memory of all its parameters."""
+        self.refresh()
+        kept = {k: held_local(handle) for k, handle in enumerate(self._handles)}
+        stages = range(self.mesh.depth)
+        try:
+            for these in self._kinds:
+                of = [[k for k in these if self._first[k] == stage] for stage in stages]
+                for k, told in self._hand_on("stages", kept, [of[self._at["stages"]] for _ in stages], of, these):
+                    hold_local(self._handles[k], told)
+            yield
+        finally:
+            for k, local in kept.items():
+                hold_local(self._handles[k], local)
+            self._let_go_of_gathered()
+
+    def gradients(self) -> list[Tensor | None]:
+        found = super().gradients()
+        self._let_go_of_gathered()
+        return found
+
+    def _let_go_of_gathered(self) -> None:
+        if self.mesh.shard > 1 and self.mesh.zero == 3:
+            self._lose(self._here)
+
+    def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
+        schedule, stages = self._schedule(loss, parts, context)
+        for stage in stages:
+            stage.submod.begin(parts, loss, scale, context)
+        order, losses = torch.arange(len(parts)), list[Tensor]()
+        is_last = any(stage.is_last for stage in stages)
+        given = {"target": order, "losses": losses} if is_last else {}
+        first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
+        try:
+            schedule.step(*first, micro=order, **given)
+        except RuntimeError as error:  # torch's, around what the model raised
+            raise (error.__cause__ or error) from None
+        pulse.step_taken()
+        total = torch.zeros((), dtype=torch.float64)
+        for x in losses:
+            total += x.detach().double().cpu()
+        return total / self.mesh.tensor
+
+    def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
+        """Return the schedule for micro-batches of these shapes, and the stages of this process; made once."""
+        sizes = [batch_examples(part) for part, _ in parts]
+        largest = parts[sizes.index(max(sizes))][0]
+        shapes: list[Any] = []
+        map_tensors(largest, lambda x: shapes.append((tuple(x.shape), x.dtype)))
+        with context():
+            kind = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        key = (len(parts), kind, *shapes)
+        if key in self._schedules:
+            return self._schedules[key]
+        if len(self._schedules) == MOST_SCHEDULES:  # each has memory for what travels
+            del self._schedules[next(iter(self._schedules))]
+        between = self._between(loss, largest, max(sizes), context)
+        count, mesh, stage = len(self.cuts) + 1, self.mesh, self._at["stages"]
+        group, held = self.devices["stages"].get_group(), [self._handles[k] for k in self._here]
+        stages = [
+            pipelining.PipelineStage(
+                _Stage(self, k, held), k, count, self.device, group=group,
+                input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
+                output_args=between[k] if k < len(self.cuts) else torch.zeros(1, device=self.device),
+            )
+            for k in range(stage, count, mesh.depth)
+        ]  # fmt: skip
+        several = mesh.schedule in ("interleaved", "zero_bubble")
+        schedule = SCHEDULES[mesh.schedule](
+            stages if several else stages[0], len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
+        )
+        self._schedules[key] = schedule, stages
+        return schedule, stages
+
+    def _between(self, loss: Loss, part: Any, size: int, context: Context) -> list[Tensor]:
+        """Return tensors like those that go over each cut for a micro-batch, without computing."""
+        found: dict[str, Any] = {}
+        with contextlib.ExitStack() as undo:
+            hollow = Hollow(self.model, watches=True)
+
+            def note(name: str, module: nn.Module, given: Any, out: Any) -> Any:
+                found[name] = out
+                return hollow.cut(out, name) if isinstance(out, Tensor) else out
+
+            for name in self.cuts:
+                hook = self.model.get_submodule(name).register_forward_hook(functools.partial(note, name))
+                undo.callback(hook.remove)
+            undo.enter_context(torch.no_grad())
+            undo.enter_context(context())
+            undo.enter_context(hollow)
+            loss(part)
+        for name in self.cuts:
+            out = found.get(name)
+            if not isinstance(out, Tensor) or not out.dim() or len(out) != size:
+                said = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+                raise ModelError(
+                    f"the model is cut after {name!r}, which gives {said} for {size} examples: wanted one tensor with "
+                    "an example in each row; cut it elsewhere, with NodeMesh(stages=PipelineParallel(stages=[...]))"
+                )
+        shapes = [(found[name].shape, found[name].dtype) for name in self.cuts]
+        return [torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=True) for shape, dtype in shapes]
+
+
+class _Stage(nn.Module):
+    """Stage `index`: what goes from its cut to the next one, for one micro-batch; of the last stage the loss, (1,)."""
+
+    def __init__(self, staged: Staged, index: int, held: Sequence[nn.Parameter]):
+        super().__init__()
+        self.index, self._held = index, nn.ParameterList(held)
+        self._staged = [staged]  # in a list: no module of this one
+
+    def begin(self, parts: Sequence[Part], loss: Loss, scale: float, context: Context) -> None:
+        self._parts, self._loss, self._scale, self._context = parts, loss, scale, context
+
+    def forward(self, given: Tensor, micro: Tensor) -> Tensor:
+        staged, index = self._staged[0], self.index
+        part, share = self._parts[int(micro)]
+        size, cuts = batch_examples(part), staged.cuts
+        most = max(batch_examples(other) for other, _ in self._parts)
+        pulse.beat()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._context())
+            if index < len(cuts):
+                end = staged.model.get_submodule(cuts[index]).register_forward_hook(_reached)
+                undo.callback(end.remove)
+            if index:
+                hollow = undo.enter_context(contextlib.ExitStack())
+                hollow.enter_context(torch.no_grad())
+                hollow.enter_context(Hollow(staged.model))
+
+                def come(module: nn.Module, inputs: Any, out: Any) -> Tensor:
+                    hollow.close()
+                    return given[:size]
+
+                start = staged.model.get_submodule(cuts[index - 1]).register_forward_hook(come)
+                undo.callback(start.remove)
+            try:
+                value = self._loss(part)
+            except _Reached as reached:
+                out = reached.out
+                return out if size == most else torch.cat([out, out.new_zeros(most - size, *out.shape[1:])])
+        return (value * (share * self._scale)).reshape(1)
+
+
+class _Reached(BaseException):
+    """The end of a stage: what the model has come to."""
+
+    def __init__(self, out: Tensor):
+        self.out = out
+
+
+def _reached(module: nn.Module, inputs: Any, out: Tensor) -> None:
+    raise _Reached(out)

@@ -1,0 +1,96 @@
+"""Inner optimizers that look at whole tensors, where each process of a node has a part of every parameter.
+
+Before a step each process is dealt some whole parameters and their gradients, the same ones at every step, and its
+optimizer is of these; what it has made of them is dealt back. With k processes and P parameters of b bytes a process
+sends (k-1)/k^2 b P three times a step, about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from exogym.core.base.torch_private import without_compiler
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.dealing import Dealing
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.state import Tensors
+from exogym.strategy.optim import OptimSpec
+from exogym.strategy.packing import remember_as_built
+
+
+class WholeTensors:
+    """The whole parameters that this process's optimizers step.
+
+    Attributes:
+        named: those dealt to this process, by name.
+    """
+
+    def __init__(self, fleet: Fleet, spec: OptimSpec):
+        self.fleet, self.dealing = fleet, Dealing(fleet, "tensors")
+        (block,) = self.dealing.view.blocks
+        self._slots = list(block.layout)
+        empty = block.params.new_empty(1)
+        self.named = {s.name: nn.Parameter(empty.expand(s.numel).view(s.shape).clone()) for s in self._slots}
+        whole = fleet.blocks[0].layout.whole
+        assert whole is not None
+        self.spec, self._everyone = spec, {s.name: nn.Parameter(empty.expand(s.numel).view(s.shape)) for s in whole}
+        names = {id(p): name for name, p in self._everyone.items()}
+        # As the optimizer of a dense run numbers them, so that a checkpoint is the same whatever the split.
+        self.order = [names[id(p)] for group in self._dense().param_groups for p in group["params"]]
+        self.own = [name for name in self.order if name in self.named]
+
+    def _dense(self) -> Optimizer:
+        return self.spec.build(self._everyone, hidden=self.fleet.hidden)
+
+    def build(self) -> Optimizer:
+        """Return an optimizer of the parameters here, in the groups in which all of them would be."""
+        dense = self._dense()
+        names = {id(p): name for name, p in self._everyone.items()}
+        groups = []
+        for group in dense.param_groups:
+            mine = [self.named[names[id(p)]] for p in group["params"] if names[id(p)] in self.named]
+            groups += [group | {"params": mine}] if mine else []
+        with without_compiler():
+            return remember_as_built(type(dense)(groups, **self.spec.kwargs))
+
+    def step(self, row: int, parameters: Sequence[nn.Parameter], take: Callable[[], object] | None) -> None:
+        """Deal the gradients of `parameters`, and these, `take` a step, and deal them back."""
+        (block,) = self.fleet.blocks
+        rows = block.params[row : row + 1]
+        grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])[None]
+        there = {slot.name for slot, p in zip(block.layout, parameters, strict=True) if p.grad is not None}
+        dealt, dealt_grads = self.dealing.deal(rows), self.dealing.deal(grads)
+        for slot in self._slots:
+            p = self.named[slot.name]
+            p.data = slot.of(dealt[0])
+            p.grad = slot.of(dealt_grads[0]) if slot.name in there else None
+        if take is not None:
+            take()
+        rows.copy_(self.dealing.deal_back(dealt))
+        for p in self.named.values():
+            p.grad = None
+
+    # In a checkpoint parameters have the numbers of a dense run
+
+    def renamed(self, tensors: Tensors, given: Sequence[str], wanted: Sequence[str]) -> Tensors:
+        """Return `tensors` of an optimizer over `given`, numbered as those of one over `wanted`."""
+        found = {}
+        for name, x in tensors.items():
+            number, _, rest = name.partition(".")
+            if not number.isdigit():
+                found[name] = x
+            elif given[int(number)] in wanted:
+                found[f"{wanted.index(given[int(number)])}.{rest}"] = x
+        return found
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        number = name.partition(".")[0]
+        if not number.isdigit():
+            return None
+        if self.order[int(number)] not in self.named:
+            raise KeyError(name)
+        return Cut(tuple(shape), tuple(shape), torch.arange(torch.Size(shape).numel()))

@@ -1,0 +1,36 @@
+"""Where the blocks of the fleet live: in this process, in several, under torchrun, on a cluster of Ray's.
+
+Another place is one more file here, with a class as `exogym.core.engine.protocol.Engine` describes it, and its
+entry in `ENGINES`. It needs a wire between its processes: `ProcessWire`, where they are in a process group of torch's.
+
+Which of them takes a run:
+
+>>> import torch
+>>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))
+>>> [engine.applies(two) for engine in (Group(), Forked(), Alone())]
+[False, True, False]
+>>> one = EngineOptions(num_nodes=4, processes=1, device=torch.device("cpu"), placement=[range(4)])
+>>> chosen: Engine = engine_for(one)
+>>> chosen.run(one, lambda wire: len(wire.owner))
+4
+"""
+
+from exogym.core.engine.alone import Alone
+from exogym.core.engine.forked import Forked
+from exogym.core.engine.group import Group
+from exogym.core.engine.protocol import Engine, EngineOptions
+from exogym.core.engine.ray import Ray
+
+__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for"]
+
+ENGINES: list[Engine] = [Ray(), Group(), Forked(), Alone()]  # the first that applies takes the run
+
+
+def engine_for(options: EngineOptions) -> Engine | None:
+    """Return the engine that takes a run; None: the number of processes is open.
+
+    >>> import torch
+    >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__
+    'Forked'
+    """
+    return next((engine for engine in ENGINES if engine.applies(options)), None)

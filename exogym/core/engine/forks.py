@@ -1,0 +1,269 @@
+"""Processes on one machine, forked from the caller's, whose rows meet in shared memory.
+
+`run_forked` forks one process a block of rows; the caller's own process is the main one and holds the first. A fork
+takes a millisecond and gives each process the model and the data as they stand, so nothing is pickled: models,
+functions and data sets made in a notebook cell work. Rows meet in memory that all processes share, and wait for one
+another over pipes, so no port is opened, a process that dies or hangs is noticed, and none outlives the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import mmap
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from exogym.core.base import pulse, streams
+from exogym.core.engine.hangs import shows_stacks
+from exogym.core.engine.reports import held, packed, unpacked
+from exogym.core.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
+from exogym.errors import WorkerError
+
+Result = TypeVar("Result")
+PATIENCE_S, POLL_S = 2.0, 0.01  # for processes that were asked to stop; between looks at whether one has ended
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+
+@dataclass
+class _Run:
+    """What the processes of a run have in common; `stacks` is a file for where one stands that hangs."""
+
+    placement: Sequence[Sequence[int]]
+    body: Callable[[SharedWire], Any]
+    native: bool
+    hang_s: float | None
+    memory: mmap.mmap
+    stacks: int
+
+    def wire(self, process: int, pipes: Sequence[tuple[int, int]]) -> SharedWire:
+        return SharedWire(self.placement, process, self.memory, pipes, self.native, self.hang_s)
+
+
+def can_fork() -> bool:
+    """Say whether this process can be forked safely: Linux, and no GPU in use."""
+    return sys.platform == "linux" and not torch.cuda.is_initialized()
+
+
+def run_forked(
+    placement: Sequence[Sequence[int]], body: Callable[[SharedWire], Result], native: bool = False,
+    hang_s: float | None = None,
+) -> Result:  # fmt: skip
+    """Run `body(wire)` in this process and in one forked process for each further block; return what it gives here.
+
+    Raises:
+        what `body` raised here or in another process, then with that process's traceback as a note;
+        WorkerError: a process was killed, the message names it, its nodes and the signal; or it hung (its pulse stood
+            still for `hang_s`, see `exogym.core.base.pulse`; None: this is not looked for), the message says where.
+    """
+    memory = mmap.mmap(-1, memory_bytes(len(placement)))
+    run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
+    children: list[_Child] = []
+    pipes: list[tuple[int, int]] = []
+    streams.flush()
+    try:
+        for process in range(1, len(placement)):
+            children.append(_fork(run, process, pipes, children))
+            pipes.append((children[-1].read, children[-1].write))
+        wire = run.wire(0, pipes)
+        try:
+            with pulse.kept_in(memory, pulse_byte(0)), _ends_if_it_hangs(run):
+                result = body(wire)
+                for child in children:
+                    child.hang_up()
+                    wire.wait_for(child.process, child.has_ended)
+                    if child.status:
+                        raise Lost(child.process)
+            return result
+        except Hung as hung:
+            error: BaseException = children[hung.process - 1].hangs(placement[hung.process], hung, run.stacks)
+        except Lost as lost:
+            error = children[lost.process - 1].why(placement[lost.process])
+        raise error
+    finally:
+        patience_s = PATIENCE_S if memory[STOP] else 0.0  # asked to stop, they come to an end of their own
+        for child in children:
+            child.hang_up()
+        for child in children:
+            child.end(patience_s)
+        os.close(run.stacks)
+
+
+def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[_Child]) -> _Child:
+    up_read, up_write = os.pipe()
+    down_read, down_write = os.pipe()
+    error_read, error_write = os.pipe()
+    parent, collects = os.getpid(), gc.isenabled()
+    gc.disable()
+    pid = os.fork()
+    if pid:
+        if collects:
+            gc.enable()
+        for pipe in (up_write, down_read, error_write):
+            os.close(pipe)
+        return _Child(process, pid, up_read, down_write, error_read)
+    # What the caller has left as garbage is not this process's to collect: a process group among it would wait in its
+    # destructor for threads that a fork does not take along.
+    gc.freeze()
+    if collects:
+        gc.enable()
+    code = 1
+    try:
+        die_with(parent)
+        for pipe in (up_read, down_write, error_read, *(p for pair in pipes for p in pair)):
+            os.close(pipe)
+        for child in children:
+            os.close(child.errors)
+        signal.set_wakeup_fd(-1)
+        for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process decides, and tells
+            signal.signal(ignored, signal.SIG_IGN)
+        with pulse.kept_in(run.memory, pulse_byte(process)), shows_stacks(run.stacks):
+            run.body(run.wire(process, [(down_read, up_write)]))
+        code = 0
+    except Hung as hung:
+        text = _tell_main(run, parent, hung)
+        os.close(up_write)
+        _report(error_write, WorkerError(text))
+    except Lost:
+        pass  # the main process is gone or ending
+    except BaseException as error:
+        os.close(up_write)  # so the main process hears of it, and reads the report
+        _report(error_write, error)
+    finally:
+        with contextlib.suppress(BaseException):
+            streams.flush()
+        os._exit(code)
+
+
+def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
+    """In a forked process: the main one hangs. Have it end, if it can; return what is wrong with it."""
+    text = f"the main process {hung.patience.complaint(parent)}; its worker processes have ended, checkpoints stand"
+    if not run.memory[MAIN_HANGS]:
+        run.memory[MAIN_HANGS] = 1
+        stacks = pulse.stacks_of(parent, run.stacks)
+        if not run.memory[MAIN_KNOWS]:  # it runs no Python any more
+            print(
+                f"exogym: {text}" + (f". Where it stood:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True
+            )
+    return text
+
+
+@contextlib.contextmanager
+def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
+    """In the main process: while entered, it ends when others find that it hangs, if it still runs Python."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        run.memory[MAIN_KNOWS] = 1
+        stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
+        raise WorkerError(
+            f"the main process hung (hang_s={run.hang_s:g}; None lets it be), and its worker processes have ended; "
+            f"checkpoints stand. Where it stood:\n{stacks}"
+        )
+
+    if run.hang_s is None or threading.current_thread() is not threading.main_thread():
+        with shows_stacks(run.stacks):
+            yield
+        return
+    before = signal.signal(pulse.SIGNAL, end)
+    try:
+        with shows_stacks(run.stacks, chain=True):
+            yield
+    finally:
+        signal.signal(pulse.SIGNAL, before)
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when its parent ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _report(pipe: int, error: BaseException) -> None:
+    with contextlib.suppress(OSError):
+        os.write(pipe, pickle.dumps(packed(error)))
+
+
+class _Child:
+    """A forked process as the main one sees it."""
+
+    def __init__(self, process: int, pid: int, read: int, write: int, errors: int):
+        self.process, self.pid, self.read, self.write, self.errors = process, pid, read, write, errors
+        self.status: int | None = None
+        self.report = b""
+        self._open = [read, write]
+
+    def hang_up(self) -> None:
+        """Meet the process no more: where it still waits for that, it ends."""
+        while self._open:
+            os.close(self._open.pop())
+
+    def wait(self, patience_s: float = math.inf) -> None:
+        """Wait until the process has ended, so long at most, and take its report."""
+        until = time.monotonic() + patience_s
+        while self.status is None and time.monotonic() <= until:
+            if select.select([self.errors], [], [], POLL_S)[0] and (part := os.read(self.errors, 1 << 16)):
+                self.report += part
+                continue
+            # Processes that it started may hold the pipe open: its end is asked for by number.
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = status if ended else None
+        while self.status is not None and select.select([self.errors], [], [], 0)[0]:
+            part = os.read(self.errors, 1 << 16)
+            if not part:
+                break
+            self.report += part
+
+    def has_ended(self, within_s: float) -> bool:
+        self.wait(within_s)
+        return self.status is not None
+
+    def hangs(self, nodes: Sequence[int], hung: Hung, stacks: int) -> WorkerError:
+        """Return the error to raise for a process that hangs; it is killed by `end`."""
+        text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed, checkpoints written before stand"
+        found = pulse.stacks_of(self.pid, stacks)
+        return WorkerError(text + (f". Where it stood:\n{found}" if found else ""))
+
+    def who(self, nodes: Sequence[int]) -> str:
+        return f"worker process {self.process} ({held(nodes)})"
+
+    def why(self, nodes: Sequence[int]) -> BaseException:
+        """Return the error to raise for a process that is gone."""
+        self.wait()
+        assert self.status is not None
+        who = self.who(nodes)
+        if self.report:
+            given, text = pickle.loads(self.report)
+            return unpacked(given, text, who)
+        if os.WIFSIGNALED(self.status):
+            name = signal.Signals(os.WTERMSIG(self.status)).name
+            cause = "; the system does so when memory runs out" if name == "SIGKILL" else ""
+            return WorkerError(f"{who} was killed by {name}{cause}; checkpoints written before stand")
+        return WorkerError(f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints stand")
+
+    def end(self, patience_s: float) -> None:
+        """Kill the process if it still runs after so many seconds, and leave nothing of it."""
+        self.hang_up()
+        try:
+            if self.status is None:
+                self.wait(patience_s)
+        finally:
+            if self.status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                _, self.status = os.waitpid(self.pid, 0)
+            os.close(self.errors)

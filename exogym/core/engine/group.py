@@ -1,0 +1,45 @@
+"""Some rows in each process of the world that torchrun, or a launcher like it, started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from exogym.core.communicator import Wire
+from exogym.core.engine.hangs import watched
+from exogym.core.engine.protocol import EngineOptions, Result
+from exogym.core.engine.wire import ProcessWire
+from exogym.core.engine.world import join_world, world_size
+from exogym.core.mesh.value import groups_of
+from exogym.errors import ArgumentError
+
+
+class Group:
+    """Joins the process group; every process of the world makes the same calls."""
+
+    shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
+    wire: type[ProcessWire] = ProcessWire
+
+    def applies(self, options: EngineOptions) -> bool:
+        return world_size() > 1
+
+    def processes(self, options: EngineOptions) -> int:
+        world = world_size()
+        if options.processes not in (1, "auto", world):
+            raise ArgumentError(
+                f"processes={options.processes}, but this script runs as {world} processes: leave it out"
+            )
+        return groups_of(options.meshes, world) if options.meshes else world
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        join_world(options.device)
+        with watched(options.hang_s, dist.get_rank()):
+            if options.meshes:
+                from exogym.core.engine.mesh import MeshWire
+
+                wire = MeshWire(options.placement, options.meshes, options.native)
+                found = body(wire)
+                wire.leave()  # after a failure others may be at work in them, and the process mostly ends
+                return found
+            return body(self.wire(options.placement, native=options.native))

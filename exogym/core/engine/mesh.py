@@ -1,0 +1,234 @@
+"""The wire of nodes that are several processes each, and what the processes of a node tell each other.
+
+With k processes for a node, process r holds part r % k of the rows of node group r // k. Processes with the same part
+are a process group, through which their columns travel between nodes; those of one node group are another, for what is
+said inside a node; what all must agree on goes through the whole world.
+
+Nodes of different sizes all cut their rows into as many parts, the greatest common divisor K of the sizes. The first K
+processes of a node travel; of the others each is a copy of one of these, and is told what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from exogym.core.base import pulse
+from exogym.core.base.torch_private import forget_meshes
+from exogym.core.communicator import Inside, Parcel
+from exogym.core.engine.sockets import ports_closed_afterwards
+from exogym.core.engine.wire import ProcessWire, as_bytes
+from exogym.core.mesh import NodeMesh
+
+
+class ProcessInside(Inside):
+    """The processes of a node in a process group, each with some of the columns of its rows."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, by_axis: Mapping[str, dist.ProcessGroup] | None = None
+    ):
+        self.group, self.device, self.by_axis = group, device, by_axis
+        self.part, self.parts = dist.get_rank(group), dist.get_world_size(group)
+        self.groups = [group, *(by_axis or {}).values()]
+        self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+        self._lines = ProcessWire([[k] for k in range(self.parts)], group)
+
+    @pulse.waits
+    def sum(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.SUM)
+
+    @pulse.waits
+    def maximum(self, x: Tensor) -> Tensor:
+        return self._reduced(x, dist.ReduceOp.MAX)
+
+    @pulse.waits
+    def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
+        longest = max(sizes)
+        mine = x.new_zeros(longest)
+        mine[: len(x)] = x
+        mine = mine.to(self.device)
+        found = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(found, mine, group=self.group)
+        return [one[:size].to(x.device) for one, size in zip(found, sizes, strict=True)]
+
+    @pulse.waits
+    def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        moved = [x.to(self.device).contiguous() for x in outgoing]
+        found = self._lines.all_to_all(moved, sizes, list(range(self.parts)))
+        return [x.to(outgoing[0].device) for x in found]
+
+    def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        key = tuple(axes.items())
+        if key not in self._meshes:
+            forget_meshes(self.device)
+            if len(axes) == 1:
+                self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
+            elif self.by_axis is not None:  # made with those of all nodes, whose axes are others
+                ranks = torch.tensor(dist.get_process_group_ranks(self.group)).view(*axes.values())
+                held = [self.by_axis[name] for name in axes]
+                self._meshes[key] = DeviceMesh.from_group(held, self.device.type, ranks, mesh_dim_names=tuple(axes))
+            else:
+                shape = (dist.get_world_size() // self.parts, *axes.values())
+                with ports_closed_afterwards() if self.device.type == "cpu" else contextlib.nullcontext():
+                    whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
+                self._meshes[key] = whole[tuple(axes)]
+                self.groups += whole.get_all_groups()
+                dist.barrier()  # see `MeshWire`
+        return self._meshes[key]
+
+    def along(self, axis: DeviceMesh) -> Inside:
+        return ProcessInside(axis.get_group(), self.device)
+
+    def tell(self, value: Any) -> list[Any]:
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.parts, dtype=torch.int64)
+        lengths[self.part] = len(text)
+        sizes = self.sum(lengths).tolist()
+        return [json.loads(one.numpy().tobytes()) for one in self.gather(text, sizes)]
+
+    def _reduced(self, x: Tensor, op: Any) -> Tensor:
+        moved = x.to(self.device, copy=True).contiguous()
+        dist.all_reduce(moved, op, group=self.group)
+        return moved.to(x.device)
+
+
+class MeshWire(ProcessWire):
+    """Carries columns between the processes that hold the same part of different nodes.
+
+    Args:
+        placement: global ids of each group of processes, together 0..N-1 ascending.
+        meshes: the split of each node; where they differ, each node has processes of its own.
+        native: as `ProcessWire`.
+    """
+
+    def __init__(self, placement: Sequence[Sequence[int]], meshes: Sequence[NodeMesh], native: bool = False):
+        own = [meshes[ids[0]] for ids in placement]
+        firsts = list(itertools.accumulate((mesh.size for mesh in own), initial=0))
+        nodes = [list(range(*ends)) for ends in itertools.pairwise(firsts)]
+        rank, parts = dist.get_rank(), math.gcd(*(mesh.size for mesh in own))
+        node = next(g for g, ranks in enumerate(nodes) if rank in ranks)
+        are_alike, are_even = len(set(own)) == 1, all(mesh.size == parts for mesh in own)
+        holders = [ranks[k : k + parts] for ranks in nodes for k in range(0, len(ranks), parts)]
+        # every process makes every group
+        between = _own_group([[first + part for first in firsts[:-1]] for part in range(parts)])
+        devices = _own_group(nodes)
+        inside = devices if are_even else _own_group(holders if parts > 1 else [])
+        self._copies = _own_group([ranks[k::parts] for ranks in nodes if len(ranks) > parts for k in range(parts)])
+        by_axis = None if are_alike else _own_axes(own, nodes)
+        self.world = ProcessWire([[k] for k in range(dist.get_world_size())])
+        super().__init__(placement, between or self._copies, native, node)
+        self.overlaps = False
+        self.devices: ProcessInside = ProcessInside(_known(devices), self._device, by_axis)
+        if parts > 1:
+            self.inside = self.devices if are_even else ProcessInside(_known(inside), self._device)
+        self._groups = [between, self._copies, None if are_even else inside]
+        self.barrier()  # gloo fails in who is still connecting where another one is gone already
+
+    # What is found between nodes, in copies too
+
+    @pulse.waits
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        if self._copies is None:
+            return super().rows(x, ids)
+        if x.device.type != self._device.type:
+            return self.rows(x.to(self._device), ids).to(x.device)
+        find = super().rows
+        return self._told_copies((len(ids), *x.shape[1:]), x, lambda: find(x, ids))
+
+    @pulse.waits
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        if self._copies is None:
+            return super().reduce(x, ids, op, weights, everywhere)
+        if x.device.type != self._device.type:
+            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
+        find = super().reduce
+        wanted = everywhere or not self.row_of.keys().isdisjoint(ids)
+        return self._told_copies((x.shape[1] if wanted else 0,), x, lambda: find(x, ids, op, weights, everywhere))
+
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        got = {} if self.is_copy else super()._carry(given, moves)
+        if self._copies is not None:
+            for _, taker, parcel in moves:
+                if taker in self.row_of:
+                    like = torch.empty(0, dtype=parcel.dtype, device=self._device)
+                    got[taker] = self._told_copies(parcel.shape, like, got.get(taker, like).contiguous)
+        return got
+
+    @pulse.waits
+    def _told_copies(self, shape: Sequence[int], like: Tensor, find: Callable[[], Tensor]) -> Tensor:
+        """Return what `find` gives in the one that is no copy, of `shape` and otherwise as `like`."""
+        found = like.new_empty(shape) if self.is_copy else find().contiguous()
+        if found.numel():
+            dist.broadcast(as_bytes(found, 1).flatten(), group=self._copies, group_src=0)
+        return found
+
+    @property
+    def is_main(self) -> bool:
+        return self.process == 0 and self.devices.part == 0
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    @property
+    def index(self) -> int:
+        return self.world.process
+
+    @property
+    def count(self) -> int:
+        return len(self.world.placement)
+
+    def leave(self) -> None:
+        """Leave the process groups that were made for this run, once nobody has anything to do in them."""
+        self.barrier()
+        for group in [*self.devices.groups, *self._groups]:
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    def agree(self, flag: bool) -> bool:
+        return self.world.agree(flag)
+
+    def tell(self, value: Any, process: int | None = None) -> Any:
+        return self.world.tell(value) if process is None else super().tell(value, process)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.world.gather(value)
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make a process group of each of `groups`, ranks of the world; return that of this process; None: it has none."""
+    closed = dist.get_backend() == "gloo"
+    found = None
+    for ranks in groups:
+        with ports_closed_afterwards() if closed else contextlib.nullcontext():
+            group = dist.new_group(list(ranks))
+        found = group if dist.get_rank() in ranks else found
+    return found if isinstance(found, dist.ProcessGroup) else None
+
+
+def _known(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None
+    return group
+
+
+def _own_axes(meshes: Sequence[NodeMesh], nodes: Sequence[Sequence[int]]) -> dict[str, dist.ProcessGroup]:
+    """Make a process group of each line of devices, on each axis, of nodes of several axes; return this process's."""
+    found = {}
+    for mesh, ranks in zip(meshes, nodes, strict=True):
+        axes = {name: size for name, size in mesh.axes.items() if size > 1}
+        for k, name in enumerate(axes if len(axes) > 1 else ()):
+            lines = torch.tensor(ranks).view(*axes.values()).movedim(k, -1).flatten(0, -2)
+            if (group := _own_group(lines.tolist())) is not None:
+                found[name] = group
+    return found

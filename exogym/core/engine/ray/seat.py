@@ -1,0 +1,187 @@
+"""A process of a run, as an actor of Ray's, and its wire to the others.
+
+They meet in a store that the first of them keeps, asked by calls of Ray's: so no port is opened for that. gloo is led
+to the address by which Ray knows the machine; its own port is closed once all have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.core.base.shelf import LineStore, Shelf
+from exogym.core.communicator import Parcel
+from exogym.core.engine.hangs import watched
+from exogym.core.engine.reports import packed
+from exogym.core.engine.wire import ProcessWire
+from exogym.core.engine.world import join_group, leave_group
+from exogym.errors import ArgumentError, Stopped, WorkerError
+
+Result = TypeVar("Result")
+FOREVER = timedelta(days=30)  # who waits too long for another is found out by the process that started them
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+
+
+class Lost(WorkerError):
+    """Another process of the run cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Seating:
+    """What each process is told of the run.
+
+    Attributes:
+        placement: the ids of the rows of each.
+        on_gpu: whether each has a GPU of its own.
+        folder: the current one of the script, taken where it is there; None: Ray's runtime environment says.
+    """
+
+    placement: Sequence[Sequence[int]]
+    native: bool
+    hang_s: float | None
+    on_gpu: bool
+    folder: str | None
+
+
+class SeatWire(ProcessWire):
+    """A `ProcessWire` that says `Lost` where another process is gone, and that can be asked to stop."""
+
+    def __init__(self, placement: Sequence[Sequence[int]], native: bool, asked: threading.Event):
+        super().__init__(placement, native=native)
+        self._asked = asked
+
+    def asked_to_stop(self) -> bool:
+        return self._asked.is_set()
+
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        return _or_lost(lambda: super(SeatWire, self).rows(x, ids))
+
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        return _or_lost(lambda: super(SeatWire, self).reduce(x, ids, op, weights, everywhere))
+
+    def agree(self, flag: bool) -> bool:
+        return _or_lost(lambda: super(SeatWire, self).agree(flag))
+
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        return _or_lost(lambda: super(SeatWire, self)._carry(given, moves))
+
+
+def _or_lost(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except RuntimeError as error:  # torch knows many words for it
+        raise Lost(f"another process of the run cannot be reached: {error}") from error
+
+
+class Seat:
+    """An actor; `train` runs in one thread, what it is asked meanwhile in others."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._shelf, self._lock, self._numbers = Shelf[int](), threading.Lock(), itertools.count()
+        self._open: dict[int, Future[Any]] = {}
+
+    def stop(self) -> None:
+        """Ask the run to stop where all can meet."""
+        self._asked.set()
+
+    def ask(self, said: dict[str, Any]) -> dict[str, Any]:
+        """Answer a question to the store, once it can be."""
+        own: Future[dict[str, Any]] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._open[number] = own
+            for who, answer in self._shelf.take(number, said):
+                self._open.pop(who).set_result(answer)
+        return own.result()
+
+    def train(self, process: int, seating: Seating, work: bytes, first: Any) -> tuple[Any, ...]:
+        """Run `work`, a packed function of a wire, with all others; `first`: the seat that keeps the store.
+
+        Returns:
+            ("done", result), ("stopped", step, what is left), ("lost", why) or ("error", *`packed`).
+        """
+        try:
+            if seating.folder is not None and os.path.isdir(seating.folder):
+                os.chdir(seating.folder)
+            body = _loaded(work)
+            with watched(seating.hang_s, process), _group(process, seating, first):
+                return "done", body(SeatWire(seating.placement, seating.native, self._asked))
+        except Stopped as stop:
+            return "stopped", stop.step, stop.left
+        except Lost as lost:
+            return "lost", str(lost)
+        except BaseException as error:
+            return "error", *packed(error)
+
+
+def _loaded(work: bytes) -> Callable[[SeatWire], Any]:
+    import ray.cloudpickle
+
+    try:
+        return ray.cloudpickle.loads(work)
+    except ImportError as error:
+        raise ArgumentError(
+            f"the code of the run is not on this machine ({error}): bring it along with "
+            "engine=Ray(runtime_env={'working_dir': '.'}), or put it into the script itself"
+        ) from error
+
+
+@contextlib.contextmanager
+def _group(process: int, seating: Seating, first: Any) -> Any:
+    """While entered, all processes of the run are in torch's default process group."""
+    import ray
+
+    def say(said: dict[str, Any]) -> None:
+        try:
+            store.hear(ray.get(first.ask.remote(said)))
+        except ray.exceptions.RayError as error:
+            store.fail(f"the first process of the run cannot be reached: {error}")
+
+    store = LineStore(say)
+    if name := interface_of(ray.util.get_node_ip_address()):
+        os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    if seating.on_gpu:
+        torch.cuda.set_device(0)  # Ray shows each process its own
+    try:
+        _or_lost(
+            lambda: join_group(
+                "nccl" if seating.on_gpu else "gloo", store=dist.PrefixStore("exogym", store), rank=process,
+                world_size=len(seating.placement), timeout=FOREVER,
+            )
+        )  # fmt: skip
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):
+            leave_group()
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has this IPv4 address; None: the system does not say.
+
+    >>> interface_of("127.0.0.1"), interface_of("192.0.2.77")
+    ('lo', None)
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None

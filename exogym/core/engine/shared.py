@@ -1,0 +1,240 @@
+"""The wire between forked processes: rows meet in shared memory, and processes wait for one another over pipes."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.core.base import pulse
+from exogym.core.communicator import Parcel, Wire, reduce_rows
+from exogym.errors import TrainingError
+
+HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written
+HEAD_BYTES = 64  # before the pulses; holds flags
+STOP, MAIN_HANGS, MAIN_KNOWS = range(3)  # all are asked to stop; the main process hangs, and has noticed
+TOKEN_BYTES = 8
+
+
+class Lost(Exception):
+    """Another process is gone."""
+
+    def __init__(self, process: int):
+        super().__init__(process)
+        self.process = process
+
+
+class Hung(Lost):
+    """Another process hangs."""
+
+    def __init__(self, process: int, patience: pulse.Patience):
+        super().__init__(process)
+        self.patience = patience
+
+
+class SharedWire(Wire):
+    """Carries rows between processes that share `memory`.
+
+    Columns are cut into pieces that fit; each process writes its rows, all wait, each sums its share of the columns
+    in the tree over global ids, all wait, each reads the sum. A row is copied twice and a sum once.
+
+    Args:
+        placement: global ids of each process, together 0..N-1 ascending.
+        process: which of them this is; 0 is the main one.
+        memory: `memory_bytes(processes)` of shared memory.
+        pipes: of the main process, (read, write) for each other one; of another, one pair.
+        native: sum each process's rows first, then those sums: fewer copies, other rounding.
+        hang_s: how long another's pulse may stand still; None: for ever.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[Sequence[int]],
+        process: int,
+        memory: mmap.mmap,
+        pipes: Sequence[tuple[int, int]],
+        native: bool = False,
+        hang_s: float | None = None,
+    ):
+        self.process = process
+        super().__init__(placement[process], native)
+        self.place(placement)
+        self.pipes, self.memory = list(pipes), memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._turn, self._first_byte = 0, first_byte(len(placement))
+        self._patience: dict[int, pulse.Patience] = {}
+        self._polls: dict[int, select.poll] = {}
+        others = range(1, len(placement)) if self.is_main else [0]
+        for other, (read, _) in zip(others, self.pipes, strict=True):
+            if hang_s is None:
+                break
+            self._patience[other] = pulse.Patience(pulse.words_in(memory, pulse_byte(other)), hang_s)
+            self._polls[other] = select.poll()
+            self._polls[other].register(read, select.POLLIN)
+
+    # Asking all to stop, without a meeting
+
+    def ask_to_stop(self) -> None:
+        self.memory[STOP] = 1
+
+    def asked_to_stop(self) -> bool:
+        return self.memory[STOP] != 0
+
+    # Meetings
+
+    def agree(self, flag: bool) -> bool:
+        return self._meet("agree", flag=flag)
+
+    def barrier(self) -> None:
+        self._meet("barrier")
+
+    def _meet(self, *call: Any, flag: bool = False) -> bool:
+        """Wait for all at the same `call`; return whether any has the flag up.
+
+        Raises:
+            TrainingError: the processes do not make the same calls.
+        """
+        mark = hash(call) % (1 << 8 * TOKEN_BYTES) & ~1  # forks of one process hash alike
+        if not self.is_main:
+            (read, write) = self.pipes[0]
+            self._write(write, mark | flag, 0)
+            return bool(self._read(read, 0) & 1)
+        tokens = [self._read(read, k + 1) for k, (read, _) in enumerate(self.pipes)]
+        if strangers := [k + 1 for k, token in enumerate(tokens) if token & ~1 != mark]:
+            raise TrainingError(
+                f"this process calls {call[0]} where worker process {strangers[0]} makes another call: every process "
+                "must make the same ones in the same order. A callback runs in one process only: let it ask the loop "
+                "(loop.evaluate(node), loop.save()), not the fleet or its communicator"
+            )
+        answer = any(token & 1 for token in tokens) or flag
+        for k, (_, write) in enumerate(self.pipes):
+            self._write(write, mark | answer, k + 1)
+        return answer
+
+    def _read(self, pipe: int, process: int) -> int:
+        pulse.beat()
+        if process in self._patience:
+            poll = self._polls[process]
+            self.wait_for(process, lambda seconds: bool(poll.poll(1000 * seconds)))
+        got = os.read(pipe, TOKEN_BYTES)
+        if not got:
+            raise Lost(process)
+        return int.from_bytes(got, "little")
+
+    def wait_for(self, process: int, happened: Callable[[float], bool]) -> None:
+        """Wait for what `happened` (asked so many seconds at a time) says of a process.
+
+        Raises:
+            Hung: its pulse stands still.
+        """
+        patience = self._patience.get(process)
+        while not happened(pulse.LOOK_S):
+            pulse.beat()  # who waits for this process sees that it looks on
+            if patience is not None and patience.spent(pulse.LOOK_S):
+                raise Hung(process, patience)
+
+    def _write(self, pipe: int, token: int, process: int) -> None:
+        try:
+            os.write(pipe, token.to_bytes(TOKEN_BYTES, "little"))
+        except BrokenPipeError:
+            raise Lost(process) from None
+
+    # Rows
+
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        ids = list(ids)
+        flat = x.reshape(len(x), -1)
+        out = flat.new_empty(len(ids), flat.shape[1])
+        for start, stop, piece in self._pieces(flat, len(ids)):
+            self._write_rows(piece, flat[:, start:stop], ids)
+            self._meet("rows", piece.shape, x.dtype, tuple(ids))
+            out[:, start:stop] = piece
+        return out.view(len(ids), *x.shape[1:])
+
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        got = {}
+        for giver, taker, parcel in moves:
+            row = given[giver].reshape(1, -1) if giver in self.row_of else None
+            like = torch.empty(1, math.prod(parcel.shape), dtype=parcel.dtype)
+            for start, stop, piece in self._pieces(like, 1):
+                if row is not None:
+                    piece.copy_(row[:, start:stop])
+                self._meet("hand over", giver, taker, piece.shape, parcel.dtype)
+                if taker in self.row_of:
+                    like[:, start:stop] = piece
+            if taker in self.row_of:
+                got[taker] = like.view(parcel.shape)
+        return got
+
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        if self.native:
+            return self._reduce_native(x, ids, op, weights)
+        ids = list(ids)
+        out = x.new_empty(x.shape[1])
+        for start, stop, piece in self._pieces(x, len(ids) + 1):
+            members, total = piece[:-1], piece[-1]
+            self._write_rows(members, x[:, start:stop], ids)
+            self._meet("reduce", piece.shape, x.dtype, tuple(ids), op)
+            self._share(members, total, ids, op, weights)
+            self.barrier()
+            out[start:stop] = total
+        return out
+
+    def _share(self, members: Tensor, total: Tensor, ids: list[int], op: str, weights: Tensor | None) -> None:
+        """Reduce this process's share of the columns of `members` (n, F) into `total` (F,)."""
+        width, processes = members.shape[1], len(self.placement)
+        first, last = (width * (self.process + k) // processes for k in (0, 1))
+        if last > first:
+            total[first:last] = reduce_rows(members[:, first:last], ids, op, weights)
+
+    def _combine(self, partial: Tensor, op: str) -> Tensor:
+        processes = list(range(len(self.placement)))
+        out = torch.empty_like(partial)
+        for start, stop, piece in self._pieces(partial[None], len(processes) + 1):
+            piece[self.process] = partial[start:stop]
+            self._meet("reduce", piece.shape, partial.dtype, op)
+            self._share(piece[:-1], piece[-1], processes, op, None)
+            self.barrier()
+            out[start:stop] = piece[-1]
+        return out
+
+    def _write_rows(self, piece: Tensor, x: Tensor, ids: Sequence[int]) -> None:
+        here = [(k, self.row_of[i]) for k, i in enumerate(ids) if i in self.row_of]
+        first = here[0][0] if here else 0
+        if here == [(first + row, row) for row in range(len(x))]:
+            piece[first : first + len(x)] = x
+            return
+        for k, row in here:
+            piece[k] = x[row]
+
+    def _pieces(self, x: Tensor, rows: int) -> Any:
+        """Yield (start, stop, place): columns of `x` and shared memory (rows, stop - start) for them."""
+        width, size = x.shape[1], x.element_size()
+        most = max(1, HALF_BYTES // (max(1, rows) * size))
+        for start in range(0, width, most):
+            stop = min(start + most, width)
+            self._turn ^= 1
+            first = self._first_byte + self._turn * HALF_BYTES
+            flat = self._bytes[first : first + rows * (stop - start) * size]
+            yield start, stop, flat.view(x.dtype).view(rows, stop - start)
+
+
+def pulse_byte(process: int) -> int:
+    return HEAD_BYTES + pulse.BYTES * process
+
+
+def first_byte(processes: int) -> int:
+    """Return where rows begin, behind the flags and the pulses."""
+    return pulse_byte(processes)
+
+
+def memory_bytes(processes: int) -> int:
+    return first_byte(processes) + 2 * HALF_BYTES

@@ -1,0 +1,218 @@
+"""The wire between processes: rows of the fleet spread over a `torch.distributed` group.
+
+The exact reduction keeps the bits of one process. Columns are cut into one slice per process; an all-to-all gives
+each process its slice of every row; it sums the slice in the fixed tree over global ids; an all-gather puts the
+slices together. That is the ring's number of bytes where each process holds one row. Only the processes of a
+group's members take part where nobody else needs the result. `native` is torch's own all-reduce instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.balance import share_out
+from exogym.core.base import pulse
+from exogym.core.communicator import Parcel, Wire, reduce_rows
+from exogym.errors import ArgumentError
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
+    """Return the global ids of each process: contiguous, in proportion to their `speeds`, or as even as possible.
+
+    >>> place(5, 2), place(5, 2, speeds=[1, 4])
+    ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])
+
+    Raises:
+        ArgumentError: more processes than nodes.
+    """
+    if processes > num_nodes:
+        raise ArgumentError(
+            f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
+        )
+    ends = list(itertools.accumulate(share_out(num_nodes, speeds or [1.0] * processes), initial=0))
+    return [list(range(first, last)) for first, last in itertools.pairwise(ends)]
+
+
+class ProcessWire(Wire):
+    """Carries rows between the processes of a group. Every process makes the same calls in the same order.
+
+    Args:
+        placement: global ids of each process, in the group's rank order; together 0..N-1 ascending.
+        group: the process group; the default one if None.
+        native: reduce with torch's all-reduce, equal to the tree up to rounding.
+        process: which of `placement` this one is; None: its rank in the group.
+    """
+
+    shares_memory = False
+
+    def __init__(
+        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False,
+        process: int | None = None,
+    ):  # fmt: skip
+        self.group, self.process = group, dist.get_rank(group) if process is None else process
+        super().__init__(placement[self.process], native)
+        self.place(placement)
+        self.overlaps = native and all(len(ids) == 1 for ids in placement)
+        on_gpu = dist.get_backend(group) == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    # Rows
+
+    @pulse.waits
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        if x.device.type != self._device.type:
+            return self.rows(x.to(self._device), ids).to(x.device)
+        ids = list(ids)
+        wanted = [[i for i in held if i in set(ids)] for held in self.placement]
+        mine = [self.row_of[i] for i in wanted[self.process]]
+        flat = as_bytes(x if len(mine) == len(x) else x[mine], len(mine))
+        width = _width(x)
+        if sum(map(bool, wanted)) == 1:
+            (owner,) = (process for process, some in enumerate(wanted) if some)
+            here = flat if owner == self.process else flat.new_empty(len(wanted[owner]), width)
+            dist.broadcast(here, self._global(owner), group=self.group)
+            parts = [here]
+        else:
+            sizes = [len(some) * width for some in wanted]
+            gathered = self._all_gather(flat.flatten(), sizes)
+            parts = [p.view(len(some), width) for p, some in zip(gathered, wanted, strict=True)]
+        held = [i for some in wanted for i in some]
+        moved = torch.cat(parts)
+        rows = (moved.view(x.dtype) if moved.numel() else x.new_empty(0)).view(len(held), *x.shape[1:])
+        return rows if held == ids else rows[[held.index(i) for i in ids]]
+
+    @pulse.waits
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        if x.device.type != self._device.type:
+            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
+        members = set(ids)
+        counts = [sum(i in members for i in held) for held in self.placement]
+        team = [process for process, count in enumerate(counts) if count]
+        if self.native and len(team) == len(counts):
+            return self._reduce_native(x, ids, op, weights)
+        if everywhere or len(team) == len(counts):
+            team = list(range(len(counts)))
+        elif self.process not in team:
+            return x.new_empty(0)
+        return self._reduce_in_tree(x, ids, op, weights, team, counts)
+
+    def _reduce_in_tree(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None, team: list[int], counts: list[int]
+    ) -> Tensor:
+        """Reduce among the processes of `team`, which hold `counts` of the members each."""
+        width, here = x.shape[1], team.index(self.process)
+        members = set(ids)
+        own = [row for i, row in self.row_of.items() if i in members]
+        mine = x if len(own) == len(x) else x[own]
+        cuts = np.linspace(0, width, len(team) + 1).astype(int)
+        sizes = np.diff(cuts).tolist()
+        outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
+        incoming = self.all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
+        rows = torch.cat(incoming).view(len(members), sizes[here])
+        held = [i for process in team for i in self.placement[process] if i in members]
+        if held != (ordered := sorted(members)):
+            place = {i: k for k, i in enumerate(held)}
+            rows = rows[[place[i] for i in ordered]]
+        part = reduce_rows(rows, ordered, op, weights)
+        size = part.element_size()
+        parts = self._all_gather(as_bytes(part, 1).flatten(), [n * size for n in sizes], team)
+        return torch.cat([p.view(part.dtype) for p in parts])
+
+    @pulse.waits
+    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+        """Only the two processes of a move take part in it; all of them are under way at once."""
+        got, calls = {}, []
+        for tag, (giver, taker, parcel) in enumerate(moves):
+            if not math.prod(parcel.shape):
+                if taker in self.row_of:
+                    got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
+            elif taker in self.row_of:
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
+                source = self._global(self.owner[giver])
+                calls.append(dist.P2POp(dist.irecv, as_bytes(got[taker], 1).flatten(), source, self.group, tag))
+            elif giver in self.row_of:
+                data = as_bytes(given[giver].to(self._device), 1).flatten()
+                calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
+        for work in dist.batch_isend_irecv(calls) if calls else []:
+            work.wait()
+        return got
+
+    def _combine(self, partial: Tensor, op: str) -> Tensor:
+        total = partial.contiguous()
+        dist.all_reduce(total, OPERATIONS[op], group=self.group)
+        return total
+
+    def begin(self, x: Tensor) -> Any:
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
+    # Agreement
+
+    @pulse.waits
+    def agree(self, flag: bool) -> bool:
+        x = torch.tensor([int(flag)], device=self._device)
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return bool(x.item())
+
+    def barrier(self) -> None:
+        self.agree(False)
+
+    # Moving
+
+    def all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
+        """Give process team[k] the (n,) `outgoing[k]`; return what each of the team gave, `sizes` elements."""
+        incoming = [outgoing[0].new_empty(size) for size in sizes]
+        self._swap(outgoing, incoming, team)
+        return incoming
+
+    def _all_gather(self, mine: Tensor, sizes: list[int], team: list[int] | None = None) -> list[Tensor]:
+        """Return the (sizes[k],) bytes of each process of the team; `mine` is what this one gives."""
+        team = list(range(len(self.placement))) if team is None else team
+        incoming = [mine.new_empty(size) for size in sizes]
+        self._swap([mine] * len(team), incoming, team)
+        return incoming
+
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
+        """Send `outgoing[k]` to process team[k] and take `incoming[k]` from it, in rounds: one peer to, one from.
+
+        gloo sends nothing before it knows that the peer is ready to receive, and says that itself on the line of its
+        data. So receiving comes first: behind the data, the peer's data would wait until all of it is through.
+        """
+        here, n = team.index(self.process), len(team)
+        incoming[here].copy_(outgoing[here])
+        for hop in range(1, n):
+            to, source = (here + hop) % n, (here - hop) % n
+            take, give = as_bytes(incoming[source], 1).flatten(), as_bytes(outgoing[to], 1).flatten()
+            calls = []
+            if take.numel():
+                calls.append(dist.P2POp(dist.irecv, take, self._global(team[source]), self.group))
+            if give.numel():
+                calls.append(dist.P2POp(dist.isend, give, self._global(team[to]), self.group))
+            for work in dist.batch_isend_irecv(calls) if calls else []:
+                work.wait()
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _width(x: Tensor) -> int:
+    return int(np.prod(x.shape[1:])) * x.element_size()
+
+
+def as_bytes(x: Tensor, rows: int) -> Tensor:
+    """Return `x` as (rows, n) bytes: moving data needs no arithmetic, so any dtype will do."""
+    if not x.numel():
+        return x.new_empty(rows, 0).byte()
+    flat = x.contiguous().as_strided((x.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8).view(rows, -1)

@@ -1,0 +1,83 @@
+"""The world that torchrun (or `python -m exogym.launch`) started this process in, and joining a process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from exogym.core.engine.sockets import ports_closed_afterwards
+from exogym.errors import ArgumentError
+
+
+def world_size() -> int:
+    """Return how many processes run this script together: of the process group, else as torchrun says, else 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def local_device(device: str | torch.device) -> str | torch.device:
+    """Return the device of this process: for "auto" and "cuda" the GPU of its number on this machine."""
+    count = torch.cuda.device_count()
+    if world_size() == 1 or not count or str(device) not in ("auto", "cuda"):
+        return device
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
+
+
+def join_group(backend: str, **where: Any) -> None:
+    """Make the default process group, as torch's `init_process_group` does, and close gloo's port behind it.
+
+    The process leaves it when it ends: torch aborts one that ends while a thread of its group still runs.
+    """
+    with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
+        dist.init_process_group(backend, **where)
+    atexit.unregister(leave_group)
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """Leave the default process group; does nothing where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join_world(device: torch.device) -> None:
+    """Join the process group, with NCCL where every process of every host has a GPU of its own and gloo else.
+
+    A group that is there already is used as it is. One made here ends with the process.
+
+    Raises:
+        ArgumentError: torchrun's variables are not all there.
+    """
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ArgumentError(
+            f"the environment says that {os.environ.get('WORLD_SIZE')} processes run together, but not "
+            f"{', '.join(missing)}: start the script with torchrun or python -m exogym.launch"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    join_group("nccl" if all_say(device.type == "cuda" and local <= torch.cuda.device_count()) else "gloo")
+
+
+def all_say(own: bool) -> bool:
+    """Return whether every process has a GPU of its own. Hosts may differ in it, so those of several ask each other.
+
+    They meet in the store that the launcher keeps; where the processes make it themselves, this one answers for all.
+    """
+    world = world_size()
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return own
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    start = f"exogym/own_gpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{start}/{os.environ['RANK']}", "yes" if own else "no")
+    return all(store.get(f"{start}/{rank}") == b"yes" for rank in range(world))

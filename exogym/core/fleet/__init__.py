@@ -1,0 +1,13 @@
+"""The fleet: N nodes are one matrix with N rows, of which a process holds a block.
+
+>>> import torch
+>>> fleet = Fleet(torch.nn.Linear(3, 1), ranks=range(4), num_nodes=4, device=torch.device("cpu"))
+>>> block: Block = fleet.blocks[0]
+>>> block.params.shape, row_matrix(4, 4, torch.float32, torch.device("cpu")).shape
+(torch.Size([4, 4]), torch.Size([4, 4]))
+"""
+
+from exogym.core.fleet.fleet import Block, Fleet, row_matrix
+from exogym.core.fleet.state import State, Stateful
+
+__all__ = ["Block", "Fleet", "State", "Stateful", "row_matrix"]

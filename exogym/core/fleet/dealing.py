@@ -1,0 +1,134 @@
+"""Columns dealt anew inside a node: for modules that act on whole tensors, or on the whole row.
+
+Where a node is several processes, each has a part of every parameter. A module that cannot act on parts gets whole
+parameters: each process some of them ("tensors", about as many numbers each), or the first process all ("row"). They
+are dealt before it acts and dealt back afterwards, (k-1)/k of the columns each way inside the node for k processes;
+what the module does between nodes is what it would do there anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import Inside
+from exogym.core.fleet.fleet import Block, Fleet, row_matrix
+from exogym.core.fleet.layout import Cut, Layout
+from exogym.errors import ModelError
+
+Ranges = list[tuple[int, int]]
+
+
+class Dealing:
+    """A fleet as a module sees it that acts on `kind`, "tensors" or "row".
+
+    Raises:
+        ModelError: parameters of several dtypes, whose blocks have one number everywhere.
+    """
+
+    def __init__(self, fleet: Fleet, kind: str):
+        if len(fleet.blocks) > 1:
+            dtypes = ", ".join(str(block.layout.dtype) for block in fleet.blocks)
+            raise ModelError(
+                f"the model has parameters of {dtypes}, and with node= a strategy that acts on whole {kind} is for one "
+                "dtype: convert the model, or take a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
+            )
+        self.fleet, self.inside = fleet, fleet.comm.wire.inside
+        (block,) = fleet.blocks
+        assert block.layout.whole is not None
+        owners = _owners(block.layout.whole, 1 if kind == "row" else self.inside.parts)
+        dealt = [_whole_parameters(block.layout.whole, owners, part) for part in range(self.inside.parts)]
+        self.view = copy.copy(fleet)
+        self.view.parts = [[layout] for layout in dealt]
+        self.is_here = bool(dealt[self.inside.part].slots)
+        self.view.blocks = [Block(dealt[self.inside.part], 0, block.params.device)]
+        before = [layouts[0] for layouts in fleet.parts]
+        self.deal = Route(before, dealt, self.inside)
+        self.deal_back = Route(dealt, before, self.inside)
+        self._own = [owners[slot.name] == self.inside.part for slot in block.layout]
+
+    @contextlib.contextmanager
+    def acting(self, gradients: bool) -> Iterator[Fleet | None]:
+        """Inside, the module acts on the fleet that is yielded, its `gradients` or else its parameters, and records its
+        traffic for what is here; None: it has nothing here. Every process of the node enters."""
+        (block,), (dealt,) = self.fleet.blocks, self.view.blocks
+        dealt.params = self.deal(block.params)
+        if gradients:
+            assert block.grads is not None
+            dealt.grads, dealt.has_grad = self.deal(block.grads), block.has_grad[:, self._own]
+        with self.fleet.comm.apart():
+            yield self.view if self.is_here else None
+        if gradients:
+            self._take_gradients(block, dealt)
+        else:
+            block.params.copy_(self.deal_back(dealt.params))
+        dealt.params, dealt.grads = dealt.params.new_empty(len(block.params), 0), None
+        for name, rows in self.fleet.buffers.items():  # the first process has acted on them
+            mine = rows if self.inside.part == 0 else torch.zeros_like(rows)
+            self.fleet.buffers[name].copy_(self.inside.sum(mine))
+
+    def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
+        """Return what is here of vectors that the module gave, (P,) each of what it was dealt; None if it gave none."""
+        if not self.inside.any(vectors is not None):
+            return None
+        (dealt,) = self.view.blocks
+        (given,) = [dealt.params.new_empty(0)] if vectors is None else vectors
+        return [self.deal_back(given[None])[0]]
+
+    def _take_gradients(self, block: Block, dealt: Block) -> None:
+        grads = dealt.grads if dealt.grads is not None else dealt.params[:, :0]
+        are_one = not self.inside.any(self.is_here and grads.stride(0) != 0 and len(grads) > 1)
+        found = self.deal_back(grads[:1] if are_one else grads)
+        block.grads = found.expand_as(block.params) if are_one else found
+        flags = torch.zeros(len(block.params), len(self._own), dtype=torch.int64)
+        flags[:, self._own] = dealt.has_grad.long()
+        block.has_grad = self.inside.sum(flags) > 0
+
+
+class Route:
+    """The way of columns from where they are to where they are wanted, among the processes of `inside`.
+
+    Args:
+        before, after: the layout of the columns that each process has, and that it is to have. What several are to have
+            each gets; what several have is not to be asked of more than one.
+        inside: the processes, each with its layouts.
+    """
+
+    def __init__(self, before: Sequence[Layout], after: Sequence[Layout], inside: Inside):
+        self.inside, self.width = inside, after[inside.part].numel
+        self._given = [_common(before[inside.part], layout) for layout in after]
+        self._taken = [_common(after[inside.part], layout) for layout in before]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return (rows, P) of the columns that are wanted here, where each process gives (rows, p) of what it has."""
+        outgoing = [torch.cat([x[:, a:b] for a, b in [*ranges, (0, 0)]], 1).reshape(-1) for ranges in self._given]
+        sizes = [len(x) * sum(b - a for a, b in ranges) for ranges in self._taken]
+        found = row_matrix(len(x), self.width, x.dtype, x.device)
+        for ranges, got in zip(self._taken, self.inside.swap(outgoing, sizes), strict=True):
+            pieces = got.view(len(x), -1).split([b - a for a, b in ranges], 1) if ranges else ()
+            for (a, b), piece in zip(ranges, pieces, strict=True):
+                found[:, a:b] = piece
+        return found
+
+
+def _owners(whole: Layout, parts: int) -> dict[str, int]:
+    """Return the process of each parameter: the largest first, each to the one that has least."""
+    loads, owners = [0] * parts, {}
+    for slot in sorted(whole, key=lambda slot: -slot.numel):
+        part = loads.index(min(loads))
+        owners[slot.name] = part
+        loads[part] += slot.numel
+    return owners
+
+
+def _whole_parameters(whole: Layout, owners: dict[str, int], part: int) -> Layout:
+    return whole.part({s.name: tuple((0, n) for n in s.shape) for s in whole if owners[s.name] == part})
+
+
+def _common(layout: Layout, other: Layout) -> Ranges:
+    """Return where the columns of `layout` are that `other` has too, in ascending order."""
+    return [(a, b) for a, b in Cut((), (), layout.here(other.columns)).ranges().tolist()]

@@ -1,0 +1,210 @@
+"""The fleet: N nodes training P parameters are one matrix X with N rows and P columns.
+
+Row r belongs to the node with global id `ranks[r]`. Local training changes rows; communication
+mixes rows. A process holds a block of the matrix: some rows, all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.core.communicator import Communicator, Wire
+from exogym.core.fleet.layout import Cut, Layout, Slot, cut_of, hidden_matrices, layouts_of
+from exogym.core.fleet.state import Shared, State, Stateful, Tensors
+
+ALIGNMENT_BYTES = 64
+
+
+def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int = 0) -> Tensor:
+    """Return an uninitialised (rows, width) matrix whose rows all start at a 64-byte boundary.
+
+    Kernels may round differently at different alignments; equal alignment keeps equal bits. Behind the last row is
+    memory for `room` more elements.
+    """
+    stride = -(-width * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
+    if room:
+        return torch.zeros(rows * stride + room, dtype=dtype, device=device).as_strided((rows, width), (stride, 1))
+    return torch.empty(rows, stride, dtype=dtype, device=device)[:, :width]
+
+
+class Block:
+    """The columns of one dtype: `params` (rows, P), and `grads` (rows, P) where a strategy wants them.
+
+    Attributes:
+        layout: where each parameter lies in a row.
+        params: (rows, P), the X of the equations.
+        grads: (rows, P) or None; after an average one row expanded to all (stride 0).
+        has_grad: (rows, slots) bool: whether the step gave the parameter a gradient.
+    """
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device):
+        self.layout = layout
+        self.params = row_matrix(rows, layout.numel, layout.dtype, device, layout.room)
+        self.grads: Tensor | None = None
+        self._own_grads: Tensor | None = None
+        self.has_grad = torch.ones(rows, len(layout.slots), dtype=torch.bool)
+
+    def own_grads(self) -> Tensor:
+        """Return the (rows, P) matrix that each step's gradients are copied into."""
+        if self._own_grads is None:
+            rows, width = self.params.shape
+            self._own_grads = row_matrix(rows, width, self.layout.dtype, self.params.device)
+        self.grads = self._own_grads
+        return self._own_grads
+
+    def give_grads_away(self) -> None:
+        """Leave the gradients to whoever holds views of them; the next ones get memory of their own."""
+        self.grads = self._own_grads = None
+
+    def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield (slot, view (rows, *shape)) of each parameter in any (rows, P) matrix."""
+        for slot in self.layout:
+            yield slot, slot.of(rows)
+
+    def zeros(self, rows: int | None = None) -> Tensor:
+        """Return a zero matrix like `params`, with as many rows or with `rows`."""
+        n = len(self.params) if rows is None else rows
+        return row_matrix(n, self.layout.numel, self.layout.dtype, self.params.device).zero_()
+
+
+class Fleet:
+    """The rows a process holds, the buffers of each, and the communicator between all nodes.
+
+    Attributes:
+        blocks: one `Block` per dtype of trainable parameters.
+        buffers: name to (rows, *shape), for the buffers that a training step changes.
+        ranks: global id of each row.
+        num_nodes: nodes in the whole fleet.
+        comm: the `Communicator`.
+        hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
+        state: what is kept through training, the rows and the byte counts first; see `State`.
+        parts: the layouts of each process of a node, one per block; of one process all is its part.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: Sequence[int], num_nodes: int, device: torch.device, wire: Wire | None = None,
+        parts: Sequence[Sequence[Layout]] | None = None,
+    ):  # fmt: skip
+        self.num_nodes = num_nodes
+        self.comm = Communicator(ranks, num_nodes, wire)
+        self.ranks = self.comm.ranks
+        self.parts = [layouts_of(module)] if parts is None else parts
+        self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.inside.part]]
+        self.buffers: dict[str, Tensor] = {}
+        self.hidden = hidden_matrices(module)
+        self.state = State()
+        self.state.register("fleet", _Matrix(self))
+        self.state.register("ledger", Shared(self.comm.ledger.state, self.comm.ledger.load_state))
+        parameters = dict(module.named_parameters())
+        for block in self.blocks:
+            for slot, view in block.views(block.params):
+                view.copy_(slot.cut(parameters[slot.name].detach()).expand_as(view))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def there(self) -> list[int]:
+        """The ids of the nodes that are there; where nobody is, of all that have a row."""
+        return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of one row: P times the bytes per element, over all blocks."""
+        return sum(block.layout.total * block.layout.dtype.itemsize for block in self.blocks)
+
+    def gradients_of(self, row: int) -> list[Tensor | None]:
+        """Return views of the gradients in `row`, one for each parameter in fleet order; None where there is none."""
+        found: list[Tensor | None] = []
+        for block in self.blocks:
+            assert block.grads is not None
+            grads, there = block.grads[row], block.has_grad[row].tolist()
+            found += [slot.of(grads) if has else None for slot, has in zip(block.layout, there, strict=True)]
+        return found
+
+    def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield each parameter in `vectors`, (..., P) per block, whole, one after the other: (..., *shape).
+
+        Every process of a node calls it, with the columns that it has.
+        """
+        inside = self.comm.wire.inside
+        for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
+            for k, slot in enumerate(block.layout):
+                if block.layout.whole is None:
+                    yield slot.of(vector)
+                    continue
+                ahead, shape = vector.shape[:-1], block.layout.whole.slots[k].shape
+                theirs = [layouts[b].slots[k] for layouts in self.parts]
+                sizes = [ahead.numel() * other.numel for other in theirs]
+                found = vector.new_empty(*ahead, *shape)
+                for other, piece in zip(theirs, inside.gather(slot.of(vector).reshape(-1), sizes), strict=True):
+                    assert other.box is not None
+                    places: Any = (..., *(slice(start, stop) for start, stop in other.box))
+                    found[places] = piece.view(*ahead, *other.shape)
+                yield found
+
+    def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return `vectors`, (..., P) per block, with the columns of all processes of the node, which all call it."""
+        if self.comm.wire.inside.parts == 1:
+            return list(vectors)
+        found, result = self.wholes(vectors), []
+        for block, vector in zip(self.blocks, vectors, strict=True):
+            ahead = vector.shape[:-1]
+            result.append(torch.cat([next(found).reshape(*ahead, -1) for _ in block.layout], -1))
+        return result
+
+    def average(self) -> list[Tensor]:
+        """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
+        wire, everyone = self.comm.wire, self.there
+        share = self.comm.share(everyone)
+        return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
+
+    def average_buffers(self) -> dict[str, Tensor]:
+        """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
+        wire, everyone = self.comm.wire, self.there
+        result = {}
+        for name, rows in self.buffers.items():
+            if rows.is_floating_point():
+                share = self.comm.share(everyone)
+                result[name] = wire.reduce(rows.reshape(len(rows), -1), everyone, "mean", share).view(rows.shape[1:])
+            else:
+                result[name] = wire.rows(rows, everyone[:1])[0]
+        return result
+
+    def synchronise_buffers(self, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Average floating-point row buffers in each group; give the others the lowest id's value.
+
+        Counted as buffer traffic, apart from the parameters'.
+        """
+        with self.comm.counted_as("buffers"):
+            for rows in self.buffers.values():
+                if rows.is_floating_point():
+                    self.comm.all_reduce(rows, "mean", groups=groups, out=rows)
+                    continue
+                for group in groups or [self.comm.present]:
+                    rows.copy_(self.comm.broadcast(rows, min(group), members=group).clone())
+
+
+class _Matrix(Stateful):
+    """The matrix itself: a row's parameters, block by block, and its buffers."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    def row(self, row: int) -> Tensors:
+        params = {f"params.{b}": block.params[row] for b, block in enumerate(self.fleet.blocks)}
+        return params | {f"buffer.{name}": x[row] for name, x in self.fleet.buffers.items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for b, block in enumerate(self.fleet.blocks):
+            block.params[row] = tensors[f"params.{b}"]
+        for name, x in self.fleet.buffers.items():
+            x[row] = tensors[f"buffer.{name}"]
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        kind, _, b = name.partition(".")
+        return cut_of(self.fleet.blocks[int(b)].layout) if kind == "params" else None

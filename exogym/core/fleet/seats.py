@@ -1,0 +1,263 @@
+"""Seats: rows for the nodes that act, where a fleet has more nodes than rows.
+
+In a fleet of N nodes of which few take part in a round, a row belongs to whoever sits in it. Before nodes act they are
+seated: a row that nobody needs becomes theirs, and what they keep for themselves (steps taken, an inner optimizer, a
+control variate) is put into it. Whoever loses a row leaves that in a store. Parameters are not kept: a strategy with
+seats gives them to its nodes when these are seated. No result depends on who sits where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from exogym.core.communicator import ship
+from exogym.core.fleet.fleet import Fleet
+from exogym.core.fleet.state import Tensors, below
+from exogym.core.fleet.store import Store
+from exogym.errors import CheckpointError, StrategyError, TrainingError
+
+NOT_KEPT = ("fleet", "losses")  # parts of the state that a node without a row has none of
+
+
+def rows_for(most: int, processes: int) -> int:
+    """Return the rows of each process for `most` nodes a round: those of one round and of the next, evenly spread.
+
+    >>> rows_for(20, 1), rows_for(20, 3)
+    (40, 14)
+    """
+    return 2 * math.ceil(most / processes)
+
+
+class Seats:
+    """Who sits in the rows of `fleet`; made when all that is kept is registered with its state.
+
+    Every process makes the same calls.
+
+    Args:
+        store: what nodes without a row keep, of those that last sat in this process.
+        arrived: told in every process, once they are, the nodes that are seated there for the first time in the run.
+
+    Attributes:
+        nodes: the sorted ids of those who have a row because they need it, over all processes.
+        working: those of them who act next.
+
+    Raises:
+        StrategyError: the rows do not begin alike, so a node that comes later would not know how to.
+    """
+
+    def __init__(self, fleet: Fleet, store: Store, arrived: Callable[[Sequence[int]], None] | None = None):
+        self.fleet, self.store, self.arrived = fleet, store, arrived
+        self.names = [name for name in fleet.state.parts if name not in NOT_KEPT]
+        self.fresh = {name: x.clone() for name, x in fleet.state.row(0, self.names).items()}
+        for row in range(1, len(fleet)):
+            if _unlike(fleet.state.row(row, self.names), self.fresh):
+                raise StrategyError(
+                    "nodes begin with state that differs from node to node, so one that is seated later would not know "
+                    "its own: keep what differs in shared_state, or sample no clients"
+                )
+        self.home: dict[int, int] = {}  # the process in whose store a node's state is
+        self._last: dict[int, int] = {}  # when a node that has a row last needed it
+        self._turn = 0
+        self._seen: set[int] = set()  # who has been seated
+        self.nodes: list[int] = []
+        self.working: list[int] = []
+
+    def take(self, working: Sequence[int], also: Sequence[int] = ()) -> None:
+        """Give each of `working` a row, evenly over the processes, and leave those of `also` theirs."""
+        wire, needed = self.fleet.comm.wire, {*working, *also}
+        self._turn += 1
+        self._last = {i: self._last.get(i, 0) for i in wire.owner} | dict.fromkeys(needed, self._turn)
+        self.nodes, self.working = sorted(needed), sorted(working)
+        if coming := sorted(needed - wire.owner.keys()):
+            self._seat(coming, needed)
+        if self.arrived is not None and (new := sorted(needed - self._seen)):
+            self._seen.update(new)
+            self.arrived([i for i in new if i in wire.row_of])
+
+    def _seat(self, coming: Sequence[int], needed: set[int]) -> None:
+        """Seat nodes that have no row, in rows of nodes that are not `needed`."""
+        wire = self.fleet.comm.wire
+        places = self._places(coming, needed)
+        here = []
+        placement = [list(ids) for ids in wire.placement]
+        arriving: dict[int, Tensors] = {}
+        for node, (process, row) in places.items():
+            leaving = placement[process][row]
+            if process == wire.process and (kept := self._kept(row)):
+                self.store.put(leaving, kept)
+            self.home[leaving] = process
+            placement[process][row] = node
+            arriving[node] = self._fetched(node, process)
+            if process == wire.process:
+                here.append((node, row))
+        wire.place(placement)
+        for node, row in here:
+            self.fleet.state.load_row(row, self.fresh | arriving[node], self.names)
+
+    def _places(self, coming: Sequence[int], needed: set[int]) -> dict[int, tuple[int, int]]:
+        """Return the process and row of each node that comes: where its state is, if that is no more than its share."""
+        wire, working = self.fleet.comm.wire, set(self.working)
+        busy = [len(working.intersection(ids)) for ids in wire.placement]
+        share = math.ceil(len(working) / len(busy))
+        spare = ([(self._last[i], row) for row, i in enumerate(ids) if i not in needed] for ids in wire.placement)
+        free = [[row for _, row in sorted(rows, reverse=True)] for rows in spare]  # the last one is taken first
+        found: dict[int, tuple[int, int]] = {}
+        for node in sorted(coming, key=lambda i: (self.home.get(i, -1) < 0, i)):
+            process = self.home.get(node, -1)
+            if process < 0 or not free[process] or busy[process] >= share:
+                process = min(range(len(busy)), key=lambda k: (not free[k], busy[k]))
+            if not free[process]:
+                raise TrainingError(
+                    f"{len(needed):,} nodes need a row at once, more than the {sum(map(len, wire.placement)):,} rows "
+                    "there are: the sampling drew far more clients than it was to; take another seed"
+                )
+            found[node] = (process, free[process].pop())
+            busy[process] += node in working
+        return found
+
+    def _kept(self, row: int) -> Tensors:
+        """Return what the node in `row` keeps, in memory of its own: what is not as it began."""
+        tensors = self.fleet.state.row(row, self.names)
+        if gone := self.fresh.keys() - tensors.keys():
+            raise StrategyError(
+                f"a node's {min(gone)!r} was there when the run began, and is gone: a node that has no row for a while "
+                "would get it again; keep the tensor, or sample no clients"
+            )
+        return {
+            name: x.detach().cpu().clone()
+            for name, x in tensors.items()
+            if name not in self.fresh or not torch.equal(x, self.fresh[name])
+        }
+
+    def _fetched(self, node: int, process: int) -> Tensors:
+        """Return what `node`, which comes to `process`, keeps, there; {} elsewhere and where it is as it began."""
+        wire, home = self.fleet.comm.wire, self.home.pop(node, None)
+        mine = self.store.pop(node) if home == wire.process and node in self.store else {}
+        if home is None or home == process:
+            return mine
+        found = self._brought(mine, home, process)
+        return found if process == wire.process else {}
+
+    # Checkpoints
+
+    def rows(self) -> dict[int, Tensors]:
+        """Return what is here by the number of a row in the whole fleet: who works in it, and what that node owns.
+
+        In the first row of a process is also what nodes keep that do not work and were here last.
+        """
+        fleet, working = self.fleet, set(self.working)
+        wire = fleet.comm.wire
+        first = sum(map(len, wire.placement[: wire.process]))
+        found: dict[int, Tensors] = {}
+        packs = Packs()
+        for node in self.store:
+            packs.add(node, self.store.get(node))
+        for row, node in enumerate(fleet.ranks):
+            found[first + row] = {"node": torch.tensor(node if node in working else -1)}
+            if node in working:
+                found[first + row] |= fleet.state.row(row)
+            elif mine := self._kept(row):
+                packs.add(node, mine)
+        found[first] |= packs.tensors()
+        return found
+
+    def load(self, rows: Mapping[int, Tensors]) -> None:
+        """Put back what `rows` returned; each process has some of it, and together all.
+
+        Raises:
+            CheckpointError: a process has something else; in every process.
+        """
+        fleet, wire = self.fleet, self.fleet.comm.wire
+        working: dict[int, Tensors] = {}
+        kept: dict[int, Tensors] = {}
+        trouble = ""
+        try:
+            working, kept = by_node(rows)
+            kept = {node: {name: x.clone() for name, x in mine.items()} for node, mine in kept.items()}
+        except (KeyError, ValueError, RuntimeError) as error:
+            trouble = f"rows of {wire.process} are not those of seats: {error!r}"
+        told = wire.gather([sorted(working), sorted(kept), trouble])
+        if troubles := [text for *_, text in told if text]:
+            raise CheckpointError(troubles[0])
+        holder, keeper = ({node: k for k in reversed(range(len(told))) for node in told[k][part]} for part in (0, 1))
+        self.store.clear()
+        self.home.clear()
+        for row in range(len(fleet)):
+            fleet.state.load_row(row, self.fresh, self.names)
+        self.take(sorted(holder))
+        seated = {node: self._brought(working.get(node, {}), holder[node], wire.owner[node]) for node in self.working}
+        others = {}
+        for node, process in sorted(keeper.items()):
+            if node in wire.owner:
+                others[node] = self.fresh | self._brought(kept.get(node, {}), process, wire.owner[node])
+            else:
+                self.home[node] = process
+                if process == wire.process:
+                    self.store.put(node, kept[node])
+        # Only now, when all is where it belongs, may a process find that it cannot be loaded.
+        for found, names in ((seated, None), (others, self.names)):
+            for node in found.keys() & wire.row_of.keys():
+                fleet.state.load_row(wire.row_of[node], found[node], names)
+
+    def _brought(self, tensors: Tensors, source: int, target: int) -> Tensors:
+        """Return the `tensors` of process `source` in process `target`; every process makes the call."""
+        wire = self.fleet.comm.wire
+        if source == target:
+            return tensors
+        return ship(wire, tensors, wire.placement[source][0], [wire.placement[target][0]])
+
+
+class Packs:
+    """What many nodes keep as a few tensors: nodes that keep the same names, shapes and dtypes are rows of one.
+
+    A file has as many names as there are kinds of nodes, however many nodes there are.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, tuple[list[int], list[Tensors]]] = {}
+
+    def add(self, node: int, tensors: Tensors) -> None:
+        """Take what a node keeps."""
+        kind = tuple(sorted((name, str(x.dtype), tuple(x.shape)) for name, x in tensors.items()))
+        nodes, theirs = self._kinds.setdefault(kind, ([], []))
+        nodes.append(node)
+        theirs.append(dict(tensors))
+
+    def tensors(self) -> Tensors:
+        """Return (nodes,) ids and (nodes, ...) of each tensor, of each kind; what was added is let go of."""
+        found = {}
+        for k, (nodes, theirs) in enumerate(self._kinds.values()):
+            found[f"kept.{k}.nodes"] = torch.tensor(nodes)
+            found |= {f"kept.{k}.of.{name}": torch.stack([x.pop(name) for x in theirs]) for name in list(theirs[0])}
+        return found
+
+
+def unpacked(tensors: Tensors) -> dict[int, Tensors]:
+    """Return by node what `Packs.tensors` returned, as views."""
+    kinds = {name.split(".")[1] for name in tensors if name.startswith("kept.")}
+    kept: dict[int, Tensors] = {}
+    for k in kinds:
+        nodes, stacks = tensors[f"kept.{k}.nodes"].tolist(), below(f"kept.{k}.of.", tensors)
+        for at, node in enumerate(nodes):
+            kept[node] = {name: stack[at] for name, stack in stacks.items()}
+    return kept
+
+
+def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
+    """Return what the nodes at work own and what others keep, from what `Seats.rows` returned."""
+    working: dict[int, Tensors] = {}
+    kept: dict[int, Tensors] = {}
+    for tensors in rows.values():
+        own = {name: x for name, x in tensors.items() if name != "node" and not name.startswith("kept.")}
+        if (node := int(tensors["node"])) >= 0:
+            working[node] = own
+        kept |= unpacked(tensors)
+    return working, kept
+
+
+def _unlike(some: Tensors, others: Tensors) -> bool:
+    return some.keys() != others.keys() or any(not torch.equal(x, others[name]) for name, x in some.items())

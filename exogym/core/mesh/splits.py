@@ -1,0 +1,154 @@
+"""Where a model can be split: its repeated blocks, the plan of its layers, the places where it can be cut.
+
+What is known of a model, its class says: `tensor_plan`, names of modules to styles, and `cut_points`, a pattern of such
+names; a `*` in a name stands for a number. Of Hugging Face's models their own plan is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from exogym.core.mesh.value import NodeMesh
+from exogym.errors import ModelError
+
+STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that are gathered one at a time, by name.
+
+    They are the members of its outermost lists and sequences of modules. Those that hold nothing to train, or share a
+    parameter with what is outside of them, are left to the rest.
+
+    >>> list(blocks_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))))
+    ['0', '2']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        is_inside = any(f"{name}.".startswith(f"{block}.") for block in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1 and not is_inside:
+            found |= {f"{name}.{key}".lstrip("."): child for key, child in children.items()}
+    uses, trained = _uses(model), {id(p) for p in model.parameters() if p.requires_grad}
+    inner = {name: _uses(block) for name, block in found.items()}
+    return {
+        name: block
+        for name, block in found.items()
+        if inner[name].keys() & trained and all(uses[key] == count for key, count in inner[name].items())
+    }
+
+
+def _uses(module: nn.Module) -> Counter[int]:
+    """Return how many modules hold each parameter."""
+    return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+
+
+def tensor_plan(model: nn.Module) -> dict[str, str]:
+    """Return how the layers of a model are split over devices that compute them together, by name; {}: not known.
+
+    "colwise": a part of its outputs on each device; "colwise_rep": these are put together; "rowwise": each takes a part
+    of the inputs, which is what it has, and the sums are added; "rowwise_rep": a part of inputs that all have.
+
+    Raises:
+        ModelError: the model's plan has a style that is none of these.
+    """
+    plan = getattr(model, "tensor_plan", None) or _plan_of_hugging_face(model)
+    names = [name for name, _ in model.named_modules()]
+    found = {name: style for pattern, style in plan.items() for name in names if _matches(pattern, name)}
+    for name, style in found.items():
+        if style not in STYLES:
+            raise ModelError(
+                f"the plan of {type(model).__name__} splits {name!r} in the style {style!r}, which is not known here "
+                f"({', '.join(STYLES)}): give NodeMesh(parallelize=)"
+            )
+    return found
+
+
+def _plan_of_hugging_face(model: nn.Module) -> dict[str, str]:
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and hasattr(model, base) else ""
+    known = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+    return {prefix + name: known.get(style, style) for name, style in plan.items()}
+
+
+def cuts(model: nn.Module, stages: int) -> list[str]:
+    """Return the names of the modules after which a model is cut, into `stages` that are about equally large.
+
+    [] where it is not known. An `nn.Sequential` can be cut after each of its modules, others where `cut_points` say.
+    """
+    pattern = "*" if isinstance(model, nn.Sequential) else getattr(model, "cut_points", None)
+    if pattern is None:
+        return []
+    places = [name for name, _ in model.named_modules() if _matches(pattern, name)]
+    if len(places) < stages:
+        raise ModelError(
+            f"{type(model).__name__} can be cut after {', '.join(places) or 'no module'}: that makes fewer than "
+            f"{stages} stages; give a smaller NodeMesh(stages=)"
+        )
+    sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in places]
+    return [places[k - 1] for k in _even_cuts(sizes, stages)]
+
+
+def _even_cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return where to cut a list so that the largest part is as small as can be, and rather late; no part is empty.
+
+    >>> _even_cuts([1, 1, 1, 5], 2), _even_cuts([4, 0, 1], 2)
+    ([3], [2])
+    """
+    least: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for end in range(1, len(sizes) + 1):
+        least[1, end] = sum(sizes[:end]), []
+        for count in range(2, min(parts, end) + 1):
+            ways = ((max(least[count - 1, at][0], sum(sizes[at:end])), -at) for at in range(count - 1, end))
+            largest, at = min(ways)
+            least[count, end] = largest, [*least[count - 1, -at][1], -at]
+    return least[parts, len(sizes)][1]
+
+
+def check_split(model: nn.Module, mesh: NodeMesh) -> None:
+    """Refuse a model that `mesh` cannot split.
+
+    Raises:
+        ModelError: no split of it is known and none was given; a number of heads that does not divide; stages by hand
+            that lack a parameter of the model or have one that is not the model's.
+    """
+    name = type(model).__name__
+    if mesh.tensor > 1 and mesh.parallelize is None:
+        if not tensor_plan(model):
+            raise ModelError(
+                f"tensor={mesh.tensor}: no plan to split the layers of {name} is known; give NodeMesh(parallelize=), "
+                "shard= instead, or the class of the model a tensor_plan"
+            )
+        for what in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(getattr(model, "config", None), what, None)
+            if isinstance(heads, int) and heads % mesh.tensor:
+                raise ModelError(f"tensor={mesh.tensor} does not divide {what}={heads} of {name}")
+    if mesh.pipeline is not None:
+        _check_by_hand(model, mesh)
+    elif mesh.depth > 1 and not cuts(model, mesh.depth * mesh.stages_per_device):
+        raise ModelError(
+            f"stages={mesh.depth}: where {name} can be cut is not known; give NodeMesh(stages=PipelineParallel("
+            "stages=[...])), or make the model an nn.Sequential"
+        )
+
+
+def _check_by_hand(model: nn.Module, mesh: NodeMesh) -> None:
+    assert mesh.pipeline is not None
+    theirs = {id(p) for stage in mesh.pipeline.stages for p in stage.module.parameters()}
+    for name, p in model.named_parameters():
+        if id(p) not in theirs:
+            raise ModelError(f"no stage of the pipeline holds the model's parameter {name!r}: give it to one")
+    if len(theirs) > len({id(p) for p in model.parameters()}):
+        raise ModelError(
+            "a stage of the pipeline holds a parameter that is not the model's: give it the model's modules"
+        )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Say whether a name fits a pattern, in which `*` is a number."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None

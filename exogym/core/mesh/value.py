@@ -1,0 +1,277 @@
+"""The split of one node over its devices, as a value: checked once, described as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from exogym.core.mesh.pipeline import PipelineParallel
+from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.network import Network
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # orders in which a pipeline takes its micro-batches
+TOLD = ("shard", "tensor", "stages", "microbatches", "network", "zero", "schedule")  # as text
+BUSY = 4  # micro-batches per stage where nobody said how many
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """How each node's model is split over `size` = stages x shard x tensor devices.
+
+    Between nodes nothing changes: a node of several devices is still one row of the fleet, and sends the same bytes.
+    Under `python -m exogym.launch` or torchrun each process is one device of a node. In one process the mathematics is
+    that of one device, in micro-batches of the size that a device would compute; what devices would say to each other
+    is counted by formula (`exogym.core.mesh.traffic`), and takes time on `network`.
+
+    Args:
+        shard: devices that share out the columns of the row, each with its own part of the batch (see `shares`).
+            `zero` says what else is shared out.
+        tensor: devices that each compute a part of every layer, on the same examples.
+        stages: devices of a pipeline, each with some layers; or a `PipelineParallel`, the stages by hand.
+        microbatches: parts that a device's batch goes through a pipeline in; None: 4 for each stage, or as many as
+            there are examples. With stages only, and at least as many as stages.
+        parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
+            of `axes`: it splits the model in place, by `fully_shard`, `parallelize_module`. None: by what is known of
+            the model. Not called in one process.
+        network: the link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"); None: it
+            takes no time. Time passes only in a fit with `network=`, the link between nodes.
+        zero: 3: parameters, gradients and optimizer state are sharded (`fully_shard`); 2: all but the parameters; 1:
+            the optimizer state alone. Of stages, 3 gathers the parameters once a step and lets go of them after it.
+        schedule: the order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device),
+            "zero_bubble".
+        probe: compare the gradients of the first batch with those of the dense model, and refuse a split that gives
+            others. A module instead of True: compare on it, a smaller model of the same kind. False: trust the split.
+
+    Attributes:
+        size: devices of a node.
+        axes: names and sizes, outermost first: stages, shard, tensor. Device d of a node has the coordinates of d in an
+            array of that shape (`coordinates`).
+        depth: devices on the axis of the stages; `stages` where it is a number.
+        pipeline: the stages by hand, or None.
+
+    Raises:
+        ArgumentError: a size that is no whole number of at least 1, an unknown schedule or zero, options of a pipeline
+            without stages, fewer micro-batches than stages.
+
+    >>> mesh = NodeMesh(shard=2, stages=2, microbatches=4, network="nvlink")
+    >>> mesh.size, mesh.axes, mesh.coordinates(1)
+    (4, {'stages': 2, 'shard': 2, 'tensor': 1}, {'stages': 0, 'shard': 1, 'tensor': 0})
+    >>> mesh.shares(17), mesh.micro_batches(9), round(mesh.bubble(17), 3)
+    ((9, 8), (3, 2, 2, 2), 0.2)
+    """
+
+    shard: int = 1
+    tensor: int = 1
+    stages: int | PipelineParallel = 1
+    microbatches: int | None = None
+    parallelize: Callable[[nn.Module, Any], Any] | None = None
+    network: Any = None
+    zero: int = 3
+    schedule: str = "1f1b"
+    probe: bool | nn.Module = True
+
+    def __post_init__(self) -> None:
+        for name in ("shard", "tensor"):
+            check_count(name, getattr(self, name))
+        if not isinstance(self.stages, PipelineParallel):
+            if isinstance(self.stages, list | tuple):
+                raise ArgumentError("stages is a list: give a number, or PipelineParallel(stages=[...])")
+            check_count("stages", self.stages)
+        if isinstance(self.zero, bool) or self.zero not in (1, 2, 3):
+            raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3: what is sharded, see NodeMesh")
+        if self.zero != 3 and self.shard == 1:
+            raise ArgumentError(f"zero={self.zero} says what devices share out, but shard is 1: give shard= too")
+        check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
+        object.__setattr__(self, "schedule", str(self.schedule).lower())
+        if self.parallelize is not None and not callable(self.parallelize):
+            raise ArgumentError(f"parallelize={self.parallelize!r} must be a function of (model, mesh)")
+        if not isinstance(self.probe, bool | nn.Module):
+            raise ArgumentError(f"probe={self.probe!r} must be True, False or a smaller model of the same kind")
+        if self.network is not None:
+            object.__setattr__(self, "network", Network.of(self.network))
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        if self.microbatches is not None:
+            check_count("microbatches", self.microbatches)
+        if self.depth == 1:
+            for name, default in (("microbatches", None), ("schedule", "1f1b")):
+                if getattr(self, name) != default:
+                    raise ArgumentError(f"{name}={getattr(self, name)!r} is for a pipeline, but stages is 1")
+            return
+        if self.microbatches is not None and self.pipeline is not None and self.pipeline.micro_batch_size is not None:
+            raise ArgumentError(
+                f"microbatches={self.microbatches} and micro_batch_size={self.pipeline.micro_batch_size} both say how "
+                "a batch is cut: leave one out"
+            )
+        if self.microbatches is not None and self.microbatches < self.depth:
+            raise ArgumentError(
+                f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some would have nothing "
+                f"to do: give {self.depth} or more"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> NodeMesh:
+        """Return the mesh that a text names, as on a command line.
+
+        Raises:
+            ArgumentError: an unknown name or a value that is none.
+
+        >>> str(NodeMesh.parse("shard=4,stages=2,network=nvlink"))
+        'stages=2 x shard=4'
+        """
+        given: dict[str, Any] = {}
+        for part in text.split(","):
+            name, equals, value = (piece.strip() for piece in part.partition("="))
+            if not equals or name not in TOLD or name in given:
+                raise ArgumentError(
+                    f"node {text!r} should be names and values, each once, as 'shard=4,network=nvlink'; names: "
+                    f"{', '.join(TOLD)}"
+                )
+            given[name] = int(value) if value.isdigit() else value
+        return cls(**given)
+
+    @property
+    def pipeline(self) -> PipelineParallel | None:
+        return self.stages if isinstance(self.stages, PipelineParallel) else None
+
+    @property
+    def depth(self) -> int:
+        return self.stages.size if isinstance(self.stages, PipelineParallel) else self.stages
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"stages": self.depth, "shard": self.shard, "tensor": self.tensor}
+
+    @property
+    def size(self) -> int:
+        return self.depth * self.shard * self.tensor
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Return where device 0..size-1 of a node stands on each axis."""
+        return {
+            "stages": device // (self.shard * self.tensor),
+            "shard": device // self.tensor % self.shard,
+            "tensor": device % self.tensor,
+        }
+
+    def shares(self, examples: int) -> tuple[int, ...]:
+        """Return (shard,) how many of a node's batch of `examples` each shard computes, in order: the first ones one
+        more where it does not divide. A mean over the batch weighs shards by these."""
+        return even(examples, self.shard)
+
+    def micro_batches(self, share: int) -> tuple[int, ...]:
+        """Return the sizes of the micro-batches that a shard's `share` of examples goes through a pipeline in."""
+        if self.depth == 1:
+            return (share,)
+        if self.pipeline is not None and self.pipeline.micro_batch_size is not None:
+            return even(share, -(-share // self.pipeline.micro_batch_size))
+        return even(share, min(self.microbatches or BUSY * self.depth, share))
+
+    def at_once(self, examples: int) -> int:
+        """Return how many of a batch of `examples` a device computes at once, at most."""
+        return max(self.micro_batches(max(self.shares(examples))))
+
+    def bubble(self, examples: int) -> float:
+        """Return the share of a step in which a device waits for the pipeline to fill and drain: (S-1)/(M+S-1).
+
+        For S stages and M micro-batches, all equally long, as GPipe and 1F1B have it (Huang et al., arXiv:1811.06965).
+        Interleaved schedules with V stages on a device have V M micro-batches of a V-th of the work (Narayanan et al.,
+        arXiv:2104.04473); a zero-bubble schedule is counted as the bound it aims at, 0 (Qi et al., arXiv:2401.10241).
+        """
+        if self.schedule == "zero_bubble":
+            return 0.0
+        parts = len(self.micro_batches(max(self.shares(examples)))) * self.stages_per_device
+        return (self.depth - 1) / (parts + self.depth - 1)
+
+    def compute_share(self, examples: int) -> float:
+        """Return what part of one device's time for a step the node takes, talk apart: 1 / (size (1 - bubble))."""
+        return 1 / (self.size * (1 - self.bubble(examples)))
+
+    @property
+    def stages_per_device(self) -> int:
+        """Stages on each device: 2 of an interleaved or zero-bubble schedule, where none are given by hand."""
+        if self.pipeline is not None:
+            return len(self.pipeline.stages) // self.depth
+        return 2 if self.schedule in ("interleaved", "zero_bubble") else 1
+
+    def check_batch(self, batch_size: int) -> None:
+        """Raise ArgumentError unless each device of a node has something to do in a batch of `batch_size` examples."""
+        if batch_size < self.shard:
+            raise ArgumentError(
+                f"batch_size={batch_size} is smaller than shard={self.shard}, so some devices would have no example: "
+                f"give {self.shard * self.depth} or more, or a smaller shard"
+            )
+        share = min(self.shares(batch_size))
+        if len(self.micro_batches(share)) < self.depth:
+            raise ArgumentError(
+                f"a device's share of {share} examples goes through the pipeline in {len(self.micro_batches(share))} "
+                f"micro-batches, fewer than the {self.depth} stages: give a batch_size of {self.shard * self.depth} or "
+                "more, or a smaller micro_batch_size"
+            )
+
+    def groups(self, world_size: int, num_nodes: int) -> int:
+        """Return how many groups of `size` processes share `num_nodes` nodes, where `world_size` run the script.
+
+        Raises:
+            ArgumentError: they make up no whole groups, or more groups than there are nodes.
+        """
+        return groups_of([self] * num_nodes, world_size)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the result of a run, as JSON; what only takes time is left out."""
+        told: dict[str, Any] = {**self.axes}
+        if self.shard > 1:
+            told["zero"] = self.zero
+        if self.depth > 1:
+            told["schedule"] = self.schedule
+            told["microbatches"] = self.microbatches
+            told["micro_batch_size"] = None if self.pipeline is None else self.pipeline.micro_batch_size
+        return told
+
+    def __str__(self) -> str:
+        """Return the split as text, as "shard=2 x tensor=2"."""
+        return " x ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one device"
+
+
+def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
+    """Return how many groups of processes share the nodes of these splits, where `world_size` run the script.
+
+    Nodes of one split may take turns in a group; where nodes differ, each has its own.
+
+    Raises:
+        ArgumentError: the processes make up no whole groups, or more groups than there are nodes.
+
+    >>> groups_of([NodeMesh(shard=2)] * 4, 4), groups_of([NodeMesh(shard=2), NodeMesh(shard=4)], 6)
+    (2, 2)
+    """
+    (mesh, *others), nodes = dict.fromkeys(meshes), len(meshes)
+    if others:
+        if world_size != (wanted := sum(one.size for one in meshes)):
+            sizes = ", ".join(str(one.size) for one in meshes)
+            raise ArgumentError(
+                f"{world_size} processes run this script, and nodes of {sizes} devices, each its own processes, are "
+                f"{wanted}: start {wanted}"
+            )
+        return nodes
+    groups, over = divmod(world_size, mesh.size)
+    if over or not 1 <= groups <= nodes:
+        fit = ", ".join(str(mesh.size * n) for n in range(1, min(nodes, 8) + 1))
+        more = f" and so on up to {mesh.size * nodes}" if nodes > 8 else ""
+        raise ArgumentError(
+            f"{world_size} processes run this script, and a node of {mesh} is {mesh.size} of them: {nodes} "
+            f"nodes can be trained by {fit}{more}"
+        )
+    return groups
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """Return `total` in `parts` whole numbers that differ by one at most, the larger ones first.
+
+    >>> even(8, 3)
+    (3, 3, 2)
+    """
+    return tuple(total // parts + (k < total % parts) for k in range(parts))

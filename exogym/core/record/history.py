@@ -1,0 +1,459 @@
+"""What happened in a run: a sequence of dicts, stored as columns, so that 1,000 nodes x 10,000 steps fit in 40 MB.
+
+The rows of a step are the averaged model's (`node` is None) and then those of the nodes that acted, ascending.
+Per-node losses lie in float32 blocks (rows, steps); what belongs to the whole step lies once in a column. Dicts are
+made when asked for.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+
+from exogym.core.base.files import replacing
+from exogym.core.record.views import caption_of, figure_of, table_of
+from exogym.errors import ArgumentError, ExoGymError, nearest
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+COLUMNS = (
+    *("step", "epoch", "node", "train_loss", "val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "rx_bytes"),
+    *("consensus_distance", "lr", "wall_s"),
+)
+BYTES = ("payload_bytes", "tx_bytes", "rx_bytes")
+OF_THE_STEP = (
+    "epoch",
+    *BYTES,
+    "lr",
+    "wall_s",
+    "time_s",
+)  # the same in every row of a step, unless an evaluation says otherwise
+# A record for each step. `block`, `position`: where its losses lie (-1: an evaluation only). `rows`: how many dicts.
+WHOLE, REAL = ("step", "epoch", "block", "position", "rows"), ("train_loss", *BYTES, "lr", "wall_s", "time_s")
+LINE = np.dtype([*((name, np.int64) for name in WHOLE), *((name, np.float64) for name in REAL)])
+NAMES = LINE.names or ()
+
+
+def plain(value: Any) -> Any:
+    """Return a number, text or None as Python's own: a tensor or numpy scalar becomes an int, float or bool.
+
+    Raises:
+        ArgumentError: a value that is not one number, text or None.
+    """
+    if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
+        value = value.item()  # numpy scalars and arrays of one value; tensors of no dimension
+    if value is not None and not isinstance(value, str | int | float):
+        raise ArgumentError(
+            f"a metric must be one number, text or None, not {value!r}: reduce it first, or call .item()"
+        )
+    return value
+
+
+class History(Sequence[Row]):
+    """The rows of a run, in the order of steps, the averaged model's row first.
+
+    Keys: `step`, `epoch`, `node` (None: the averaged model), `train_loss` (averaged row: the mean over the nodes that
+    acted, in float64), `val_loss`, `val_accuracy`, `payload_bytes`, `tx_bytes`, `rx_bytes` (since the start of the
+    run, mean over the nodes, in every row of a step), `consensus_distance`, `lr`, `wall_s` (seconds since the start),
+    `time_s` (predicted seconds, where there is a virtual clock) and a column for each further metric that was reported.
+    What is missing is None. A node that did not act has no row.
+
+    >>> history = History()
+    >>> history.add_evaluation(0, 0, {"val_loss": 2.5})
+    >>> history.add_stretch([1, 2], [0, 0], [[2.0, 1.0], [4.0, float("nan")]], lr=[0.1, 0.1], nodes=[0, 1],
+    ...                     payload_bytes=0.0, tx_bytes=0.0, rx_bytes=0.0, final_bytes=(8.0, 12.0, 12.0),
+    ...                     wall_s=(0.0, 1.0))
+    >>> [(row["step"], row["node"], row["train_loss"]) for row in history]
+    [(0, None, None), (1, None, 3.0), (1, 0, 2.0), (1, 1, 4.0), (2, None, 1.0), (2, 0, 1.0)]
+    >>> history[-1]["tx_bytes"], history[1]["tx_bytes"], history[1]["wall_s"]
+    (12.0, 0.0, 0.5)
+    >>> history.last["step"], history.last["train_loss"], len(history.rows(node=1))
+    (2, 1.0, 1)
+    >>> steps, losses = history.column("train_loss", node=1)
+    >>> steps.tolist(), losses.tolist()
+    ([1], [4.0])
+    """
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, LINE)  # grows by doubling; the first `_size` records count
+        self._size = 0
+        self._blocks: list[tuple[np.ndarray, np.ndarray]] = []  # (ids of the nodes, losses (nodes, steps))
+        self._evaluations: dict[int, dict[int | None, Row]] = {}
+        self._extra: list[str] = []
+        self._last = 0  # the last step of the last stretch
+        self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
+        self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
+        self.settled = 0  # so many records have not changed since this was set
+
+    @property
+    def records(self) -> int:
+        """Steps that have rows."""
+        return self._size
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys of every row: the fixed ones, then further metrics in the order they first came."""
+        return (*COLUMNS, *self._extra)
+
+    # ---------------------------------------------------------------- writing
+
+    def add_stretch(
+        self,
+        steps: Any,
+        epochs: Any,
+        losses: Any,
+        lr: Any,
+        nodes: Sequence[int],
+        payload_bytes: float,
+        tx_bytes: float,
+        rx_bytes: float,
+        final_bytes: tuple[float, float, float],
+        wall_s: tuple[float, float],
+        span: tuple[int, int] | None = None,
+        time_s: tuple[float, float] | None = None,
+    ) -> None:
+        """Add the steps between two communications.
+
+        Args:
+            steps: (S,) the logged steps, ascending; may be none of the stretch's.
+            epochs: (S,) the epoch of each.
+            losses: (N, S) float32, NaN where a node did not act. Copied.
+            lr: (S,) learning rates.
+            nodes: the N ids of the nodes whose losses these are.
+            payload_bytes, tx_bytes, rx_bytes: mean per node since the start of the run, before this stretch.
+            final_bytes: the three after its last step, where communication happens.
+            wall_s: seconds since the start of the run, before and after the stretch; linear in between.
+            time_s: predicted seconds, likewise.
+            span: first and last step of the stretch, where not all of them are logged; else those of `steps`.
+
+        Raises:
+            ArgumentError: shapes that do not fit, or steps that are not after those of the stretch before.
+        """
+        steps, epochs, lr = np.asarray(steps, np.int64), np.asarray(epochs), np.asarray(lr, np.float64)
+        losses, ids = np.array(losses, np.float32, order="C"), np.array(nodes, np.int64)
+        if losses.shape != (len(ids), len(steps)) or epochs.shape != steps.shape or lr.shape != steps.shape:
+            raise ArgumentError(
+                f"losses {losses.shape}, epochs {epochs.shape} and lr {lr.shape} do not fit {len(ids)} nodes and "
+                f"{len(steps)} steps: give losses (nodes, steps) and one epoch and lr a step"
+            )
+        if span is None:
+            if not len(steps):
+                return
+            span = int(steps[0]), int(steps[-1])
+        if span[0] <= self._last or np.any(np.diff([span[0] - 1, *steps, span[1] + 1]) <= 0):
+            raise ArgumentError(
+                f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after "
+                f"step {self._last}, the last one recorded: give each step once, in order"
+            )
+        if np.any(epochs != np.floor(epochs)):
+            raise ArgumentError(f"epochs={epochs.tolist()[:5]}... must be whole numbers")
+        if len(set(nodes)) < len(ids):
+            raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each its one row of losses")
+
+        new = self._blank(len(steps))
+        new["step"], new["epoch"], new["lr"] = steps, epochs, lr
+        new["block"], new["position"] = len(self._blocks), np.arange(len(steps))
+        acted = ~np.isnan(losses)
+        counts = acted.sum(0)
+        new["rows"] = 1 + counts
+        sums = np.where(acted, losses, 0).sum(0, dtype=np.float64)
+        new["train_loss"] = np.divide(sums, counts, out=np.full(len(steps), np.nan), where=counts > 0)
+        if len(steps):
+            if self._blocks and np.array_equal(self._blocks[-1][0], ids):
+                ids = self._blocks[-1][0]  # the same nodes as before: keep their ids once
+            self._blocks.append((ids, losses))
+        # Evaluations may have come before the losses of their steps.
+        start = self._line(span[0])
+        tail = self._buffer[start : self._size].copy()
+        kept = new
+        if len(tail):
+            kept = np.concatenate([new, tail[~np.isin(tail["step"], steps)]])
+            kept = kept[np.argsort(kept["step"])]
+        for name, before, after in zip(BYTES, (payload_bytes, tx_bytes, rx_bytes), final_bytes, strict=True):
+            kept[name] = np.where(kept["step"] < span[1], before, after)
+        done = np.minimum((kept["step"] - span[0] + 1) / (span[1] - span[0] + 1), 1.0)
+        for name, (before, after) in {"wall_s": wall_s, "time_s": time_s or (math.nan, math.nan)}.items():
+            kept[name] = before * (1 - done) + after * done
+        if time_s is not None and "time_s" not in self._extra:
+            self._extra.append("time_s")
+        self._write(start, kept)
+        self._last = span[1]
+        self._totals = [*map(float, final_bytes), float(wall_s[1]), math.nan if time_s is None else float(time_s[1])]
+        for step in tail["step"].tolist():
+            self._count(self._line(step))
+
+    def add_evaluation(self, step: int, epoch: int, values: Mapping[str, Any], node: int | None = None) -> None:
+        """Add metrics of the averaged model (or of `node`) after `step`; they join the row that is there, or make one.
+
+        A value given here stands before the stretch's; bytes and seconds of the averaged model are those of the whole
+        step, in all its rows. A step without losses has the bytes and seconds known so far.
+
+        Raises:
+            ArgumentError: a value that is not one number or text, or one of the keys `step`, `epoch`, `node`.
+        """
+        if wrong := {"step", "epoch", "node"} & values.keys():
+            raise ArgumentError(f"values holds {sorted(wrong)}, which say where a row belongs: give them as arguments")
+        step, node = int(step), None if node is None else int(node)
+        clean = {str(name): plain(value) for name, value in values.items()}
+        line = self._line(step)
+        if line == self._size or self._buffer["step"][line] != step:
+            new = self._blank(1)
+            new["step"], new["epoch"], new["lr"] = step, epoch, np.nan
+            for name, total in zip((*BYTES, "wall_s", "time_s"), self._totals, strict=True):
+                new[name] = total
+            self._write(line, np.concatenate([new, self._buffer[line : self._size]]))
+        self._extra += [name for name in clean if name not in COLUMNS and name not in self._extra]
+        if node is None:  # what belongs to the whole step stands in all its rows
+            for name in (*BYTES, "wall_s", "time_s"):
+                if clean.get(name) is not None:
+                    self._buffer[name][line] = clean.pop(name)
+        self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
+        self.settled = min(self.settled, line)
+        self._count(line)
+        self._ends = None
+
+    @staticmethod
+    def _blank(count: int) -> np.ndarray:
+        lines = np.zeros(count, LINE)
+        lines["block"], lines["train_loss"], lines["time_s"] = -1, np.nan, np.nan
+        return lines
+
+    def _write(self, start: int, lines: np.ndarray) -> None:
+        """Put `lines` in the place of all from number `start`."""
+        self.settled = min(self.settled, start)
+        self._size = start + len(lines)
+        if self._size > len(self._buffer):
+            larger = np.empty(max(64, 2 * self._size), LINE)
+            larger[:start] = self._buffer[:start]
+            self._buffer = larger
+        self._buffer[start : self._size] = lines
+        self._ends = None
+
+    # ---------------------------------------------------------------- reading
+
+    def _line(self, step: int) -> int:
+        return bisect_left(self._buffer["step"], step, 0, self._size)
+
+    def _losses(self, line: int) -> dict[int, float]:
+        """Return {node: loss} of the nodes that acted."""
+        block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
+        if block < 0:
+            return {}
+        ids, losses = self._blocks[block]
+        here = losses[:, position]
+        acted = ~np.isnan(here)
+        return dict(zip(ids[acted].tolist(), here[acted].tolist(), strict=True))
+
+    def _nodes(self, line: int, losses: Mapping[int, float]) -> list[int | None]:
+        """Return the nodes that have a row at this line: None first, then ascending."""
+        evaluated = self._evaluations.get(int(self._buffer["step"][line]), {})
+        averaged = self._buffer["block"][line] >= 0 or None in evaluated
+        nodes: list[int | None] = [None] if averaged else []
+        return nodes + sorted(losses.keys() | {node for node in evaluated if node is not None})
+
+    def _count(self, line: int) -> None:
+        self._buffer["rows"][line] = len(self._nodes(line, self._losses(line)))
+
+    def _rows(self, line: int, nodes: slice | int | None) -> Iterator[Row]:
+        """Yield the rows of a line: those in a slice, or that of one node."""
+        record = dict(zip(NAMES, self._buffer[line].item(), strict=True))
+        given = {name: None if math.isnan(value) else value for name, value in record.items()}
+        shared = dict.fromkeys(self.columns)
+        shared |= {name: given[name] for name in ("step", *OF_THE_STEP) if name in shared}
+        losses: dict[Any, Any] = {} if nodes is None else self._losses(line)
+        evaluated = self._evaluations.get(record["step"], {})
+        here = self._nodes(line, losses)
+        for node in here[nodes] if isinstance(nodes, slice) else [nodes] if nodes in here else []:
+            own = {"node": node, "train_loss": given["train_loss"] if node is None else losses.get(node)}
+            yield shared | own | evaluated.get(node, {})
+
+    @property
+    def last(self) -> Row:
+        """The newest row of the averaged model: what is known of the last step that has one, None what is not.
+
+        All of it is of that one step: of an evaluation between two logged steps it has no `train_loss`.
+
+        Raises:
+            ArgumentError: there is no such row yet.
+        """
+        for line in reversed(range(self._size)):
+            for row in self._rows(line, None):
+                return row
+        raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
+
+    def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
+        """Return the rows, as a list: all, those of the averaged model (None) or of one node."""
+        return list(self.rows_after(-1, node))
+
+    def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
+        """Yield the rows of the steps after `step`, those that `rows` gives, one at a time."""
+        for line in range(self._line(step + 1), self._size):
+            yield from self._rows(line, slice(None) if node == "all" else node)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self.rows_after(-1)
+
+    def _ends_of_lines(self) -> np.ndarray:
+        if self._ends is None:
+            self._ends = np.cumsum(self._buffer["rows"][: self._size])
+        return self._ends
+
+    def __len__(self) -> int:
+        return int(self._ends_of_lines()[-1]) if self._size else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]  # the rules, and the IndexError, of any sequence
+        ends = self._ends_of_lines()
+        line = int(np.searchsorted(ends, at, side="right"))
+        place = at - int(ends[line])  # counted from the end of the line's rows
+        return next(self._rows(line, slice(place, place + 1 or None)))
+
+    def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return (steps (K,) int64, values (K,)) of one column of one node's rows, without the missing ones.
+
+        Raises:
+            ArgumentError: a column that is not there.
+        """
+        if name == "node" or name not in self.columns:
+            known = [column for column in self.columns if column != "node"]
+            raise ArgumentError(f"column {name!r} is not in the history: {nearest(name, known)}")
+        lines = self._buffer[: self._size]
+        stretch = lines["block"] >= 0
+        if node is None:
+            there, losses = stretch.copy(), lines["train_loss"].copy()
+        else:
+            losses = np.full(self._size, np.nan)
+            rows = [
+                block[ids == node] if node in ids else np.full((1, block.shape[1]), np.nan)
+                for ids, block in self._blocks
+            ]
+            losses[stretch] = np.concatenate([row[0] for row in rows]) if rows else []
+            there = ~np.isnan(losses)
+        values = losses if name == "train_loss" else np.full(self._size, np.nan)
+        if name in ("step", *OF_THE_STEP):
+            values = lines[name].copy()
+        missing = np.isnan(values)
+        for step, evaluated in self._evaluations.items():
+            if node in evaluated:
+                line = self._line(step)
+                there[line] = True
+                if name in evaluated[node]:
+                    value = evaluated[node][name]
+                    missing[line] = value is None
+                    if isinstance(value, str):
+                        values = values.astype(object)
+                    values[line] = np.nan if value is None else value
+        keep = there & ~missing
+        return lines["step"][keep], values[keep]
+
+    # ---------------------------------------------------------------- seeing
+
+    def plot(self, *columns: str, against: str = "step") -> Figure:
+        """Return a matplotlib figure of the averaged model, a panel for each of `columns` (the losses share one).
+
+        Args:
+            columns: what to draw; those of the losses and the accuracy that are there by default.
+            against: the column along the bottom: "step", "tx_bytes", "time_s", ...
+
+        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.png")` writes it.
+
+        Raises:
+            ArgumentError: a column that is not there, or holds no numbers.
+            ExoGymError: matplotlib is not installed.
+        """
+        return figure_of(self, columns, against)
+
+    def __repr__(self) -> str:
+        return f"<History: {caption_of(self)}>"
+
+    def _repr_html_(self) -> str:
+        return table_of(self)
+
+    # ---------------------------------------------------------------- files
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write every row to a CSV file with a header; missing values are empty. The file is there whole or not at all.
+
+        Raises:
+            ArgumentError: a path that cannot be written.
+        """
+        try:
+            with replacing(path) as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(self.columns)
+                writer.writerows(row.values() for row in self)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another one") from error
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return every row as a DataFrame, `node` <NA> for the averaged model; ExoGymError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
+        frame = pandas.DataFrame.from_records([tuple(row.values()) for row in self], columns=self.columns)
+        kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
+        return frame.astype({"step": int, "epoch": int, **kinds})
+
+    def state(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
+        """Return all of it, or the records `first` to `last`, as a flat dict of arrays and JSON values.
+
+        `from_state` reads it back.
+        """
+        lines = self._buffer[first : self._size if last is None else last].copy()
+        of_stretch = lines["block"] >= 0
+        numbers, starts, each, counts = np.unique(
+            lines["block"][of_stretch], return_index=True, return_inverse=True, return_counts=True
+        )
+        skipped = lines["position"][of_stretch][starts]
+        lines["block"][of_stretch], lines["position"][of_stretch] = each, lines["position"][of_stretch] - skipped[each]
+        spans = zip(numbers.tolist(), skipped.tolist(), counts.tolist(), strict=True)
+        blocks = [(self._blocks[k][0], self._blocks[k][1][:, at : at + count]) for k, at, count in spans]
+        evaluated = {step: self._evaluations[step] for step in lines["step"].tolist() if step in self._evaluations}
+        return {
+            **{f"line_{name}": lines[name].copy() for name in NAMES},
+            "block_shapes": np.array([losses.shape for _, losses in blocks], np.int64).reshape(-1, 2),
+            "block_nodes": np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)]),
+            "block_losses": np.concatenate([np.empty(0, np.float32), *(losses.ravel() for _, losses in blocks)]),
+            "evaluations": [[s, n, dict(v)] for s, nodes in evaluated.items() for n, v in nodes.items()],
+            "extra_columns": list(self._extra),
+            "last_step": self._last,
+            "totals": list(self._totals),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> History:
+        """Return the history that `state()` described."""
+        history = cls()
+        lines = np.empty(len(state["line_step"]), LINE)
+        for name in NAMES:
+            lines[name] = state[f"line_{name}"]
+        history._write(0, lines)
+        shapes = np.asarray(state["block_shapes"], np.int64).reshape(-1, 2)
+        all_ids, all_losses = np.asarray(state["block_nodes"], np.int64), np.asarray(state["block_losses"], np.float32)
+        ids_end, losses_end = np.cumsum(shapes[:, 0])[:-1], np.cumsum(shapes.prod(1))[:-1]
+        last = np.empty(0, np.int64)
+        each = zip(shapes, np.split(all_ids, ids_end), np.split(all_losses, losses_end), strict=False)
+        for shape, ids, losses in each:
+            last = last if np.array_equal(last, ids) else ids.copy()
+            history._blocks.append((last, losses.reshape(shape).copy()))
+        for step, node, values in state["evaluations"]:
+            history._evaluations.setdefault(step, {})[node] = dict(values)
+        history._extra = list(state["extra_columns"])
+        history._last, history._totals = int(state["last_step"]), list(state["totals"])
+        return history

@@ -1,0 +1,153 @@
+"""What is measured of a fleet: validation loss and accuracy, consensus distance, correlation, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.core.base import pulse
+from exogym.core.communicator import CHUNK_ELEMENTS, Inside
+from exogym.core.compute.outputs import accuracy, batch_examples, split_batch
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
+from exogym.data.stream import Stream
+from exogym.errors import TrainingError
+
+Metric = Callable[[Tensor, Tensor], Any]
+
+
+class Evaluator:
+    """Evaluates parameters on the whole validation set.
+
+    Args:
+        worker: computes; `stream`: the validation set in order.
+        metrics: name to function of (predictions, targets) giving a mean over the batch.
+        limit: evaluate on at most so many examples, the first ones.
+    """
+
+    def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):
+        self.worker, self.stream, self.metrics, self.limit = worker, stream, metrics, limit
+
+    def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Return val_loss, val_accuracy where predictions are known, and val_<name> of each metric.
+
+        Every value is the mean over examples. `vectors` is (P,) per block.
+        """
+        sums: dict[str, float] = {}
+        weights: dict[str, float] = {}
+
+        def add(name: str, value: Any, weight: float) -> None:
+            sums[name] = sums.get(name, 0.0) + float(value) * weight
+            weights[name] = weights.get(name, 0.0) + weight
+
+        worker = self.worker
+        with worker.evaluating(vectors, buffers):
+            for batch in self._batches():
+                pulse.beat()
+                worker.reseed(-1, 0)
+                for part, size in worker.own_shares(batch):
+                    self._part(part, size, add)
+        return _means(sums, weights, worker.fleet.comm.wire.devices)
+
+    def _part(self, part: Any, size: float, add: Callable[[str, Any, float], None]) -> None:
+        """Add what a part of a batch comes to; its loss counts for `size` examples."""
+        worker, count = self.worker, batch_examples(part) if size else 0
+        output = worker.loss.of(worker.model, worker.to_device(part))
+        add("val_loss", output.loss, size)
+        right = accuracy(output)
+        if right is not None:
+            add("val_accuracy", right[0] / max(1, right[1]), right[1] if size else 0)
+        for name, value in output.metrics.items():
+            add(f"val_{name}", value, count)
+        for name, function in self.metrics.items():
+            if output.predictions is None or output.targets is None:
+                raise TrainingError(
+                    f"metric {name!r} needs predictions and targets, but the model's output has none: return a mapping "
+                    "with 'logits' beside 'loss', or use loss_fn="
+                )
+            add(f"val_{name}", function(output.predictions, output.targets), count)
+
+    def _batches(self) -> Iterator[Any]:
+        left = self.limit
+        for node in range(self.stream.num_nodes):
+            count = -(-self.stream.length(node) // self.stream.batch_size)
+            for batch in self.stream.batches(node, 0, count):
+                if left is None:
+                    yield batch
+                    continue
+                if left <= 0:
+                    return
+                part, _ = next(split_batch(batch, left))
+                left -= batch_examples(part)
+                yield part
+
+
+def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) -> dict[str, float]:
+    """Return what was summed up, by its weights, of all processes of the node; but what nothing counts for."""
+    if inside.parts > 1:
+        both = torch.tensor([list(sums.values()), list(weights.values())], dtype=torch.float64)
+        totals, shares = inside.sum(both).tolist()
+        sums, weights = dict(zip(sums, totals, strict=True)), dict(zip(sums, shares, strict=True))
+    return {name: total / weights[name] for name, total in sums.items() if weights[name]}
+
+
+def spread(fleet: Fleet) -> dict[str, float]:
+    """Return how far the nodes that are there are apart now.
+
+    consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
+    Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.
+    Chunks of columns stay in the cache; sums over chunks are in float64.
+    """
+    n = len(fleet.there)
+    if n == 1:
+        return {"consensus_distance": 0.0}
+    inside, width = fleet.comm.wire.inside, sum(block.layout.total for block in fleet.blocks)
+    distance = 0.0
+    sums, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for x in _column_chunks(fleet):
+        apart = x - x.mean(0)
+        distance += float(torch.dot(apart.flatten(), apart.flatten()))
+        sums += x.sum(1).cpu()
+        squares += torch.linalg.vector_norm(x, dim=1).double().square().cpu()
+    distance = float(inside.sum(torch.tensor(distance, dtype=torch.float64)))
+    sums, squares = inside.sum(sums), inside.sum(squares)
+    means = sums / width
+    lengths = (squares - width * means.square()).clamp(min=1e-300).sqrt()
+    total, shift = 0.0, float((means / lengths).sum())
+    for x in _column_chunks(fleet):
+        z = (1 / lengths).to(x) @ x - shift
+        total += float(torch.dot(z, z))
+    total = float(inside.sum(torch.tensor(total, dtype=torch.float64)))
+    return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
+
+
+def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
+    """Yield (n, columns) pieces of the rows of the n nodes that are there."""
+    everyone = fleet.there
+    step = max(1, CHUNK_ELEMENTS // len(everyone))
+    for block in fleet.blocks:
+        for start in range(0, block.layout.numel, step):
+            piece = fleet.comm.wire.rows(block.params[:, start : start + step], everyone)
+            yield piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+
+
+def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
+    """Return memory_bytes (the peak, of the GPU or of this process) and device_use (CPU seconds per second)."""
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
+    return {"memory_bytes": float(memory), "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
+
+
+def peak_memory_bytes() -> int:
+    """Return the peak resident memory of this process (on Linux VmHWM, since `ru_maxrss` survives an exec)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,71 @@
+"""Tags and a note that a reader gives a run, in a file of its folder: they are no part of the run.
+
+notes.json   tags, note
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.core.record.run_folder import read_object
+from exogym.errors import ArgumentError
+
+NAME = "notes.json"
+MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What a reader says of a run.
+
+    Args:
+        tags: each up to 40 characters, without commas; up to 20, in order and none twice.
+        note: up to 4,000 characters, in lines.
+
+    Raises:
+        ArgumentError: longer, more, or what cannot be printed.
+
+    >>> Notes(["slow", " baseline ", "slow"]).tags
+    ('baseline', 'slow')
+    """
+
+    tags: Sequence[str] = ()
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
+            raise ArgumentError(f"tags={self.tags!r} must be a list of texts")
+        object.__setattr__(self, "tags", tuple(sorted({tag.strip() for tag in self.tags})))
+        for tag in self.tags:
+            if not tag or len(tag) > LONGEST_TAG or "," in tag or not tag.isprintable():
+                raise ArgumentError(f"tag {tag[:60]!r} must be 1 to {LONGEST_TAG} printable characters without a comma")
+        if len(self.tags) > MOST_TAGS:
+            raise ArgumentError(f"{len(self.tags)} tags: give at most {MOST_TAGS}")
+        text = self.note
+        if not isinstance(text, str) or len(text) > LONGEST_NOTE or not text.replace("\n", "").isprintable():
+            raise ArgumentError(f"note must be a text of printable lines, at most {LONGEST_NOTE} characters")
+
+
+def write_notes(folder: str | os.PathLike[str], notes: Notes) -> None:
+    """Write the tags and the note of a run into its folder; empty ones remove the file."""
+    path = Path(folder) / NAME
+    if not notes.tags and not notes.note:
+        path.unlink(missing_ok=True)
+        return
+    with replacing(path) as file:
+        file.write(json.dumps(asdict(notes), indent=1) + "\n")
+
+
+def read_notes(folder: str | os.PathLike[str]) -> Notes:
+    """Return the tags and the note of a run; empty ones where there are none, or none that could have been written."""
+    found: dict[str, Any] = read_object(Path(folder) / NAME)
+    try:
+        return Notes(found.get("tags", ()), found.get("note", ""))
+    except (ArgumentError, TypeError):
+        return Notes()

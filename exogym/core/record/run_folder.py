@@ -1,0 +1,283 @@
+"""The run folder: what a run was, what it did and where it stands, for any tool to read without ExoGym.
+
+    run.json        what decides the run (its description), versions, device, command line; enough to repeat it
+    status.json     state (running, done, stopped, failed), step of total, process, heartbeat; replaced as a whole
+    records.jsonl   a line per record: step, epoch, node, losses, metrics, bytes, ...; whole lines, only added to
+    events.jsonl    communication, evaluation, checkpoint, node away or back, error, end; likewise
+    summary.json    the last record of the averaged model, and bytes by collective; there once the run has ended
+    checkpoints/    where the run saves and was given no other place
+
+and from others notes.json (`exogym.core.record.notes`), timeline.json (`exogym.clock`), hosts.json
+(`exogym.machines.remote.health`).
+
+What each file may hold is one table, `exogym.core.record.schema`.
+
+A run that goes on in its folder adds to the events. It writes the records anew, up to the step from which it goes on,
+from the checkpoint's history: a checkpoint on the disk is complete, but a power cut may take the newest records.
+
+While it goes on it holds the folder (see `exogym.core.base.locks`), so no two runs write to one. A disk that is full,
+or a folder that is taken away, does not end the training: that is said once, here and as `trouble` in status.json as
+soon as that can be written again, and no record or event is added behind one that is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from exogym.core.base.files import cut_torn_line, is_plain, replacing
+from exogym.core.base.locks import Lock, acquire
+from exogym.core.base.processes import described, is_alive
+from exogym.core.progress import notice
+from exogym.core.record import schema
+from exogym.core.record.observers import Fields, Observer
+from exogym.core.record.schema import FILES
+from exogym.errors import ArgumentError
+from exogym.logger import JSONLinesLogger, in_json
+
+RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
+BEAT_S = 1.0  # between two heartbeats at least
+LOST_S = 60.0  # without one, a run on another machine counts as lost
+ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
+FREE = ("limits", "placement", "chosen", "rounds", "shared")  # of a description, what a run that goes on may have else
+
+
+class RunFolder(Observer):
+    """Writes the folder of a run.
+
+    Args:
+        folder: made where it is not there; it must hold no run, or the one that goes on.
+        total_steps: of the run.
+        resume: whether a run may go on here.
+        more: what else belongs into run.json.
+
+    Raises:
+        ArgumentError: the folder holds a run and `resume` is False, or another run; a living process writes to it; one
+            of its files is no plain one; or it cannot be written.
+    """
+
+    reads_records = True
+
+    def __init__(self, folder: str | os.PathLike[str], total_steps: int, resume: bool, more: Fields | None = None):
+        self.folder, self.total_steps, self.more = Path(folder), total_steps, dict(more or {})
+        self._process, self.resume = described(), resume
+        self._check()
+        self._records = JSONLinesLogger(self.folder / "records.jsonl")
+        self._events: IO[str] | None = None
+        self._lock: Lock | None = None
+        self._trouble: str | None = None
+        self._state, self._step, self._beat, self._started = "running", 0, 0.0, time.time()
+
+    def _check(self) -> None:
+        there = [name for name in FILES if os.path.lexists(self.folder / name)]
+        if strange := [name for name in there if not is_plain(self.folder / name)]:
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r}: {strange[0]} is a link, a folder, a pipe or a device there: remove it, "
+                "or give another folder"
+            )
+        if there and not self.resume:
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run already: give another folder, or go on with it by "
+                "resume=True"
+            )
+
+    def _check_nothing_is_lost(self) -> None:
+        """Of a run that starts at its beginning: refuse to write over one that was whole, and say so of any other."""
+        state = read_status(self.folder).get("state")
+        if state == "done":
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
+                "another folder"
+            )
+        asked = os.environ.get(RESUME)
+        if state is not None and asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder):
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds a run ({state}) that saved no checkpoint: going on would begin "
+                "anew and write over its records. Give another folder; save_dir or checkpoint_interval saves a run"
+            )
+        if state is not None:
+            notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")
+
+    def start(self, run: Fields) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
+            self._check()  # again: another run may have come and gone
+            self._begin(run)
+        except OSError as error:
+            self._let_go()
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} cannot be written ({error}): give another folder"
+            ) from error
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin(self, run: Fields) -> None:
+        described = {key: value for key, value in run.items() if key != "resumed_step"}
+        self._check_same(in_json(described))
+        if "resumed_step" not in run:
+            self._check_nothing_is_lost()
+        self._records.start(described)
+        self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._end_torn_line()
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
+        self._step = run.get("resumed_step") or 0
+        about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
+        about["process"] = self._process
+        if not ("resumed_step" in run and (self.folder / "run.json").exists()):
+            about = in_json(about | {"started_s": self._started} | self.more)
+            schema.check("run.json", about)  # what cannot be read again is not begun
+            _write(self.folder / "run.json", about)
+        self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
+        self._say()
+
+    def _check_same(self, now: Fields) -> None:
+        """Refuse to write into the folder of another run."""
+        before: Any = read_object(self.folder / "run.json").get("description")
+        common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
+        if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
+                      if before[name] != now[name]]:  # fmt: skip
+            raise ArgumentError(
+                f"run_dir={str(self.folder)!r} holds another run: give another folder. They differ in\n  "
+                + "\n  ".join(unlike)
+            )
+
+    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+        self._records.restore(rows)
+
+    def record(self, row: Fields) -> None:
+        if self._trouble is None:
+            self._records.log(row)
+
+    def event(self, event: Fields) -> None:
+        self._state = ENDS.get(event["kind"], self._state)
+        with self._going_on():
+            if self._events is not None:
+                self._events.write(json.dumps(in_json({"at_s": round(time.time(), 3), **event})) + "\n")
+
+    def beat(self, step: int, figures: Fields) -> None:
+        self._step = step
+        if time.monotonic() >= self._beat:
+            self._say()
+
+    def finish(self, summary: Fields) -> None:
+        self._records.finish(summary)
+        if self._lock is None:
+            return
+        if self._state == "running":  # nothing has said how it ended: it could not even begin
+            self._state = "failed"
+        with self._going_on():
+            if self._events is not None:
+                self._events.close()
+        with self._going_on():
+            self._lock.check()
+            _write(self.folder / "summary.json", {"state": self._state, **summary})
+        self._say()
+        self._let_go()
+
+    def _say(self) -> None:
+        """Write where the run stands."""
+        self._beat = time.monotonic() + BEAT_S
+        status = {
+            "state": self._state, "step": self._step, "total_steps": self.total_steps, "process": self._process,
+            "started_s": self._started, "heartbeat_s": time.time(),
+        }  # fmt: skip
+        with self._going_on():
+            assert self._lock is not None
+            self._lock.check()
+            self._lock.beat()
+            _write(self.folder / "status.json", status | ({"trouble": self._trouble} if self._trouble else {}))
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What cannot be written does not end the training; nothing is added to the events from then on."""
+        try:
+            yield
+        except OSError as error:
+            if self._trouble is None:
+                self._trouble = str(error)
+                notice(f"{self.folder} is no longer written: {error}; the training goes on")
+            self._leave_events()
+            if self._lock is not None and self._lock.is_ours():
+                cut_torn_line(self.folder / "events.jsonl")
+
+    def _leave_events(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(OSError):  # what is still held back cannot be written either
+                self._events.close()
+            self._events = None
+
+    def _let_go(self) -> None:
+        self._leave_events()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _end_torn_line(self) -> None:
+        """Begin on a new line where a run that was killed left half a one."""
+        path = self.folder / "events.jsonl"
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            assert self._events is not None
+            self._events.write("\n")
+
+
+def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return where the run of a folder stands; {} where it does not say, or cannot be read (see `standing`)."""
+    try:
+        return standing(folder)
+    except ArgumentError:
+        return {}
+
+
+def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return where the run of a folder stands; {} where it does not say.
+
+    A run that says it is running and whose process is gone is "lost", as is one on another machine that has not been
+    heard of for a minute.
+
+    Raises:
+        ArgumentError: its status holds what no run has written.
+    """
+    status = schema.read(Path(folder) / "status.json")
+    process, heard_s = status.get("process"), status.get("heartbeat_s")
+    if process is None or heard_s is None or process.get("pid") is None:
+        return {}
+    if status.get("state") == "running":
+        alive = is_alive(process)
+        if alive is False or (alive is None and not time.time() - heard_s <= LOST_S):
+            status["state"] = "lost"
+    return status
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a file of a run folder; {} where there is none, or one that does not fit the schema."""
+    try:
+        return schema.read(path)
+    except ArgumentError:
+        return {}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result may depend on."""
+    from importlib.metadata import version
+
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return found | {"exogym": version("exogym"), "system": platform.platform()}
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(in_json(value), indent=1) + "\n")

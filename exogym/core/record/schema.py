@@ -1,0 +1,314 @@
+"""What the files of a run folder may hold: one table, for who writes them and for who reads them.
+
+A run folder may come from another machine, or from another program. So everything that is read of one passes here:
+the size of the file, whole UTF-8 and JSON, how deep it goes, and of every field that somebody computes with its type,
+its length and whether the number is finite. What does not fit is an `ArgumentError` that names the file and the field.
+
+>>> check("status.json", {"state": "running", "step": 3})
+>>> check("status.json", {"state": "running", "started_s": "x"})
+Traceback (most recent call last):
+...
+exogym.errors.ArgumentError: status.json: started_s='x': wanted a finite number
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import opened_plain
+from exogym.errors import ArgumentError
+
+FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")  # what a run writes of itself
+LINE_BYTES = 1 << 20  # of a line of records or events, at most
+MOST_DEPTH = 64  # of objects and lists in each other
+MOST_NODES = 1 << 24
+LIMIT = 1e300
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how the house writes numbers that JSON lacks
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+LABEL, TEXT = 1000, 20_000  # characters
+MOST_LABELS, MOST_CELLS, MOST_SEEDS = 1000, 5000, 10_000
+Row = dict[str, Any]
+_decoded = json.JSONDecoder(parse_constant=str).decode  # made once: half the time of a record
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field holds; None, which is "not known", always fits."""
+
+    wanted: str
+    fits: Callable[[Any], bool]
+
+
+def is_finite(value: Any) -> bool:
+    """Say whether a value of JSON is a number that can be computed with.
+
+    >>> [is_finite(value) for value in (1, 2.5, float("inf"), float("nan"), 10**400, "1", True)]
+    [True, True, False, False, False, False, False]
+    """
+    return type(value) in (int, float) and -LIMIT <= value <= LIMIT
+
+
+def _is_measured(value: Any) -> bool:
+    is_number = is_finite(value) or (isinstance(value, float) and math.isfinite(value))  # in float64 losses grow so far
+    return is_number or isinstance(value, bool) or value in NOT_FINITE
+
+
+def _is_plain(value: Any) -> bool:
+    return _is_measured(value) or (isinstance(value, str) and len(value) <= TEXT)
+
+
+def _text(most: int) -> Kind:
+    return Kind(f"a text of at most {most} characters", lambda value: isinstance(value, str) and len(value) <= most)
+
+
+def _whole(most: int, least: int = 0) -> Kind:
+    return Kind(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _list(kind: Kind, most: int) -> Kind:
+    return Kind(
+        f"a list of at most {most}, each {kind.wanted}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.fits, value)),
+    )
+
+
+def _labelled(kind: Kind, most: int) -> Kind:
+    """Values by labels."""
+    return Kind(
+        f"an object of at most {most} names, each of at most {LABEL} characters, with {kind.wanted}",
+        lambda value: (
+            isinstance(value, dict) and len(value) <= most and all(len(name) <= LABEL for name in value)
+            and all(map(kind.fits, value.values()))
+        ),
+    )  # fmt: skip
+
+
+def _fields(wanted: str, kinds: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
+    """An object in which known fields have their kinds."""
+    return Kind(
+        wanted,
+        lambda value: (
+            isinstance(value, dict) and all(value.get(name) is not None for name in needs)
+            and all(value.get(name) is None or kind.fits(value[name]) for name, kind in kinds.items())
+        ),
+    )  # fmt: skip
+
+
+ANY = Kind("anything", lambda value: True)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+FINITE = Kind("a finite number", is_finite)
+MEASURED = Kind(f"a number, or one of the texts {', '.join(NOT_FINITE)}", _is_measured)
+PLAIN = Kind(f"a number, a text of at most {TEXT} characters, or null", lambda value: value is None or _is_plain(value))
+STEP, COUNT, NODE = _whole(1 << 53), _whole(1 << 53), _whole(MOST_NODES - 1)
+NAME, WORDS, WORD = _text(LABEL), _list(_text(1 << 20), 1 << 16), _text(TEXT)
+PROCESS = _fields(
+    "an object with pid, host, machine, boot and started",
+    {"pid": _whole((1 << 31) - 1, 1)} | dict.fromkeys(("host", "machine", "boot", "started"), NAME),
+)
+SEEDS = Kind(
+    f"a number or list of at most {MOST_SEEDS} seeds",
+    lambda value: (
+        (type(value) is int and 0 <= value <= MOST_SEEDS)
+        or (isinstance(value, list) and len(value) <= MOST_SEEDS and all(type(seed) is int for seed in value))
+    ),
+)
+AXIS = Kind("a text, or a list of texts", lambda value: isinstance(value, str) or _list(WORD, MOST_CELLS).fits(value))
+AXES = _labelled(AXIS, MOST_LABELS)
+ARGUMENTS = _fields("an object whose problem is a text and whose seeds are whole numbers", {
+    "problem": NAME, "seeds": SEEDS, "strategy": WORD, "axes": AXES,
+})  # fmt: skip
+
+COLUMNS = dict.fromkeys(
+    ("epoch", "train_loss", "val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "rx_bytes", "consensus_distance",
+     "lr", "wall_s", "time_s"),
+    MEASURED,
+)  # fmt: skip
+RECORD: dict[str, Kind] = {"step": STEP, "node": NODE} | COLUMNS
+EVENT: dict[str, Kind] = {"kind": NAME, "step": STEP, "at_s": FINITE}
+_OF_A_RUN: dict[str, Kind] = {
+    "description": OBJECT, "command": WORDS, "folder": WORD, "versions": OBJECT, "process": PROCESS,
+    "started_s": FINITE,
+}  # fmt: skip
+_OF_SEVERAL: dict[str, Kind] = {
+    "task": NAME, "description": WORD, "state": NAME, "process": PROCESS, "arguments": ARGUMENTS, "runs_wanted": COUNT,
+    "versions": OBJECT,
+}  # fmt: skip
+COMPARISON = _OF_SEVERAL | {"strategies": _labelled(ANY, MOST_LABELS)}
+_SHOWN = dict.fromkeys(("address", "device", "state"), WORD) | dict.fromkeys(
+    ("restarts", "heard_s", "cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps",
+     "tx_bps"), FINITE,
+)  # fmt: skip
+_GPU = _fields("an object with numbers and a name", dict.fromkeys(("use", "memory_bytes", "memory_total_bytes"), FINITE)
+               | {"name": NAME})  # fmt: skip
+_RANK = _fields("an object of numbers", dict.fromkeys(("rank", "step", "restarts", "quiet_s"), FINITE))
+_HOST = _fields("how a host is", _SHOWN | {
+    "ranks": _list(COUNT, 1 << 16), "gpus": _list(_GPU, 64), "processes": _list(_RANK, 1 << 16),
+})  # fmt: skip
+_SAID = _fields("what happened", {"at_s": FINITE, "kind": WORD, "host": WORD, "why": WORD})
+_SHORT, _LONG = 1 << 20, 1 << 24  # bytes
+
+# File to its most bytes, and its fields.
+OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
+    "run.json": (_LONG, _OF_A_RUN),
+    "status.json": (_SHORT, {
+        "state": NAME, "step": STEP, "total_steps": STEP, "process": PROCESS, "started_s": FINITE,
+        "heartbeat_s": FINITE, "trouble": WORD,
+    }),
+    "summary.json": (_SHORT, {"state": NAME, "step": STEP} | COLUMNS),
+    "sweep.json": (_LONG, _OF_SEVERAL | {
+        "axes": AXES, "best": WORD, "measured_step_s": FINITE,
+        "cells": _labelled(_labelled(WORD, MOST_LABELS), MOST_CELLS),
+    }),
+    "notes.json": (_SHORT, {"tags": LIST, "note": WORD}),
+    "hosts.json": (_LONG, {
+        "process": PROCESS, "written_s": FINITE, "hosts": _list(_HOST, 1 << 14), "events": _list(_SAID, 1 << 14),
+    }),
+    "timeline.json": (_LONG, {"spans": LIST, "shares": OBJECT}),
+}  # fmt: skip
+
+
+def check(name: str, found: Mapping[str, Any]) -> None:
+    """Hold the object of the file `name` against its fields.
+
+    Raises:
+        ArgumentError: one does not fit.
+    """
+    kinds = COMPARISON if name == "run.json" and isinstance(found.get("strategies"), dict) else OBJECTS[name][1]
+    _check(name, kinds, found)
+
+
+def read(path: str | os.PathLike[str]) -> Row:
+    """Return the object of one of the files of `OBJECTS`; {} where there is no such plain file.
+
+    Raises:
+        ArgumentError: it holds what no run has written; the message says what, and what was wanted.
+    """
+    path = Path(path)
+    most = OBJECTS[path.name][0]
+    try:
+        with opened_plain(path) as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        if error.errno is None or isinstance(error, FileNotFoundError | NotADirectoryError):
+            return {}
+        raise ArgumentError(f"{path.name} cannot be read ({error.strerror})") from None
+    if len(data) > most:
+        raise ArgumentError(f"{path.name} has more than {most} bytes")
+    try:
+        found = parsed(data)
+    except ValueError as error:
+        raise ArgumentError(f"{path.name} is no whole JSON in UTF-8 ({error})") from None
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted an object")
+    check(path.name, found)
+    return found
+
+
+def parsed(data: bytes) -> Any:
+    """Return what JSON says; numbers that it lacks become the texts of `NOT_FINITE`.
+
+    Raises:
+        ValueError: it is no whole JSON in UTF-8, goes too deep, or has half a character (a lone surrogate) in it.
+    """
+    try:
+        found = _decoded(data.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"more than {MOST_DEPTH} deep") from None
+    if SURROGATE.search(data):
+        _check_texts(found)
+    if data.count(b"{") + data.count(b"[") <= MOST_DEPTH:
+        return found
+    level = [found]
+    for _ in range(MOST_DEPTH):
+        level = [x for part in level if type(part) in (dict, list) for x in _parts(part) if type(x) in (dict, list)]
+        if not level:
+            return found
+    raise ValueError(f"more than {MOST_DEPTH} deep")
+
+
+def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
+    """Return a line of records (`RECORD`) or events (`EVENT`); None where it is no whole object, as after a kill.
+
+    Raises:
+        ArgumentError: a field does not fit.
+    """
+    try:
+        row = parsed(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    if kinds is RECORD:
+        if row.get("step") is None:
+            raise ArgumentError("records.jsonl: a record without step")
+        if not _is_of_numbers(row):
+            _check("records.jsonl", kinds, row, PLAIN)
+    else:
+        _check("events.jsonl", kinds, row)
+    return row
+
+
+def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator[Row]:
+    """Yield the rows of a file of lines, without what is no whole one; nothing where there is no such plain file.
+
+    Raises:
+        ArgumentError: a line holds what no run has written; the message names it.
+    """
+    try:
+        with opened_plain(path) as file:
+            number = 0
+            while line := file.readline(LINE_BYTES + 1):
+                number += 1
+                if not line.endswith(b"\n"):
+                    check_length(line, Path(path).name)
+                    return  # the last, torn
+                try:
+                    row = row_of(line, kinds)
+                except ArgumentError as error:
+                    raise ArgumentError(f"{error} (line {number})") from None
+                if row is not None:
+                    yield row
+    except OSError:
+        return
+
+
+def check_length(line: bytes, name: str) -> None:
+    """Refuse a line that is longer than any run writes."""
+    if len(line) > LINE_BYTES:
+        raise ArgumentError(f"{name} has a line of more than {LINE_BYTES} bytes")
+
+
+def _check(where: str, kinds: Mapping[str, Kind], found: Mapping[str, Any], other: Kind | None = None) -> None:
+    for name in kinds if other is None else found:
+        kind, value = kinds.get(name) or other, found.get(name)
+        if value is not None and kind is not None and not kind.fits(value):
+            raise ArgumentError(f"{where}: {name[:LABEL]}={reprlib.repr(value)}: wanted {kind.wanted}")
+
+
+def _is_of_numbers(row: Row) -> bool:
+    """Say at once of a record of numbers alone, as most are, that it fits; False: look at each field."""
+    values = [value for value in row.values() if value is not None]
+    if not set(map(type, values)) <= {int, float} or not (min(values) >= -LIMIT and max(values) <= LIMIT):
+        return False
+    return STEP.fits(row["step"]) and (row.get("node") is None or NODE.fits(row["node"]))
+
+
+def _check_texts(found: Any) -> None:
+    """Refuse half a character: it can be written to no file and sent to no browser."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"half a character in a text: {error}"[:100]) from None
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value

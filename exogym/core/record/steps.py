@@ -1,0 +1,38 @@
+"""How far this process is, for who watches over its host (see `exogym.machines.remote.onhost.health`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from exogym.core.record.observers import Fields, Observer
+
+FOLDER, LOCAL_RANK = "EXOGYM_STEPS", "LOCAL_RANK"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+BEAT_S = 1.0
+
+
+class Steps(Observer):
+    """Writes the last step, and how often the process was started again, into a file of `folder`."""
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.path = Path(folder) / os.environ.get(LOCAL_RANK, "0")
+        self.restarts = os.environ.get(RESTARTS, "0")
+        self._due = 0.0
+
+    def beat(self, step: int, figures: Fields) -> None:
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + BEAT_S
+            self._say(step)
+
+    def _say(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # nobody watches any more
+            self.path.write_text(f"{step} {self.restarts}\n")
+
+
+def steps_here() -> list[Observer]:
+    """Return the observer that a process on a watched host has, in a list; [] elsewhere."""
+    folder = os.environ.get(FOLDER)
+    return [] if folder is None else [Steps(folder)]

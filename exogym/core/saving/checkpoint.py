@@ -1,0 +1,365 @@
+"""Checkpoints: everything a run is, written whole or not at all.
+
+A checkpoint is a folder `step_<number>` with
+
+    rows-<first>-<last>.safetensors   per node: parameters, buffers, optimizer and strategy state, its step
+    shared.safetensors                what all nodes share: outer parameters, byte counts
+    history-<first>-<last>.safetensors  records of the history, linked from the checkpoint before (see `segments`)
+    run.json                          the description of the run, counters, and SHA-256 of the files and of itself
+
+Rows are stored by global id, each process writing its own, so another layout can read the ones it needs. The folder
+is written under another name and renamed, so one that bears its name is whole; one is never replaced: a second of
+the same step is `step_<number>_<count>`. Nothing is ever unpickled.
+
+Hosts may share a folder or have one each (see `keepers`). A host's own holds the rows of its processes, what all nodes
+share, and a run.json that names the files of all; the folders of one step laid together are the checkpoint that a
+shared folder would hold. No host renames before all have written, or removes an older one before all have renamed.
+Where a run is cut off in between, the next one has the others rename too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from exogym.core.base.locks import LOCK, is_old
+from exogym.core.communicator import Wire, ship
+from exogym.core.progress import warn
+from exogym.core.saving.checkpoint_files import (
+    FORMAT,
+    SHARED,
+    RowsElsewhere,
+    Snapshot,
+    list_checkpoints,
+    load,
+    name_of,
+    plain,
+    rows_file,
+    sum_of,
+    sum_of_tensor,
+)
+from exogym.core.saving.keepers import MARK, Keepers, one_keeper
+from exogym.core.saving.parts import as_file, part_file
+from exogym.core.saving.segments import Piece
+from exogym.errors import CheckpointError
+
+
+def save(
+    folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
+) -> Path:
+    """Write `snapshot` atomically and keep the last `keep` up to it (later ones are torn). Returns its folder.
+
+    With several processes each one calls this with its own rows; the keeper of a folder writes there what is shared,
+    as the main process has it.
+
+    Raises:
+        CheckpointError: a disk is full or a folder cannot be written; earlier checkpoints stand.
+    """
+    folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
+    keepers = keepers or one_keeper(folder, wire)
+    step = snapshot.meta["step"]
+    taken = max(wire.gather(_last_count(folder, step) if keepers.is_keeper else -1))
+    name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
+    temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
+    final = folder / name
+    due, lacking = _due(snapshot, wire, keepers), []
+    own: dict[str, str] = {}
+    try:
+        with _together(wire, folder, step):
+            if keepers.is_keeper:
+                keepers.check()
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                lacking = [] if snapshot.segments is None else snapshot.segments.link(due, temporary)
+        snapshot, pieces = _as_it_is_written(snapshot, lacking, wire, keepers)
+        with _together(wire, folder, step):
+            for file, (tensors, told) in ({} if wire.is_copy else _files(snapshot)).items():
+                own[file] = _write(tensors, temporary / file, told).hex()
+        sums = {file: digest for told in wire.gather(own) for file, digest in told.items()}
+        with _together(wire, folder, step):
+            if keepers.is_keeper:
+                sums |= {piece.name: piece.sha256 for piece in due if piece.name not in pieces}
+                for file, tensors in ({SHARED: snapshot.shared} | pieces).items():
+                    sums[file] = _write(tensors, temporary / file).hex()
+                meta = {"format": FORMAT, "sha256": sums} | snapshot.meta
+                (temporary / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}, indent=1))
+                _flush_and_sum(temporary / "run.json")
+                _flush_folder(temporary)
+        with _together(wire, folder, step):
+            if keepers.is_keeper:
+                keepers.check()
+                os.rename(temporary, final)
+                _flush_folder(folder)
+    except BaseException as error:
+        # Cut off from the others, a host cannot know whether one has renamed: then the next start finds out.
+        unknown = not keepers.are_one and not isinstance(error, CheckpointError) and (temporary / "run.json").exists()
+        if keepers.is_keeper and not unknown:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if snapshot.segments is not None and keepers.is_keeper:
+        snapshot.segments.written(due, sums, final)
+    _remove_older(folder, name, keep, wire, keepers)
+    return final
+
+
+def _due(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> list[Piece]:
+    """Return the pieces of the history, as the main process has it."""
+    if snapshot.segments is None:
+        return []
+    snapshot.meta["history"] = snapshot.segments.reach()
+    due = snapshot.segments.due()
+    return due if keepers.are_one else [Piece(*p) for p in wire.tell([[p.first, p.last, p.sha256] for p in due])]
+
+
+def _as_it_is_written(
+    snapshot: Snapshot, lacking: Sequence[Piece], wire: Wire, keepers: Keepers
+) -> tuple[Snapshot, dict[str, dict[str, Tensor]]]:
+    """Return `snapshot` and the pieces of history that are lacking here by file, both as the main process has them."""
+    segments, mine = snapshot.segments, {piece.name for piece in lacking}
+    if segments is None or keepers.are_one:
+        pieces = {piece.name: segments.cut(piece) for piece in lacking} if segments is not None else {}
+        return snapshot if keepers.are_one else _as_the_main_one(snapshot, wire, keepers), pieces
+    spans = {(first, last) for each in wire.gather([[p.first, p.last] for p in lacking]) for first, last in each}
+    cut = {p.name: segments.cut(p) for p in map(Piece, *zip(*sorted(spans), strict=True))} if spans else {}
+    flat = {f"{file}/{key}": x for file, tensors in cut.items() for key, x in tensors.items()}
+    told = _as_the_main_one(replace(snapshot, shared=snapshot.shared | flat), wire, keepers)
+    pieces = {file: {key: told.shared.pop(f"{file}/{key}") for key in cut[file]} for file in cut if keepers.is_keeper}
+    return told, {file: tensors for file, tensors in pieces.items() if file in mine}
+
+
+def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapshot:
+    """Return `snapshot` with the main process's meta and shared tensors; those that are the same here are not sent.
+
+    Only the main process has what its callbacks recorded, and each has its own wall time.
+    """
+    meta = wire.tell(snapshot.meta)
+    sums = {name: sum_of_tensor(x) for name, x in snapshot.shared.items()}
+    wanted = wire.tell(sums)
+    unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
+    sent = sorted({name for names in wire.gather(unlike) for name in names})
+    here = snapshot.shared if wire.is_main else {}
+    theirs = ship(wire, {name: plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
+    shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
+    return replace(snapshot, shared=shared, meta=meta)
+
+
+@contextlib.contextmanager
+def _together(wire: Wire, folder: Path, step: int) -> Iterator[None]:
+    """Do a part of writing a checkpoint; where one process cannot, none goes on."""
+    cause: Exception | None = None
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        cause = error
+    if wire.agree(cause is not None):
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {folder}: "
+            f"{cause or 'another process failed to'}; earlier ones stand"
+        ) from cause
+
+
+def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepers) -> None:
+    """Remove all but the last `keep` checkpoints up to `name`. One that stays for all that is no harm, and is said."""
+    common = set.intersection(*_held(folder, wire, keepers).values())
+    kept = sorted(order for order in map(_order, common) if order <= _order(name))[-max(1, keep) :]
+    left: list[str] = []
+    for old in list_checkpoints(folder) if keepers.is_keeper else []:
+        try:
+            if _order(old.name) < kept[0]:
+                _remove(old)
+        except OSError as error:
+            left.append(f"{old} could not be removed ({error}): it takes up room; remove it, or see who may")
+    wire.barrier()
+    for text in left:
+        warn(text)
+
+
+def _last_count(folder: Path, step: int) -> int:
+    """Return the largest count of the checkpoints of `step`, -1 without any."""
+    return max((count for path in folder.glob("step_*") for at, count in [_order(path.name)] if at == step), default=-1)
+
+
+def _order(name: str) -> tuple[int, int]:
+    return name_of(Path(name)) or (-1, 0)
+
+
+def _files(snapshot: Snapshot) -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None]]:
+    """Return the files of rows and of pieces that this process writes, tensors and metadata of each."""
+    ids, parts = sorted(snapshot.rows), snapshot.parts
+    rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
+    if parts is None:
+        return {rows_file(ids): (rows, None)}
+    cuts = {f"{rank}/{key}": cut for rank in ids for key, cut in parts.rows[rank].items()}
+    found: dict[str, tuple[dict[str, Tensor], dict[str, str] | None]] = {}
+    found[part_file(rows_file(ids), parts.part)] = as_file({name: (rows[name], cut) for name, cut in cuts.items()})
+    if parts.is_first:
+        pieces = {name: (snapshot.shared.pop(name), cut) for name, cut in parts.shared.items()}
+        found[part_file(SHARED, parts.part)] = as_file(pieces)
+    if parts.part == 0:
+        found[rows_file(ids)] = {name: x for name, x in rows.items() if name not in cuts}, None
+    return found
+
+
+def _write(tensors: dict[str, Tensor], file: Path, told: dict[str, str] | None = None) -> bytes:
+    save_file({k: plain(v) for k, v in tensors.items()}, file, told)
+    return bytes.fromhex(_flush_and_sum(file))
+
+
+def load_newest(
+    folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
+    refused: Mapping[str, str] | None = None,
+) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
+    """Return the newest good checkpoint of `folder` (None without any) and what is wrong with newer ones.
+
+    Of the names in `refused` it is known what is wrong. With several processes each gets its own rows of a checkpoint
+    that all of them can read, each in the folder it sees.
+
+    Raises:
+        CheckpointError: there are some, but none can be read; where rows are on other hosts, what to do.
+    """
+    folder, wire = Path(folder), wire or Wire([])
+    keepers = keepers or one_keeper(folder, wire)
+    complaints: list[str] = []
+    advice = ""
+    held = _held(folder, wire, keepers)
+    for name in sorted(set().union(*held.values()), key=_order, reverse=True):
+        copies: list[tuple[str, str]] = []
+        if refused and name in refused:
+            complaints.append(refused[name])
+        elif without := [keepers.places[k] for k, names in held.items() if name not in names]:
+            complaints.append(f"there is no {name} in {' and '.join(without)}")
+            copies = [(keepers.places[k], place) for place in without for k, names in held.items() if name in names]
+        else:
+            found, complaint, copies = _load_in_all(folder / name, wire, keepers)
+            if found is not None:
+                return found, complaints
+            complaints.append(complaint)
+        advice = advice or _advice(name, copies)
+    if complaints:
+        raise CheckpointError(
+            f"no checkpoint of {folder} can be read (another save_dir starts anew): {'; '.join(complaints)}{advice}"
+        )
+    return None, []
+
+
+def _held(folder: Path, wire: Wire, keepers: Keepers) -> dict[int, set[str]]:
+    """Return for each keeper the names of the checkpoints in its folder."""
+    mine = [path.name for path in list_checkpoints(folder)] if keepers.is_keeper else []
+    return {k: set(names) for k, names in enumerate(wire.gather(mine)) if keepers.of[k] == k}
+
+
+def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, list[tuple[str, str]]]:
+    """Load a checkpoint if all processes can; else say why not, and which folder (from, to) has what another lacks."""
+    found, trouble, lacking, mark = None, None, [], ""
+    try:
+        found = load(path, wire.ranks, _others(wire)) if wire.is_shared else load(path)
+        mark = sum_of({file: total for file, total in found.meta["sha256"].items() if file.startswith("rows-")})
+    except CheckpointError as error:
+        trouble, lacking = str(error), error.files if isinstance(error, RowsElsewhere) else []
+    there = [file.name for file in path.glob("rows-*")] if keepers.is_keeper else []
+    said = wire.gather([trouble, lacking, there, mark])
+    troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
+    if not troubles and len({mark for *_, mark in said}) > 1:
+        places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
+        troubles = [f"{path.name} is not of one run in {places}: remove it where it is of another"]
+    copies: dict[tuple[str, str], None] = {}
+    for process, (_, files, _, _) in enumerate(said):
+        for file in files:
+            holders = [keepers.places[k] for k, (_, _, there, _) in enumerate(said) if file in there]
+            where = f"{file} is in {' and '.join(holders)}" if holders else f"no host of this run has {file}"
+            troubles += [] if where in troubles else [where]
+            copies |= dict.fromkeys((holder, keepers.places[process]) for holder in holders or ["OTHER_HOST:FOLDER"])
+    return (None if troubles else found), "; ".join(troubles), list(copies)
+
+
+def _others(wire: Wire) -> range:
+    """Return the ids that nobody has a row for here, of which this process takes these: its share of them.
+
+    Where there are fewer rows than nodes, another number of processes may have had more.
+    """
+    return range(sum(map(len, wire.placement)) + wire.process, 1 << 62, len(wire.placement))
+
+
+def _advice(name: str, copies: list[tuple[str, str]]) -> str:
+    """Return how to bring together what is in folders of several hosts, by copying (from, to)."""
+    lines = []
+    for source, target in copies:
+        host, _, folder = target.partition(":")
+        lines.append(f"\n  on {host}: {shlex.join(['rsync', '-a', f'{source}/{name}/', f'{folder}/{name}/'])}")
+    if not lines:
+        return ""
+    return (
+        "\nHosts that share no file system have the rows of their own nodes. Go on with the same hosts in the same "
+        f"order, or bring the files of a checkpoint together, here:{''.join(lines)}"
+    )
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
+    """Return a line for each value in which two run descriptions differ."""
+    lines = []
+    for key in sorted(saved.keys() | current.keys()):
+        a, b = saved.get(key), current.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{path}{key}.")
+        elif a != b:
+            lines.append(f"{path}{key}: saved {a!r}, now {b!r}")
+    return lines
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, under another name, so that one that bears its name is whole also if this is cut off."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        gone = path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+
+
+def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
+    """Remove what a run that was killed while it wrote or removed a checkpoint has left in `folder`.
+
+    Where one host had renamed the checkpoint, all had written it: then the others rename it now.
+    """
+    folder, wire = Path(folder), wire or Wire([])
+    keepers = keepers or one_keeper(folder, wire)
+    named = set().union(*_held(folder, wire, keepers).values())
+    for path in folder.glob(".clients-*") if keepers.is_keeper else []:  # what clients kept who had no row
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".step_*.tmp") if keepers.is_keeper else []:
+        name, *rest = path.name.split(".")[1:]
+        with contextlib.suppress(OSError):
+            if len(rest) == 2 and name in named and (path / "run.json").exists():  # not one half removed
+                os.rename(path, folder / name)
+        shutil.rmtree(path, ignore_errors=True)
+    for mark in [*folder.glob(f"{MARK}*"), *folder.glob(f"{LOCK}-*")] if keepers.is_keeper else []:
+        with contextlib.suppress(OSError):
+            if keepers.lock is None or is_old(mark, keepers.lock.path):  # not of a run that is just beginning
+                mark.unlink()
+    wire.barrier()
+
+
+def _flush_and_sum(file: Path) -> str:
+    with open(file, "rb+") as f:
+        os.fsync(f.fileno())
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,255 @@
+"""One checkpoint's folder, read: nothing in it is believed before it is looked at.
+
+Its files are plain ones of known names; a link, a pipe or a device is never opened. Their sums are those of run.json,
+and run.json's own fits it. What is wrong is one CheckpointError that names the file. Whether what they hold is what the
+run would save is for `snapshots` to say, which knows the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exogym.core.base.files import is_plain, opened_plain
+from exogym.core.saving.parts import Parts, joined_pieces
+from exogym.core.saving.segments import Segments, joined
+from exogym.errors import CheckpointError
+
+# 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name; 3: of losses
+# under way no counts
+FORMAT = 4
+SHARED = "shared.safetensors"
+PART = r"(\.part-(0|[1-9]\d{0,5}))?\.safetensors"
+NAME = re.compile(rf"shared{PART}|rows-(0|[1-9]\d{{0,17}})-(0|[1-9]\d{{0,17}}){PART}|"
+                  r"history-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")  # fmt: skip
+DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most
+WRONG = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
+    *(SafetensorError, RuntimeError),
+)  # what wrong files can raise
+
+
+@dataclass
+class Snapshot:
+    """One checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
+
+    Where nodes are several processes, `parts` says what of the rows' tensors, and of the shared ones, is in this one.
+    `segments` is where the history of the run lies, for `save`; `load` gives it as `history.*` of `shared` and meta.
+    """
+
+    rows: dict[int, dict[str, Tensor]]
+    shared: dict[str, Tensor]
+    meta: dict[str, Any]
+    path: Path | None = None
+    segments: Segments | None = None
+    parts: Parts | None = None
+
+    def file_of(self, rank: int) -> str:
+        """Return where the rows of node `rank` lie, for messages."""
+        for name in self.meta.get("sha256", ()):
+            if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
+                return f"{self.path}/{name}"
+        return str(self.path)
+
+
+class RowsElsewhere(CheckpointError):
+    """Files with rows that a process needs are not in its folder."""
+
+    def __init__(self, path: Path, files: list[str]):
+        super().__init__(f"{path} lacks {', '.join(files)}, with the rows of nodes that are wanted here")
+        self.files = files
+
+
+def name_of(path: Path) -> tuple[int, int] | None:
+    """Return (step, count) of a checkpoint folder's name, or None for another name."""
+    found = re.fullmatch(r"step_(\d{1,18})(?:_(\d{1,18}))?", path.name, re.ASCII)
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """Return the complete checkpoints of `folder`, oldest first."""
+    found = [(name_of(path), path) for path in Path(folder).glob("step_*") if path.is_dir()]
+    return [path for _, path in sorted((name, path) for name, path in found if name is not None)]
+
+
+def rows_file(ids: Collection[int]) -> str:
+    return f"rows-{min(ids)}-{max(ids)}.safetensors"
+
+
+def span_of(file: str) -> range:
+    """Return the nodes, or records, of a file by its name.
+
+    >>> span_of("rows-2-3.safetensors")
+    range(2, 4)
+    """
+    first, last = file.partition(".")[0].split("-")[1:]
+    return range(int(first), int(last) + 1)
+
+
+def sum_of(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def plain(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().clone()
+
+
+def sum_of_tensor(x: Tensor) -> str:
+    data = plain(x).view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + data).hexdigest()
+
+
+def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
+    """Read the checkpoint folder `path`: all rows, or those of `ids` and `others`; files without any are not opened.
+
+    Raises:
+        CheckpointError: a file is missing, torn, altered or not a plain file, or they are not those of a checkpoint.
+    """
+    path = Path(path)
+    try:
+        meta = _description(path / "run.json")
+        named = list(meta["sha256"])
+        files = [file for file in named if not file.startswith("rows-") or _holds(file, ids, others)]
+        if lacking := [file for file in files if file.startswith("rows-") and not os.path.lexists(path / file)]:
+            raise RowsElsewhere(path, lacking)
+        for file in files:
+            if file_sum(path / file) != meta["sha256"][file]:
+                raise CheckpointError(f"{path / file} is damaged: its SHA-256 is not the one that was written")
+        shared = _tensors(path / SHARED)
+        rows: dict[int, dict[str, Tensor]] = {}
+        for file in files:
+            if file.startswith("rows-") and ".part-" not in file:
+                rows |= _rows(path / file, ids, others)
+        in_parts = [path / file for file in files if ".part-" in file]
+        for (rank, name), x in joined_pieces(
+            in_parts, lambda rank: ids is None or rank in ids or rank in others
+        ).items():
+            held = shared if rank is None else rows.setdefault(rank, {})
+            if name in held:
+                raise CheckpointError(f"{path}: {name!r} is there whole and in pieces")
+            held[name] = x
+        if "history" in meta:
+            pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
+            state = _history(path, pieces, meta["history"])
+            shared |= {f"history.{name}": torch.from_numpy(x) for name, x in state.items() if isinstance(x, np.ndarray)}
+            meta["history"] = {name: x for name, x in state.items() if not isinstance(x, np.ndarray)}
+    except CheckpointError:
+        raise
+    except WRONG as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint: {error!r}") from error
+    return Snapshot(rows, shared, meta, path)
+
+
+def _description(file: Path) -> dict[str, Any]:
+    """Return what a run.json says, once it is known to be what was written."""
+    with _opened(file) as opened:
+        text = opened.read(DESCRIPTION_BYTES + 1)
+    if len(text) > DESCRIPTION_BYTES:
+        raise CheckpointError(f"{file} has more than {DESCRIPTION_BYTES} bytes, so it is none of exogym's")
+    try:
+        meta = json.loads(text)
+        right = isinstance(meta, dict) and meta.pop("sha256_of_this") == sum_of(meta)
+    except WRONG as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+    if not right:
+        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one that was written")
+    if "format" not in meta or type(meta["format"]) is not int or meta["format"] != FORMAT:
+        raise CheckpointError(
+            f"{file.parent} is of format {meta.get('format')!r}, and this version reads {FORMAT}: go on with the "
+            "version that wrote it, or start anew in another folder"
+        )
+    _check_names(file, meta.get("sha256"))
+    if type(meta.get("step")) is not int or not 0 <= meta["step"] < 1 << 62:
+        raise CheckpointError(f"{file}: step={meta.get('step')!r} is not the step of a checkpoint")
+    return meta
+
+
+def _check_names(file: Path, sums: Any) -> None:
+    """Raise CheckpointError unless `sums` names the files of a checkpoint, each node's rows in one of them."""
+    if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
+        raise CheckpointError(f"{file} names no files with their sums")
+    for name in sums:
+        if not NAME.fullmatch(name):
+            raise CheckpointError(f"{file} names {name!r}, which is not the name of a file of a checkpoint")
+    if SHARED not in sums:
+        raise CheckpointError(f"{file} does not name {SHARED}")
+    spans = sorted(
+        (name.partition(".")[2], span.start, span.stop, name)
+        for name in sums if name.startswith("rows-") for span in [span_of(name)]
+    )  # fmt: skip
+    for (kind, _, end, one), (alike, start, _, other) in itertools.pairwise(spans):
+        if kind == alike and start < end:
+            raise CheckpointError(f"{file}: the rows of node {start} are in {one} and in {other}")
+    if empty := [name for _, start, stop, name in spans if start >= stop]:
+        raise CheckpointError(f"{file} names {empty[0]}, which holds no rows")
+
+
+def _opened(file: Path) -> Any:
+    """Open a plain file for reading; nothing that is a link, and nothing that never ends."""
+    if not is_plain(file):
+        raise CheckpointError(f"{file} is a link, a folder, a pipe or a device: wanted the file that was written")
+    return opened_plain(file)
+
+
+def file_sum(file: Path) -> str:
+    """Return the SHA-256 of a plain file.
+
+    Raises:
+        CheckpointError, OSError: it is something else, or cannot be read.
+    """
+    with _opened(file) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    except WRONG as error:
+        raise CheckpointError(f"{file} is not a file of tensors: {error!r}") from error
+
+
+def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, dict[str, Tensor]]:
+    """Return the rows of `ids` and `others` in a file, which holds all that its name says."""
+    span, seen = span_of(file.name), set()
+    found: dict[int, dict[str, Tensor]] = {}
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 - not a dict
+            number, slash, name = key.partition("/")
+            if not slash or not (number.isascii() and number.isdigit()) or str(int(number)) != number:
+                raise CheckpointError(f"{file} holds {key!r}, which is of no node")
+            rank = int(number)
+            if rank not in span:
+                raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")
+            seen.add(rank)
+            if ids is None or rank in ids or rank in others:
+                found.setdefault(rank, {})[name] = opened.get_tensor(key)
+    if len(seen) < len(span):
+        raise CheckpointError(f"{file} lacks the row of node {next(rank for rank in span if rank not in seen)}")
+    return found
+
+
+def _history(path: Path, pieces: dict[str, dict[str, Tensor]], reach: Any) -> dict[str, Any]:
+    try:
+        return joined(pieces, reach)
+    except WRONG as error:
+        raise CheckpointError(f"{path}: its history cannot be read: {error!r}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _holds(file: str, ids: Collection[int] | None, others: range) -> bool:
+    span = span_of(file)
+    return ids is None or any(i in span for i in ids) or any(i in others for i in span[-others.step :])

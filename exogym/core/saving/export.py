@@ -1,0 +1,114 @@
+"""A trained model, or a history, as one safetensors file, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from exogym.core.record.history import History
+from exogym.errors import ArgumentError, ModelError
+
+
+def save_model(model: nn.Module, path: str | Path) -> Path:
+    """Write the state dict of `model` to the safetensors file `path`, whole or not at all; return the path.
+
+    Tied tensors are written once for each of their names, so any reader finds every name. Nothing is pickled.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_model(torch.nn.Linear(3, 2), f"{folder}/final_model.safetensors")
+    ...     model = load_model(torch.nn.Linear(3, 2), path)
+    """
+    path = Path(path)
+    tensors = {name: x.detach().cpu().contiguous().clone() for name, x in model.state_dict().items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        with contextlib.suppress(OSError, ValueError):
+            temporary.unlink()
+        raise ArgumentError(f"the model could not be written to {str(path)!r}: {error}; name another file") from error
+    return path
+
+
+def load_model(model: nn.Module, path: str | Path) -> nn.Module:
+    """Read the file that `save_model` wrote into `model`, in place; return it.
+
+    Raises:
+        ArgumentError: the file is missing, torn or not a safetensors file.
+        ModelError: it holds another model; the message lists what differs, and `model` is left as it was.
+    """
+    try:
+        tensors = load_file(str(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ArgumentError(f"{str(path)!r} cannot be read: {error}; wanted a file that save_model wrote") from error
+    wanted = model.state_dict()
+    unlike = [f"{name}: only in the file" for name in sorted(tensors.keys() - wanted.keys())]
+    unlike += [f"{name}: only in the model" for name in sorted(wanted.keys() - tensors.keys())]
+    unlike += [
+        f"{name}: {tuple(x.shape)} in the file, {tuple(wanted[name].shape)} in the model"
+        for name, x in tensors.items()
+        if name in wanted and x.shape != wanted[name].shape
+    ]
+    if unlike:
+        shown = "\n  ".join(unlike[:10])
+        raise ModelError(f"{str(path)!r} holds another model than this {type(model).__name__}:\n  {shown}")
+    model.load_state_dict(tensors)
+    return model
+
+
+def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state of a history as tensors and as JSON; together they make it again."""
+    state = history.state()
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
+    return arrays, {name: x for name, x in state.items() if name not in arrays}
+
+
+def save_history(history: History, path: str | Path) -> None:
+    """Write `history` to the safetensors file `path`, whole or not at all; OSError where it cannot be written.
+
+    >>> import tempfile
+    >>> history = History()
+    >>> history.add_evaluation(3, 0, {"val_loss": 2.5})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_history(history, f"{folder}/history.safetensors")
+    ...     [(row["step"], row["val_loss"]) for row in load_history(f"{folder}/history.safetensors")]
+    [(3, 2.5)]
+    """
+    path = Path(path)
+    arrays, plain = split_history(history)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(arrays, temporary, metadata={"history": json.dumps(plain)})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_history(path: str | Path) -> History:
+    """Return the history that `save_history` wrote.
+
+    Raises:
+        ArgumentError: the file is missing, torn or holds no history.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            state = json.loads(file.metadata()["history"])
+            state |= {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+        return History.from_state(state)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{str(path)!r} holds no history: {error!r}; train again") from error

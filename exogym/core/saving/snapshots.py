@@ -1,0 +1,285 @@
+"""Everything that a run is, taken from its loop for a checkpoint and put back into one.
+
+What a checkpoint on disk holds is believed only if it is what the run would save where it says that it stands. Every
+row, and what all share, bears a mark of the names, shapes and dtypes that were saved and of the step; and once it is
+put back, the run must save the same names, shapes and dtypes again. So no list of names is kept anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import ALONE, Inside
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.seats import Seats, by_node
+from exogym.core.fleet.state import below
+from exogym.core.record.history import History
+from exogym.core.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
+from exogym.core.saving.parts import Parts
+from exogym.core.saving.segments import Segments
+from exogym.errors import CheckpointError, ExoGymError
+from exogym.faults import Outages
+
+MARK = "mark"
+Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
+# May come and go: what a user's own strategy keeps in its attributes, and callbacks
+FREE = ("program.", "callback ")
+
+
+class Running(Protocol):
+    """What is asked of a run to save it, and told to it to go on."""
+
+    fleet: Fleet
+    history: History
+
+    @property
+    def description(self) -> dict[str, Any]: ...
+    @property
+    def segments(self) -> Segments: ...
+    @property
+    def outages(self) -> Outages | None: ...
+    @property
+    def seats(self) -> Seats | None: ...
+    def may_be_away(self, node: int, step: int) -> bool: ...
+    def counters(self) -> dict[str, Any]: ...
+    def stand(self, counters: dict[str, Any]) -> None: ...
+    def take_history(self, history: History) -> None: ...
+
+
+def snapshot_of(loop: Running) -> Snapshot:
+    """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
+    found = _without_history(loop)
+    found.meta["history"] = history = {}
+    for name, value in loop.history.state().items():
+        if isinstance(value, np.ndarray):
+            found.shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
+        else:
+            history[name] = value
+    return found
+
+
+def for_disk(loop: Running) -> Snapshot:
+    """Return the same for `checkpoint.save`, marked, with the history in the pieces that are there already."""
+    found = _without_history(loop)
+    found.segments = loop.segments
+    found.parts = _parts_of(loop.fleet, found)
+    inside = loop.fleet.comm.wire.inside
+    for rank, tensors in found.rows.items():
+        tensors[MARK] = _mark(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], inside)
+    found.shared[MARK] = _mark(found.shared, found.meta, {} if found.parts is None else found.parts.shared, inside)
+    return found
+
+
+def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
+    """Return what of a snapshot's tensors is in this process; None: all of it."""
+    wire = fleet.comm.wire
+    if wire.inside.parts == 1:
+        return None
+
+    def cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
+        found = {name: fleet.state.cut(name, x.shape) for name, x in tensors.items()}
+        return {name: cut for name, cut in found.items() if cut is not None}
+
+    rows = {rank: cuts(tensors) for rank, tensors in snapshot.rows.items()}
+    parts = Parts(wire.inside.part, wire.process == 0, rows, cuts(snapshot.shared))
+    _check_equal(wire.inside, snapshot, parts)
+    return parts
+
+
+def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
+    """Raise CheckpointError where what is taken to be all of a tensor is not the same in all processes of the node."""
+    own = {f"node {rank}'s {name}": sum_of_tensor(x) for rank, tensors in snapshot.rows.items()
+           for name, x in tensors.items() if name not in parts.rows[rank]}  # fmt: skip
+    alike = {name: x for name, x in snapshot.shared.items() if not name.startswith(FREE)}  # only main has callbacks
+    own |= {f"the {name}": sum_of_tensor(x) for name, x in alike.items() if name not in parts.shared}
+    for other in inside.tell(own):
+        if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
+            raise CheckpointError(
+                f"{unlike[0]} is another one in each process of the node, and nobody says which part of it each has: "
+                "its module must name what is of a block's columns by the block, as momentum.0, or override cut()"
+            )
+
+
+def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
+    """Return of a whole snapshot what is in this process."""
+    if fleet.comm.wire.inside.parts == 1:
+        return snapshot
+
+    def here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, x in tensors.items():
+            if name == MARK or name.startswith("history."):
+                found[name] = x
+                continue
+            with contextlib.suppress(KeyError):  # nothing of it is here
+                cut = fleet.state.cut(name, x.shape)
+                found[name] = x if cut is None else cut.of(x).clone()
+        return found
+
+    rows = {rank: here(tensors) for rank, tensors in snapshot.rows.items()}
+    return replace(snapshot, rows=rows, shared=here(snapshot.shared))
+
+
+def _mark(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None,
+    inside: Inside = ALONE,
+) -> Tensor:  # fmt: skip
+    """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark.
+
+    They are those of all processes of the node, and of what is cut the shape is the whole's: so the mark says the same
+    whatever the split.
+    """
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
+    own = [f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name)]
+    lines = sorted({line for told in inside.tell(own) for line in told})
+    text = json.dumps([meta["step"], meta["begun_end"], lines])
+    return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+
+
+def _is_marked(name: str) -> bool:
+    return name != MARK and not name.startswith("history.")
+
+
+def _without_history(loop: Running) -> Snapshot:
+    state = loop.fleet.state
+    seats, shared = loop.seats, state.shared()
+    rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()
+    counters = loop.counters()
+    if loop.outages is not None:  # planned faults are known without being told
+        counters["outages"] = loop.outages.state()
+    return Snapshot(rows, shared, counters | {"description": loop.description})
+
+
+def put_back(loop: Running, snapshot: Snapshot) -> None:
+    """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
+    fleet, meta = loop.fleet, snapshot.meta
+    if loop.outages is not None:
+        loop.outages.load(meta["outages"])
+    loop.stand(meta)
+    if loop.seats is not None:
+        with _blamed_on(snapshot, min(snapshot.rows, default=None)):
+            loop.seats.load(snapshot.rows)
+    for row, rank in enumerate(fleet.ranks if loop.seats is None else ()):
+        if rank in snapshot.rows or not loop.may_be_away(rank, meta["step"]):
+            with _blamed_on(snapshot, rank):
+                fleet.state.load_row(row, snapshot.rows[rank])
+    with _blamed_on(snapshot, None):
+        fleet.state.load_shared(snapshot.shared)
+        arrays = {name: value.numpy() for name, value in below("history.", snapshot.shared).items()}
+        loop.take_history(History.from_state(meta["history"] | arrays))
+
+
+@contextmanager
+def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
+    """Say of what a checkpoint on disk makes fail which file it is in."""
+    try:
+        yield
+    except Exception as error:
+        if snapshot.path is None or isinstance(error, MemoryError):
+            raise
+        file = snapshot.path / SHARED if rank is None else snapshot.file_of(rank)
+        why = error if isinstance(error, ExoGymError) else repr(error)
+        raise CheckpointError(f"{file} does not hold what this run would save: {why}") from error
+
+
+def restore(loop: Running, snapshot: Snapshot) -> None:
+    """Put back a checkpoint that was read from disk.
+
+    Raises:
+        CheckpointError: it is not what this run would save where it stands; the message names the file.
+    """
+    path, meta = snapshot.path, snapshot.meta
+    seats, comes_and_goes = loop.seats, loop.outages is not None
+    wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)
+    if ("outages" in meta) != comes_and_goes:
+        raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
+    if comes_and_goes:
+        wanted = [rank for rank in wanted if rank in snapshot.rows]  # those that were away may have none
+    if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
+        raise CheckpointError(f"{path} has no row of node {lacking[0]}")
+    parts: list[Part] = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
+    whole_shared = snapshot.shared
+    parts.append((f"{path}/{SHARED}", "the", whole_shared))
+    for file, whose, tensors in parts:
+        if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
+            raise CheckpointError(
+                f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
+            )
+    try:
+        snapshot = _cut_down(loop.fleet, snapshot)
+        put_back(loop, snapshot)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
+    parts = [
+        (file, whose, snapshot.shared if tensors is whole_shared else snapshot.rows[rank])
+        for (file, whose, tensors), rank in zip(parts, [*wanted, -1], strict=True)
+    ]
+    again = snapshot_of(loop)
+    saved: Sequence[Mapping[str, Tensor]]
+    if seats is None:
+        saved = [again.rows[rank] for rank in wanted] + [again.shared]
+    else:
+        parts, saved = _node_by_node(snapshot, parts[-1], again)
+    for (file, whose, tensors), now in zip(parts, saved, strict=True):
+        if unlike := _unlike(tensors, now):
+            raise CheckpointError(f"{file} does not hold what this run would save: {whose} {unlike}")
+
+
+def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
+    """Return what was saved of the nodes that are here again, and what would be saved of them now; `shared` last."""
+    parts, saved = [], []
+    for before, now in zip(by_node(snapshot.rows), by_node(again.rows), strict=True):
+        for node in sorted(before.keys() & now.keys()):
+            parts.append((snapshot.path, f"node {node}'s", before[node]))
+            saved.append(now[node])
+    return [*parts, shared], [*saved, again.shared]
+
+
+def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+    """Return the first difference in names, shapes and dtypes; "" without any."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name == MARK or name.startswith(FREE):
+            continue
+        if name not in saved:
+            return f"{name!r} is not there"
+        if name not in wanted:
+            return f"{name!r} is of no use to it"
+        one, other = saved[name], wanted[name]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{name!r} is {one.dtype} {tuple(one.shape)}, wanted {other.dtype} {tuple(other.shape)}"
+    return ""
+
+
+def check_counters(snapshot: Snapshot) -> None:
+    """Raise CheckpointError unless what run.json says of where a run stands is what one would say."""
+    meta, step = snapshot.meta, snapshot.meta["step"]
+    end: Any = meta.get("begun_end")
+    wall_s: Any = meta.get("wall_s")
+    apart: Any = meta.get("apart")
+    history = meta.get("history")
+    right = {
+        "begun_end": "begun_end" in meta and (end is None or (type(end) is int and step < end < 1 << 62)),
+        "logged": type(meta.get("logged")) is int and -1 <= meta["logged"] <= step,
+        "evaluated": type(meta.get("evaluated")) is int and -1 <= meta["evaluated"] <= step,
+        "apart": apart is None or (isinstance(apart, dict) and all(type(x) is float for x in apart.values())),
+        "wall_s": type(wall_s) in (int, float) and 0 <= wall_s < math.inf,
+        "history": isinstance(history, dict) and history.get("last_step") == step,
+        "description": isinstance(meta.get("description"), dict),
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            given = f"{name}={meta.get(name)!r}"[:200]
+            raise CheckpointError(f"{snapshot.path}/run.json: {given} is not what a run would save at step {step}")

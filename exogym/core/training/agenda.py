@@ -1,0 +1,81 @@
+"""When a run does what: where stretches end, evaluations, checkpoints, callbacks; in steps of the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from exogym.callbacks import Callback
+from exogym.core.saving.keepers import Keepers
+
+
+@dataclass
+class Agenda:
+    """When the loop does what, and where checkpoints go.
+
+    Attributes:
+        evaluates: whether there is a validation set; val_interval None: after each epoch.
+        description: what decides the run.
+        examples_of: returns the examples of a step of each of some nodes.
+
+    >>> agenda = Agenda(total_steps=100, steps_per_epoch=40, evaluates=True)
+    >>> [agenda.stretch_end(step, next_event=step + 30) for step in (0, 30, 75)]
+    [30, 40, 80]
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    val_interval: int | None = None
+    log_interval: int = 1
+    checkpoint_interval: int | None = None
+    save_dir: Any = None
+    keep_checkpoints: int = 2
+    final_sync: bool = True
+    max_stretch: int | None = None
+    description: dict[str, Any] = field(default_factory=dict)
+    examples_of: Callable[[Sequence[int]], Any] = lambda nodes: 1
+    keepers: Keepers | None = None
+    evaluates: bool = False
+    callbacks: Sequence[Callable[[Any], Any]] = ()
+
+    def stretch_end(self, step: int, next_event: int) -> int:
+        """Return where the stretch that begins at `step` ends at the latest."""
+        ends = [self.total_steps, next_event]
+        intervals = [self._evaluation_interval, self.checkpoint_interval if self.save_dir else None]
+        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
+        ends += [(step // n + 1) * n for n in intervals if n]
+        if self.max_stretch is not None:
+            ends.append(step + self.max_stretch)
+        return min(ends)
+
+    @property
+    def _evaluation_interval(self) -> int | None:
+        return (self.val_interval or self.steps_per_epoch) if self.evaluates else None
+
+    def evaluation_due(self, step: int) -> bool:
+        return _divides(self._evaluation_interval, step)
+
+    def checkpoint_due(self, step: int) -> bool:
+        return self.save_dir is not None and _divides(self.checkpoint_interval, step)
+
+    def may_be_evaluated(self, step: int) -> bool:
+        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
+        if step == self.total_steps or self.evaluation_due(step):
+            return True
+        ending = (c for c in self.callbacks if isinstance(c, Callback) and c.may_end)
+        return any(_divides(callback.steps, step) for callback in ending)
+
+    def due_callbacks(self, step: int, is_evaluated: bool, every: bool) -> list[Callable[[Any], Any]]:
+        """Return the callbacks to be called after `step`; without `every` those only that follow an evaluation."""
+
+        def is_due(callback: Callable[[Any], Any]) -> bool:
+            if not isinstance(callback, Callback):
+                return is_evaluated
+            return (every and _divides(callback.steps, step)) or (callback.at_evaluations and is_evaluated)
+
+        return [callback for callback in self.callbacks if is_due(callback)]
+
+
+def _divides(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0  # type: ignore[operator]

@@ -1,0 +1,276 @@
+"""Asynchronous strategies: each node at its own pace, a server that applies what arrives.
+
+A step of the fleet is N local steps, taken by whoever is next on the virtual clock. It ends just before the first local
+step of the next one, so a push that arrives until then belongs to it. Rounds go on across steps of the fleet, and
+computing is put off until something needs it (an arrival, or the end of a stretch); as a round depends only on the
+theta that its node pulled, neither stretches nor processes change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.compute.spans import Losses, Span
+from exogym.core.fleet import Stateful
+from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.state import Shared, Tensors
+from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.order import ARRIVAL, STEP, Order, seconds_of_steps
+from exogym.core.training.shards import Shards
+from exogym.core.training.timing import Timing
+from exogym.errors import ArgumentError
+from exogym.network import Network
+from exogym.strategy.clocked import ClockedStrategy
+
+NO_WAIT_BPS = 1e30
+ARRAYS = ("versions", "computed", "columns", "spoilt")
+
+
+class ByClock(Algorithm):
+    """A `ClockedStrategy` in training.
+
+    Every process plays the server, and finds the order of events for itself; the Delta of a node that arrives is
+    handed to all of them. Without a clock all nodes are equally fast, and messages take no time.
+
+    Raises:
+        ArgumentError: planned faults, compute="vmap", or steps whose time is measured or nothing: the order of events
+            would not repeat.
+    """
+
+    keeps_time = True
+
+    def __init__(self, strategy: ClockedStrategy, setting: Setting):
+        name, fleet, timing = type(strategy).__name__, setting.fleet, setting.timing
+        if setting.attendance is not None:
+            raise ArgumentError(f"{name} takes no planned faults: slow nodes are slow on its clock; leave out faults=")
+        if setting.how != "loop":
+            raise ArgumentError(f"{name} takes its nodes one after another: use compute='loop', not {setting.how!r}")
+        if timing is None:
+            timing = Timing(fleet, Network(NO_WAIT_BPS), 1.0)
+        if timing.is_measured:
+            raise ArgumentError(
+                f"{name} goes by how long steps take, and measured times would give another order each time: say "
+                "step_seconds, for example step_seconds=0.1, or a list with each node's"
+            )
+        super().__init__(strategy, setting)
+        self.strategy, self.watch = strategy, setting.watch
+        self.batch_sizes = np.broadcast_to(setting.run.batch_size, fleet.num_nodes)
+        self.compute = setting.compute(strategy.inner)
+        self.server = strategy.server(fleet)
+        self.pulled = [block.zeros() for block in fleet.blocks]  # theta when each node pulled it, (rows, P)
+        self.buffers = {name: rows[0].clone() for name, rows in fleet.buffers.items()}  # the server's
+        self.versions = np.zeros(fleet.num_nodes, dtype=np.int64)  # of the theta that each node pulled
+        self.computed = np.zeros(fleet.num_nodes, dtype=np.int64)  # local steps that are known to have been computed
+        self.columns = np.zeros((fleet.num_nodes, 0), dtype=np.int64)  # local steps by step of the fleet
+        self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out, until they pull
+        self.dropped = 0
+        work = strategy.local_steps(seconds_of_steps(timing.clock))
+        self.order = Order(timing.clock, work, strategy.grace_s, strategy.quorum_of(fleet.num_nodes))
+        fleet.state.register("rounds", _Kept(self))
+        fleet.state.register("server", Shared(self.server.state, self.server.load_state))
+        fleet.state.register("order", Shared(self.order.state, self.order.load_state))
+        self.shards: Shards | None = None
+        if strategy.shard_sampling:
+            self.shards = Shards(setting.stream, setting.run)
+            fleet.state.register("shards", Shared(self.shards.state, self.shards.load_state))
+        self._give(range(fleet.num_nodes))
+
+    # What the driver asks
+
+    def next_event(self, step: int) -> int:
+        """Return the first step of the fleet after `step` in which a push or a pull falls."""
+        local = int(self.order.taken.sum()) + self.order.steps_to_event()
+        return max(step + 1, -(-local // self.fleet.num_nodes))
+
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+        """Note the local steps before anything is sent, where the run may stop; return those still to be computed."""
+        order, nodes = self.order, self.fleet.num_nodes
+        if self.columns.shape[1] != losses.last - losses.first:
+            self.columns = np.zeros((nodes, losses.last - losses.first), dtype=np.int64)
+        for _ in range(min(order.steps_to_event() - 1, nodes * losses.last - int(order.taken.sum()))):
+            self._step(losses)
+        return self._behind(losses)
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        """Take the local steps of all nodes that are left up to `step`, and what comes along, in the clock's order."""
+        order, goal = self.order, self.fleet.num_nodes * step
+        self.computed = order.taken.copy()
+        self.before_mixing = before_mixing
+        while True:
+            _, kind, node = order.next
+            if kind == STEP:
+                if order.taken.sum() == goal:
+                    break
+                node, ends = self._step(losses)
+                if ends:
+                    self._push(node)
+            elif kind == ARRIVAL:
+                if self.computed[node] < order.taken[node]:
+                    self._compute(losses)
+                self._apply(node)
+                self._pull(order.arrive())
+            else:
+                self._pull(order.close())
+        self._compute(losses)
+        order.advance()
+        self.columns = self.columns[:, :0]
+        return True
+
+    def finish(self, step: int) -> None:
+        """Push what nodes have not pushed yet, apply it in the order of their clocks, and let these nodes pull."""
+        self.before_mixing = lambda: None
+        for node in self.order.unfinished():
+            if self.order.arrival[node] < 0:
+                self._push(node)
+        for node in self.order.unfinished():
+            self._apply(node)
+        self.server.flush()
+        self._pull(self.order.interrupt())
+
+    def outer(self) -> list[Tensor]:
+        """Return theta, (P,) per block."""
+        return self.server.theta
+
+    # Computing
+
+    def _step(self, losses: Losses) -> tuple[int, bool]:
+        """Note the local step that comes next; return whose it is and whether it ends the round."""
+        column = int(self.order.taken.sum()) // self.fleet.num_nodes - losses.first
+        node, ends = self.order.step()
+        self.columns[node, column] += 1
+        return node, ends
+
+    def _compute(self, losses: Losses) -> None:
+        """Let the nodes here take the steps they are behind; once something was sent, the stretch is finished."""
+        with torch.enable_grad():
+            self.compute.steps(self._behind(losses), losses, may_stop=False)
+        self.computed = self.order.taken.copy()
+
+    def _behind(self, losses: Losses) -> list[Span]:
+        """Return the steps of nodes here that are noted and not computed; rates follow the fleet's step, or a shard's.
+
+        Whoever pulls has computed all its steps, so those of a node are of one round.
+        """
+        spans = []
+        for row, rank in enumerate(self.fleet.ranks):
+            columns = np.repeat(np.arange(self.columns.shape[1]), self.columns[rank])[losses.done(row) :]
+            if len(columns) and self.shards is not None:
+                shard, first = self.shards.source(rank, int(self.order.done[rank]) - len(columns))
+                at = self.shards.rates_at(shard, first, len(columns))
+                spans.append(Span(row, columns, at, (shard, first)))
+            elif len(columns):
+                spans.append(Span(row, columns, losses.first + columns))
+        return spans
+
+    # Between a node and the server
+
+    def _push(self, node: int) -> None:
+        """The node has ended its round: its Delta is on its way."""
+        self.order.advance()
+        comm = self.fleet.comm
+        for block in self.fleet.blocks:
+            comm.push(block.params, node)
+        with comm.counted_as("buffers"):
+            for rows in self.fleet.buffers.values():
+                comm.push(rows, node)
+        self.order.sent(node)
+
+    def _apply(self, node: int) -> None:
+        """The server takes in the Delta of `node`."""
+        server, strategy, rows = self.server, self.strategy, rows_of(self.fleet, [node])
+        self.spoilt[node] = self.watch.skips and node in self.watch.spoilt([node])
+        for row in rows if self.spoilt[node] else []:
+            self.compute.reset(row)
+        staleness = server.version - int(self.versions[node])
+        if self.spoilt[node]:
+            self.dropped += 1
+            return
+        if strategy.max_staleness is not None and staleness > strategy.max_staleness:
+            self.dropped += 1
+            return
+        wire = self.fleet.comm.wire
+        deltas = []
+        for theta, pulled, block in zip(server.theta, self.pulled, self.fleet.blocks, strict=True):
+            mine = pulled[rows[0]] - block.params[rows[0]] if rows else theta
+            delta = wire.rows(mine.expand(len(self.fleet), -1), [node])[0].clone()
+            if strategy.delay_compensation:
+                moved = theta - wire.rows(pulled, [node])[0]
+                delta.add_(delta.square().mul_(moved), alpha=strategy.delay_compensation)
+            deltas.append(delta)
+        server.apply(deltas, staleness, int(self.order.done[node]), int(self.batch_sizes[node]))
+
+    def _pull(self, nodes: Sequence[int]) -> None:
+        """Nodes get theta, all the same one, and begin their next round."""
+        if not nodes:
+            return
+        self.server.release()
+        self.watch.shared(
+            self.server.theta, "the server's parameters", int(self.order.taken.sum()) // self.fleet.num_nodes
+        )
+        if len(nodes) == self.fleet.num_nodes:
+            self.before_mixing()
+        comm = self.fleet.comm
+        for block in self.fleet.blocks:
+            comm.pull(block.params, nodes)
+        self._mix_buffers(nodes)
+        self._give(nodes)
+        self.order.begin(list(nodes))
+
+    def _give(self, nodes: Sequence[int]) -> None:
+        self.versions[list(nodes)] = self.server.version
+        rows = rows_of(self.fleet, nodes)
+        if self.shards is not None:
+            for node in sorted(nodes):
+                self.shards.draw(node, int(self.order.work[node]))
+        for theta, pulled, block in zip(self.server.theta, self.pulled, self.fleet.blocks, strict=True):
+            for row in rows:
+                pulled[row] = theta
+                block.params[row] = theta
+
+    def _mix_buffers(self, nodes: Sequence[int]) -> None:
+        """Move the server's buffers by n/N towards the mean of those n `nodes` not left out; give them to all."""
+        comm, ids, here = self.fleet.comm, sorted(nodes), rows_of(self.fleet, nodes)
+        good = [node for node in ids if not self.spoilt[node]]
+        share = len(good) / self.fleet.num_nodes
+        self.spoilt[ids] = False
+        for name, rows in self.fleet.buffers.items():
+            if good and rows.is_floating_point():
+                mean = comm.wire.reduce(rows.reshape(len(rows), -1), good, "mean").view(rows.shape[1:])
+                self.buffers[name].copy_(mean if share == 1 else torch.lerp(self.buffers[name], mean, share))
+            elif good:
+                self.buffers[name].copy_(comm.wire.rows(rows, good[:1])[0])
+            with comm.counted_as("buffers"):
+                comm.pull(rows, ids)
+            rows[here] = self.buffers[name]
+
+
+class _Kept(Stateful):
+    """What an asynchronous run keeps: each node's theta as pulled, the server's buffers, who is where in its round."""
+
+    def __init__(self, clocked: ByClock):
+        self.clocked = clocked
+
+    def row(self, row: int) -> Tensors:
+        return {f"pulled.{b}": pulled[row] for b, pulled in enumerate(self.clocked.pulled)}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for b, pulled in enumerate(self.clocked.pulled):
+            pulled[row] = tensors[f"pulled.{b}"]
+
+    def shared(self) -> Tensors:
+        clocked = self.clocked
+        arrays = {name: torch.from_numpy(getattr(clocked, name).copy()) for name in ARRAYS}
+        buffers = {f"buffer.{name}": value for name, value in clocked.buffers.items()}
+        return arrays | buffers | {"dropped": torch.tensor(clocked.dropped)}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        clocked = self.clocked
+        for name, value in clocked.buffers.items():
+            value.copy_(tensors[f"buffer.{name}"])
+        for name in ARRAYS:
+            setattr(clocked, name, tensors[name].numpy().copy())
+        clocked.dropped = int(tensors["dropped"])

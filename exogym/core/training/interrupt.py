@@ -1,0 +1,59 @@
+"""Stopping a run from outside: SIGINT and SIGTERM are noted, and obeyed where the run can be saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from exogym.core.communicator import Wire
+
+ONCE = "EXOGYM_SIGTERM_ONCE"  # set where a scheduler signals all processes of a job, and a launcher passes that on
+
+
+class Interrupt:
+    """While entered, the first of `signals` is only noted, and a second one acts at once.
+
+    Not so SIGTERM where the environment has `ONCE`: there it comes twice and means the same.
+
+    Called, it says whether this process has been asked to stop; where processes share memory, all are.
+
+    >>> with Interrupt(Wire([0])) as interrupt:
+    ...     interrupt()
+    False
+    """
+
+    def __init__(self, wire: Wire, signals: Sequence[signal.Signals] = ()):
+        self.wire, self.signals = wire, signals
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        return self.received is not None or self.wire.asked_to_stop()
+
+    def __enter__(self) -> Interrupt:
+        # Only the main thread may set handlers, and a handler that is not Python's or the default is left alone.
+        if not self.wire.is_hidden and threading.current_thread() is threading.main_thread():
+            for number in self.signals:
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = before
+                    signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self.wire.ask_to_stop()
+        self._restore(but=signal.SIGTERM if number == signal.SIGTERM and ONCE in os.environ else None)
+
+    def _restore(self, but: signal.Signals | None = None) -> None:
+        for number in [number for number in self._before if number != but]:
+            signal.signal(number, self._before.pop(number))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()

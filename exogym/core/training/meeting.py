@@ -1,0 +1,309 @@
+"""Node programs that meet at collectives, one running at a time.
+
+Each program runs in a thread of its own, but only one thread moves at any moment: it runs until it calls a
+collective or returns, then the next one runs. When all wait at the same collective it is carried out on the
+stacked tensors, (rows, ...), and each gets its row back. So a strategy written for one node runs as written,
+deterministically, around one module. Calls in pairs (send, recv, exchange) are carried out as soon as all stand still
+and two have found each other; who waits for nobody goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import Communicator, Parcel
+from exogym.core.training.pairing import AWAY, ENDED, PAIRED, PEER, Call, disagreement, gathered, pairs_of
+from exogym.errors import StrategyError
+from exogym.strategy.communicate import set_place
+
+
+class _Abandoned(BaseException):
+    """Raised in a waiting thread to end it after another node failed."""
+
+
+class Meeting:
+    """Runs one function per block of rows and carries out the collectives they meet at.
+
+    Args:
+        comm: the fleet's communicator.
+        enter, leave: called with the block's index whenever its thread starts or stops moving.
+        rows: rows of each block; one each by default.
+        device: where a node's tensors live that come from another process.
+
+    Raises:
+        StrategyError: the nodes do not make the same calls.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        enter: Callable[[int], None],
+        leave: Callable[[int], None],
+        rows: Sequence[Sequence[int]] | None = None,
+        device: torch.device | None = None,
+    ):
+        self.comm, self.enter, self.leave, self.device = comm, enter, leave, device
+        self.rows = rows
+        members = range(len(comm.ranks)) if rows is None else range(len(rows))
+        self.places = [_Place(index, rows is not None) for index in members]
+        self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
+
+    def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
+        """Run `functions[k]` as block k's program, to the end of all of them; None: its nodes are away."""
+        for place, function in zip(self.places, functions, strict=True):
+            if function is not None:
+                place.begin(function)
+        places = self.taking_part = [p for p, f in zip(self.places, functions, strict=True) if f is not None]
+        try:
+            moving = list(places)
+            while True:
+                for place in moving:
+                    self._move(place)
+                waiting = [place for place in places if not place.done]
+                if not self.comm.wire.is_shared and all(place.request.kind not in PAIRED for place in waiting):
+                    if not waiting:
+                        return
+                    self._meet(waiting)
+                    moving = waiting
+                    continue
+                calls = gathered(self.comm.wire, self._calls())
+                kinds = {(call.kind, call.mark) for call in calls.values() if call.kind != AWAY}
+                if kinds <= {(ENDED, 0)}:
+                    return
+                if pairs := pairs_of(calls, self._blocks(calls)):
+                    moving = self._hand_over(pairs, calls)
+                elif len(kinds) == 1 and all(kind not in PAIRED for kind, _ in kinds):
+                    self._meet(waiting)
+                    moving = waiting
+                else:
+                    here = {rank: place.request.text for place in waiting for rank in self._ranks(place)}
+                    raise disagreement(self.comm.wire, here, calls)
+        finally:
+            for place in places:
+                place.abandon()
+
+    def close(self) -> None:
+        """End the threads."""
+        for place in self.places:
+            place.close()
+
+    def _move(self, place: _Place) -> None:
+        self.enter(place.index)
+        try:
+            place.move()
+        finally:
+            self.leave(place.index)
+        if place.error is not None:
+            if "process group has not been initialized" in str(place.error):
+                raise StrategyError(
+                    "a strategy called torch.distributed, which has no process group here: take all_reduce, all_gather "
+                    "and the others of exogym.strategy.communicate, which work wherever nodes are"
+                ) from place.error
+            raise place.error
+
+    def _meet(self, waiting: list[_Place]) -> None:
+        calls = {self._name(place): place.request for place in waiting}
+        first_name, first = next(iter(calls.items()))
+        if len(waiting) < len(self.taking_part):
+            missing = next(p for p in self.taking_part if p.done)
+            raise StrategyError(
+                f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: "
+                "every node must make the same collective calls"
+            )
+        for name, request in calls.items():
+            if request.signature != first.signature:
+                raise StrategyError(
+                    f"{first_name} calls {first.text}, but {name} calls {request.text}: every node must make the same "
+                    "collective calls in the same order, with equal shapes"
+                )
+        for place, result in zip(waiting, self._carry_out(waiting, first), strict=True):
+            place.result = result
+
+    def _ranks(self, place: _Place) -> list[int]:
+        rows = [place.index] if self.rows is None else self.rows[place.index]
+        return [self.comm.ranks[row] for row in rows]
+
+    def _calls(self) -> dict[int, Call]:
+        """Return where the programs here stand, by node."""
+        calls = {}
+        for place in self.places:
+            there = AWAY if place not in self.taking_part else ENDED if place.done else ""
+            for k, rank in enumerate(self._ranks(place)):
+                calls[rank] = Call(there) if there else place.request.call(k)
+        return dict(sorted(calls.items()))
+
+    def _blocks(self, calls: Mapping[int, Call]) -> Sequence[Sequence[int]]:
+        """Return the nodes of all processes that go on together."""
+        if self.rows is None:
+            return [[node] for node in calls]
+        return self.comm.wire.placement if self.comm.wire.is_shared else [self._ranks(place) for place in self.places]
+
+    def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Call]) -> list[_Place]:
+        """Carry the tensors of `pairs` over; return the places here that can go on."""
+        self._about_to_move()
+        found = {node for pair in pairs for node in pair}
+        ready = [place for place in self.places if not place.done and found.issuperset(self._ranks(place))]
+        given: dict[int, Tensor] = {}
+        for place in ready:
+            if (tensor := place.request.tensor) is not None:
+                given |= dict(zip(self._ranks(place), tensor if place.has_rows else [tensor], strict=True))
+        parcels = [
+            Parcel(node, peer, calls[node].shape, calls[node].dtype, calls[node].kind == "exchange")
+            for node, peer in pairs
+        ]
+        got = self.comm.hand_over(given, parcels)
+        for place in ready:
+            mine = [self._at_home(got.get(rank), calls[calls[rank].peer]) for rank in self._ranks(place)]
+            place.result = torch.stack([x for x in mine if x is not None]) if place.has_rows else mine[0]
+        return ready
+
+    def _at_home(self, x: Tensor | None, sent: Call) -> Tensor | None:
+        """Return what a node got as its own, where `sent` says that it was: on the CPU, or the nodes' device."""
+        if x is None:
+            return None
+        return x.clone() if sent.on_cpu or self.device is None else x.to(self.device, copy=True)
+
+    def _about_to_move(self) -> None:
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
+
+    def _carry_out(self, waiting: list[_Place], call: _Request) -> list[Tensor | None]:
+        comm, options = self.comm, call.options
+        if call.kind == "barrier":
+            comm.barrier()
+            return [None] * len(waiting)
+        if call.kind != "agree":
+            self._about_to_move()
+        tensors = [place.request.tensor for place in waiting]
+        everyone = len(waiting) == len(self.places)
+        if self.rows is not None:
+            x = torch.cat(tensors)
+        elif everyone:
+            x = torch.stack(tensors)
+        else:  # rows of nodes that are away are not looked at
+            x = tensors[0].new_zeros(len(self.places), *tensors[0].shape)
+            x[[place.index for place in waiting]] = torch.stack(tensors)
+        if call.kind == "agree":
+            agreed = comm.wire.reduce(x.float(), comm.present, "max") > 0
+            return [agreed] * len(waiting)
+        result: Tensor = getattr(comm, call.kind)(x, **options)
+        if call.kind == "gather":
+            return [result if comm.ranks[place.index] == options["dst"] else None for place in waiting]
+        if self.rows is None:
+            return [result[place.index] for place in waiting]
+        return [result[list(rows)] for rows in self.rows]
+
+    def _name(self, place: _Place) -> str:
+        if self.rows is None:
+            return f"node {self.comm.ranks[place.index]}"
+        return f"the block of nodes {[self.comm.ranks[row] for row in self.rows[place.index]]}"
+
+
+class _Request:
+    def __init__(self, kind: str, tensor: Tensor | None, options: dict[str, Any], has_rows: bool):
+        self.kind, self.tensor, self.options, self.has_rows = kind, tensor, options, has_rows
+        shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        alike = None if tensor is None else (tuple(tensor.shape[1:] if has_rows else tensor.shape), tensor.dtype)
+        self.signature = (kind, alike, tuple(sorted(options.items())))
+        given = [] if shape is None else [f"{shape[1]} {shape[0]}"]
+        self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
+
+    def call(self, k: int) -> Call:
+        """Return where the node of row `k` of this place stands."""
+        if self.kind not in PAIRED:
+            return Call.of(self.kind, self.signature, -1, None)
+        peers = self.options[PEER[self.kind]]
+        tensor = self.tensor[k] if self.has_rows and self.tensor is not None else self.tensor
+        return Call.of(self.kind, None, peers[k] if self.has_rows else peers, tensor)
+
+
+class _Place:
+    """One thread and the baton that lets it move."""
+
+    def __init__(self, index: int, has_rows: bool):
+        self.index, self.has_rows = index, has_rows
+        self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self.function: Callable[[], None] | None = None
+        self.request: Any = None
+        self.result: Tensor | None = None
+        self.error: BaseException | None = None
+        self.done, self.abandoned = True, False
+        self.thread = threading.Thread(target=self._live, name=f"exogym-node-{index}", daemon=True)
+        self.thread.start()
+
+    def begin(self, function: Callable[[], None]) -> None:
+        self.function, self.done, self.error, self.request = function, False, None, None
+
+    def move(self) -> None:
+        """Let the thread run until it meets, ends or fails."""
+        self.go.release()
+        try:
+            self.stopped.acquire()
+        except BaseException:  # Ctrl-C: let the thread come to rest, so that it can be ended
+            self.stopped.acquire()
+            raise
+
+    def abandon(self) -> None:
+        """End a program that still waits at a collective."""
+        if not self.done and self.request is not None:
+            self.abandoned = True
+            self.move()
+        self.done, self.abandoned = True, False
+
+    def close(self) -> None:
+        self.function = None
+        self.go.release()
+        self.thread.join()
+
+    def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
+        """Called in the thread: hand over `tensor` and wait for all others, or for the other of a pair.
+
+        Raises:
+            StrategyError: a call in pairs that does not say for each node here who the other is.
+        """
+        if kind in PAIRED:
+            options = {PEER[kind]: self._peers(kind, tensor, options[PEER[kind]])}
+        self.request = _Request(kind, tensor, options, self.has_rows)
+        self.stopped.release()
+        self.go.acquire()
+        self.request = None
+        if self.abandoned or self.function is None:
+            raise _Abandoned
+        return self.result
+
+    def _peers(self, kind: str, tensor: Tensor | None, given: Any) -> int | tuple[int, ...]:
+        """Return the other node, or the one of each row."""
+        if self.has_rows and kind != "exchange":
+            raise StrategyError(f"{kind}() is of one node, and stacked = True acts on all: use exchange(x, partner)")
+        try:
+            peers = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError):
+            peers = torch.empty(0)
+        wanted = (len(tensor),) if self.has_rows and tensor is not None else ()
+        if peers.is_floating_point() or peers.dtype == torch.bool or tuple(peers.shape) != wanted:
+            one = f"a node's number for each of the {wanted[0]} rows" if wanted else "a node's number"
+            raise StrategyError(f"{kind}() got {PEER[kind]}={given!r}, wanted {one}")
+        return tuple(peers.tolist()) if wanted else int(peers)
+
+    def _live(self) -> None:
+        set_place(self)
+        while True:
+            self.go.acquire()
+            if self.function is None:
+                return
+            try:
+                self.function()
+            except _Abandoned:
+                self.error = None
+            except BaseException as error:
+                self.error = error
+            self.done = True
+            self.stopped.release()
+            if self.function is None:
+                return

@@ -1,0 +1,206 @@
+"""The order of an asynchronous run: who takes a local step, whose push arrives and who pulls, on the virtual clock.
+
+The order follows from the clock's settings alone, never from what is computed, so every process finds the same one.
+It is the order of (time, kind, node): at one time arrivals come before steps, and the end of a grace period after both.
+Within a round a node's steps are taken to be equally long; where a round ends is what the clock says.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.clock import Clock
+from exogym.core.clock.steps import TICKS_PER_S
+from exogym.errors import ArgumentError
+
+ARRIVAL, STEP, CLOSE = range(3)
+NOBODY = -1
+ROWS = ("taken", "start", "end", "done", "arrival")
+
+
+class Order:
+    """Rounds of all nodes, in one order.
+
+    Args:
+        clock: moved by `advance` here and by the pushes and pulls that are recorded.
+        work: (N,) local steps of a round of each node.
+        grace_s: how long the server waits for others once `quorum` nodes have arrived.
+
+    Attributes:
+        taken: (N,) local steps of each node so far.
+        queue: heap of (tick, kind, node): each node's next step or arrival, and the end of the grace period.
+        now: the tick of what happened last.
+        waiting: nodes that have arrived and have not pulled yet.
+    """
+
+    def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1):
+        size = clock.num_nodes
+        self.clock, self.work = clock, work
+        self.grace_s, self.quorum = grace_s, quorum
+        self._ahead = copy.deepcopy(clock)  # tells where a round will end
+        self.taken, self.start, self.end, self.done = (np.zeros(size, dtype=np.int64) for _ in range(4))
+        self.arrival = np.full(size, NOBODY)
+        self.waiting: list[int] = []
+        self.closes = NOBODY  # the tick, where a grace period is under way
+        self.now = 0
+        self.queue: list[tuple[int, int, int]] = []
+        self.begin(range(size))
+
+    # What comes next
+
+    @property
+    def next(self) -> tuple[int, int, int]:
+        """(tick, kind, node) of what comes next."""
+        return self.queue[0]
+
+    def steps_to_event(self) -> int:
+        """Return how many local steps all nodes take up to the next that ends a round, or up to an arrival or pull."""
+        queue, done = self.queue.copy(), self.done.copy()
+        count = 0
+        while queue[0][1] == STEP:
+            node = queue[0][2]
+            count += 1
+            done[node] += 1
+            if done[node] == self.work[node]:
+                break
+            heapq.heapreplace(queue, self._step_of(node, int(done[node]) + 1))
+        return count
+
+    def _step_of(self, node: int, number: int) -> tuple[int, int, int]:
+        start, end = int(self.start[node]), int(self.end[node])
+        return start + number * (end - start) // int(self.work[node]), STEP, node
+
+    # What happens
+
+    def begin(self, nodes: range | list[int]) -> None:
+        """Let `nodes`, which have just pulled, begin a round where their clocks stand."""
+        ids = list(nodes)
+        work = np.zeros_like(self.work)
+        work[ids] = self.work[ids]
+        self._ahead.load_state(self.clock.state())
+        self._ahead.advance(work)
+        self.start[ids], self.end[ids] = ticks(self.clock)[ids], ticks(self._ahead)[ids]
+        self.done[ids] = 0
+        for node in ids:
+            heapq.heappush(self.queue, self._step_of(node, 1))
+
+    def step(self) -> tuple[int, bool]:
+        """Take the step that comes next; return whose it is and whether it ends the round."""
+        self.now, _, node = self.next
+        self.taken[node] += 1
+        self.done[node] += 1
+        if self.done[node] == self.work[node]:
+            heapq.heappop(self.queue)
+            return node, True
+        heapq.heapreplace(self.queue, self._step_of(node, int(self.done[node]) + 1))
+        return node, False
+
+    def advance(self) -> None:
+        """Bring the clock to the steps taken."""
+        self.clock.advance(self.taken - self.clock.steps)
+
+    def sent(self, node: int) -> None:
+        """Note that the clock stands where the push of `node` arrives."""
+        self.arrival[node] = ticks(self.clock)[node]
+        heapq.heappush(self.queue, (int(self.arrival[node]), ARRIVAL, node))
+
+    def arrive(self) -> list[int]:
+        """Let the push arrive that comes next; return the nodes that pull now: it alone, or all that waited for it."""
+        self.now, _, node = heapq.heappop(self.queue)
+        self.arrival[node] = NOBODY
+        self.waiting.append(node)
+        enough = len(self.waiting) >= self.quorum
+        at_once = self.grace_s == 0 and self.quorum == 1  # else those who arrive at the same moment join
+        if at_once or len(self.waiting) == len(self.work):
+            if self.closes != NOBODY:
+                self.queue = [event for event in self.queue if event[1] != CLOSE]
+                heapq.heapify(self.queue)
+            return self._released()
+        if enough and self.closes == NOBODY and not math.isinf(self.grace_s):
+            self.closes = self.now + round(self.grace_s * TICKS_PER_S)
+            heapq.heappush(self.queue, (self.closes, CLOSE, NOBODY))
+        return []
+
+    def close(self) -> list[int]:
+        """End the grace period; return the nodes that pull now, whose clocks are brought here."""
+        self.now, *_ = heapq.heappop(self.queue)
+        nodes = self._released()
+        hold(self.clock, nodes, self.now)
+        return nodes
+
+    def _released(self) -> list[int]:
+        nodes, self.waiting, self.closes = sorted(self.waiting), [], NOBODY
+        return nodes
+
+    def unfinished(self) -> list[int]:
+        """Return the nodes with steps, or a push under way, that the server has not seen, in the order of time."""
+        here = ticks(self.clock)
+        nodes = [node for node in range(len(self.work)) if self.done[node] and node not in self.waiting]
+        return sorted(nodes, key=lambda node: (int(here[node]), node))
+
+    def interrupt(self) -> list[int]:
+        """Break off all rounds; return the nodes that pull then: those that have begun one, or wait for theta."""
+        nodes = sorted([*self.unfinished(), *self.waiting])
+        self.queue, self.waiting, self.closes = [], [], NOBODY
+        self.arrival[:] = NOBODY
+        return nodes
+
+    # State
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all of it and of the clock, as tensors."""
+        rows = {name: torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
+        more = {"waiting": torch.tensor(self.waiting, dtype=torch.int64), "at": torch.tensor([self.now, self.closes])}
+        return rows | more | {f"clock.{name}": value for name, value in self.clock.state().items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned."""
+        for name in ROWS:
+            setattr(self, name, state[name].numpy().copy())
+        self.waiting = state["waiting"].tolist()
+        self.now, self.closes = state["at"].tolist()
+        prefix = "clock."
+        self.clock.load_state({name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)})
+        self.queue = [] if self.closes == NOBODY else [(self.closes, CLOSE, NOBODY)]
+        for node in range(len(self.work)):
+            if self.arrival[node] != NOBODY:
+                self.queue.append((int(self.arrival[node]), ARRIVAL, node))
+            elif node not in self.waiting:
+                self.queue.append(self._step_of(node, int(self.done[node]) + 1))
+        heapq.heapify(self.queue)
+
+
+def seconds_of_steps(clock: Clock) -> np.ndarray:
+    """Return (N,) mean seconds of a step of each node.
+
+    Raises:
+        ArgumentError: a node whose steps take no time.
+    """
+    seconds = clock.step_time.mean_s(clock.num_nodes)
+    if (seconds * TICKS_PER_S).min() < 1:
+        raise ArgumentError(
+            f"a step of node {int(seconds.argmin())} takes {seconds.min():g} s, and asynchronous training goes by how "
+            "long steps take: give step_seconds over 0, as step_seconds=0.01 or one per node"
+        )
+    return seconds
+
+
+def ticks(clock: Clock) -> np.ndarray:
+    """Return (N,) where each node stands, in whole nanoseconds."""
+    return clock.state()["ticks"].numpy()
+
+
+def hold(clock: Clock, nodes: list[int], tick: int) -> None:
+    """Let `nodes` wait until `tick`."""
+    state = clock.state()
+    pause = (tick - state["ticks"][nodes]).clamp(min=0)
+    state["ticks"][nodes] += pause
+    state["part.waiting"][nodes] += pause
+    clock.load_state(state)

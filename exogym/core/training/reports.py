@@ -1,0 +1,127 @@
+"""What a run tells while it trains: rows of its history, records, events and signs of life, for observers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from exogym.core.communicator import Communicator
+from exogym.core.record.history import History
+from exogym.core.record.observers import Observer, Observers
+from exogym.core.training.agenda import Agenda
+
+SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is there at a moment: mean bytes of a node, what was sent by collective, seconds on clock and wall."""
+
+    payload_tx_rx: tuple[float, float, float]
+    sent: dict[str, dict[str, float]]
+    time_s: float
+    wall_s: float
+
+    @classmethod
+    def of(cls, comm: Communicator, time_s: float, wall_s: float) -> Standing:
+        ledger = comm.ledger
+        found = tuple(float(x.mean()) for x in (ledger.payload_bytes, ledger.tx_bytes, ledger.rx_bytes))
+        return cls(found, {name: dict(row) for name, row in ledger.traffic.items()}, time_s, wall_s)  # type: ignore[arg-type]
+
+
+class Reports:
+    """Tells `observers` of a run.
+
+    Args:
+        agenda: of the run; signs: further things to do now and then between two steps.
+        tells_who: whether to tell of nodes that come and go; not where only those at work have a row.
+
+    Attributes:
+        logged: the last step that was given to observers.
+        examples: that all nodes have trained on, in this process's time.
+    """
+
+    def __init__(
+        self, observers: Observers, comm: Communicator, agenda: Agenda, signs: Sequence[Callable[[], None]] = (),
+        tells_who: bool = True,
+    ):  # fmt: skip
+        self.observers, self.comm, self.agenda, self.signs = observers, comm, agenda, list(signs)
+        self.logged, self.examples = -1, 0
+        self._there = set(comm.present)  # who was there when observers were last told
+        self._tells_who = tells_who
+
+    def stretch(
+        self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
+        lr: Callable[[int], float], before: Standing, after: Standing, has_clock: bool,
+    ) -> None:  # fmt: skip
+        """Take the (nodes, K) losses of `steps` (first, last) into the history."""
+        first, last = steps
+        agenda = self.agenda
+        numbers = np.arange(first + 1, last + 1)
+        logged = numbers[(numbers % agenda.log_interval == 0) | (numbers == agenda.total_steps)]
+        values = losses.float().cpu().numpy()
+        mean = float(np.nanmean(values[:, -1])) if not np.isnan(values[:, -1]).all() else float("nan")
+        self.examples += int((np.count_nonzero(~np.isnan(values), axis=1) * agenda.examples_of(nodes)).sum())
+        self.observers.beat(last, {"loss": mean, "tx_bytes": after.payload_tx_rx[1]})
+        payload, tx, rx = before.payload_tx_rx
+        history.add_stretch(
+            steps=logged, epochs=(logged - 1) // agenda.steps_per_epoch, losses=values[:, logged - first - 1],
+            lr=np.array([lr(int(s) - 1) for s in logged]), nodes=nodes,
+            payload_bytes=payload, tx_bytes=tx, rx_bytes=rx,
+            final_bytes=after.payload_tx_rx, wall_s=(before.wall_s, after.wall_s), span=(first + 1, last),
+            time_s=(before.time_s, after.time_s) if has_clock else None,
+        )  # fmt: skip
+
+    def log(self, history: History, last: int) -> None:
+        """Give observers what happened up to step `last`, where they have not got it yet."""
+        if self.observers.reads_records:
+            for record in history.rows_after(self.logged):
+                if record["step"] > last:
+                    break
+                self.observers.record(record)
+        self.logged = last
+
+    def restore(self, history: History) -> None:
+        """Of a run that goes on: give observers anew what they were told of this history, up to `logged`."""
+        self.observers.restore(lambda: itertools.takewhile(lambda row: row["step"] <= self.logged, history))
+
+    def tell(self, kind: str, step: int, **fields: Any) -> None:
+        self.observers.event({"kind": kind, "step": step, **fields})
+
+    def sent(self, step: int, before: dict[str, dict[str, float]]) -> None:
+        """Tell of the collectives of a stretch, by kind: calls, and bytes over all nodes; and of who came or went."""
+        for name, row in self.comm.ledger.traffic.items():
+            old = before.get(name, {})
+            since = {key: value - old.get(key, 0.0) for key, value in row.items()}
+            if any(since.values()):
+                self.tell("communication", step, collective=name, **since)
+        there = set(self.comm.present) if self._tells_who else self._there
+        for kind, nodes in (("away", self._there - there), ("back", there - self._there)):
+            if nodes:
+                self.tell(kind, step, nodes=sorted(nodes))
+        self._there = there
+
+    def between_steps(self, interrupt: Callable[[], bool], step: Callable[[], int]) -> Callable[[], bool]:
+        """Return what is asked after each local step: whether to stop. By the way the run says that it lives."""
+        listen = any(type(observer).beat is not Observer.beat for observer in self.observers.all)
+        signs = [lambda: self.observers.beat(step(), {})] if listen else []
+        signs += self.signs
+        if not signs:
+            return interrupt
+        due = 0.0
+
+        def should_stop() -> bool:
+            nonlocal due
+            if (now := time.monotonic()) >= due:  # a small step takes less time than these would
+                due = now + SIGN_PAUSE_S
+                for sign in signs:
+                    sign()
+            return interrupt()
+
+        return should_stop

@@ -1,0 +1,152 @@
+"""Going on: the folder of a run made ready, and the newest checkpoint in it that is of this very run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exogym.core.base.files import remove_folders
+from exogym.core.communicator import Wire
+from exogym.core.compute.ways import WAYS
+from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
+from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
+from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
+from exogym.core.saving.snapshots import check_counters
+from exogym.core.training.options import FitOptions, is_number
+from exogym.errors import ArgumentError, CheckpointError
+
+CHOSEN = ("compute", "micro_batch_size", "speeds")
+FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
+
+
+class Refused(Exception):
+    """The checkpoint `name` is not one that this run can go on from; `why` says what is wrong with it."""
+
+    def __init__(self, name: str, why: str):
+        super().__init__(why)
+        self.name, self.why = name, why
+
+
+def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
+    """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
+    made: list[Path] = []
+    undo.callback(remove_folders, made)
+    everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
+    found = find_keepers(folder, wire)
+    if wire.count > len(wire.placement) and not found.are_one:
+        raise ArgumentError(
+            f"save_dir={str(folder)!r} is a folder of each host ({', '.join(dict.fromkeys(found.places))}), and with "
+            "node= each process holds a part of its node's rows: give a folder that all hosts share"
+        )
+    keepers = holding(folder, wire, found)
+    undo.callback(keepers.release)
+    if not resume:
+        everywhere(wire, lambda: _check_empty(folder, keepers))
+    remove_leftovers(folder, wire, keepers)
+    return keepers
+
+
+def _check_empty(folder: Path, keepers: Keepers) -> None:
+    if keepers.is_keeper and list_checkpoints(folder):
+        where = "" if keepers.are_one else f" ({keepers.places[keepers.here]})"
+        raise ArgumentError(
+            f"save_dir={str(folder)!r}{where} already holds checkpoints: pass resume=True to go on from them, or "
+            "choose another folder"
+        )
+
+
+def matching_snapshot(
+    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers,
+    refused: Mapping[str, str],
+) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
+    """Return the newest good checkpoint of this very run, and what is wrong with newer ones.
+
+    What the run had chosen for itself is taken over.
+    """
+    snapshot, complaints = load_newest(folder, wire, keepers, refused)
+    if snapshot is None:
+        return None, complaints
+    agree(wire, snapshot, lambda: check_counters(snapshot))
+    saved = snapshot.meta["description"]
+    own = description | _rounds_as_far(saved, description)
+    _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first: what another run chose for itself says nothing
+    agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
+    description["chosen"] = dict(saved["chosen"])
+    if options.weighs_nodes and options.balance.speeds is not None:
+        description["chosen"]["speeds"] = options.balance.speeds
+    _refuse_another(folder, saved, own | {"chosen": description["chosen"]}, but=FREE)
+    stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
+    if stands_at > description["limits"]["total_steps"]:
+        raise CheckpointError(
+            f"the checkpoint in {folder} stands at step {stands_at}, past the {description['limits']['total_steps']} "
+            "steps asked for: raise max_steps or num_epochs"
+        )
+    return snapshot, complaints
+
+
+def _refuse_another(folder: Path, saved: dict[str, Any], own: dict[str, Any], but: Collection[str]) -> None:
+    """Raise CheckpointError where two descriptions differ, but for what is named."""
+    theirs, ours = ({key: value for key, value in of.items() if key not in but} for of in (saved, own))
+    unlike, remedy = differences(theirs, ours), ""
+    if saved.get("num_nodes") != own["num_nodes"]:
+        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
+        remedy = f"\nGive num_nodes={saved.get('num_nodes')}: fewer processes or hosts share the nodes out"
+    if unlike:
+        lines = "\n  ".join(unlike) + remedy
+        raise CheckpointError(
+            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
+        )
+
+
+def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved lengths of rounds where the current ones are the same, as far as both runs go."""
+    theirs, ours = saved.get("rounds"), current.get("rounds")
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        return {}
+    found = dict(ours)
+    for module, lengths in ours.items():
+        if isinstance(before := theirs.get(module), list):
+            common = min(len(before), len(lengths))
+            found[module] = before if before[:common] == lengths[:common] else lengths
+    return {"rounds": found}
+
+
+def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
+    """Raise CheckpointError where what the run had chosen for itself is nothing that this one could."""
+    chosen = snapshot.meta["description"].get("chosen")
+    compute, micro, speeds = (chosen.get(name) if isinstance(chosen, dict) else 0 for name in CHOSEN)
+    right = {
+        "compute": compute in (tuple(WAYS) if options.compute == "auto" else (options.compute,)),
+        "micro_batch_size": (type(micro) is int and micro > 0)
+        if options.max_memory_usage is not None and options.minibatch_size is None
+        else micro == options.micro_batch_size,
+        "speeds": speeds is None or (isinstance(speeds, list) and len(speeds) == options.num_nodes
+        and all(is_number(x) and 0 < x < np.inf for x in speeds)),
+    }  # fmt: skip
+    right["speeds"] = right["speeds"] and (speeds is not None) == options.weighs_nodes
+    for name, is_right in right.items():
+        if not is_right:
+            raise CheckpointError(
+                f"{snapshot.path}/run.json: {name} in chosen={chosen!r} is nothing this run can choose"
+            )
+
+
+def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
+    """Do `check` in every process.
+
+    Raises:
+        Refused: there was a CheckpointError in one of them.
+    """
+    why = None
+    try:
+        check()
+    except CheckpointError as error:
+        why = str(error)
+    troubles = [trouble for trouble in wire.gather(why) if trouble is not None]
+    if troubles:
+        assert snapshot.path is not None
+        raise Refused(snapshot.path.name, troubles[0])

@@ -1,0 +1,71 @@
+"""How fast the nodes of a run are, measured before it begins and without a trace in it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from exogym.balance import Balance, speeds_of
+from exogym.core.communicator import Wire
+from exogym.core.compute.worker import Worker
+from exogym.core.progress import notice
+from exogym.data.stream import Stream
+
+TRIAL_S, LEAST, MOST = 0.3, 4, 64  # steps are timed for so long, so many at least and at most
+
+
+def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
+    """Return the median seconds of a step of `node` in the first row here: batch, forward and backward pass.
+
+    The first step does not count. The worker must be bound. Parameters and buffers stay as they are; the step of the
+    inner optimizer, which would change them, is left out.
+    """
+    fleet = worker.fleet
+    taken: list[float] = []
+    buffers = {name: rows[0].clone() for name, rows in fleet.buffers.items()}
+    worker.point(0)
+    batches = iter(stream.batches(node, 0, MOST))
+    start = time.perf_counter()
+    while len(taken) < MOST and (len(taken) < LEAST or time.perf_counter() - start < TRIAL_S):
+        before = time.perf_counter()
+        batch = next(batches)
+        worker.reseed(node, len(taken))
+        worker.gradient(batch, 0)
+        _finish(worker.device)
+        taken.append(time.perf_counter() - before)
+        worker.clear_grads()
+    worker.check(0)
+    worker.overflowed = False
+    for name, value in buffers.items():
+        fleet.buffers[name][0].copy_(value)
+    return statistics.median(taken[1:])
+
+
+def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) -> list[float]:
+    """Return the (N,) speeds that are given, or measure them; the same in every process.
+
+    A process takes the steps of its nodes one after the other, so a node of k in a process has a k-th of its speed.
+    """
+    if balance.speeds is not None:
+        return balance.speeds
+    nodes = range(stream.num_nodes)
+    if not wire.is_shared:
+        notice(
+            f"balance={balance.kind!r} changes nothing: one process holds all nodes, so all are equally fast; give "
+            "their speeds to try it here"
+        )
+        return [1.0 for _ in nodes]
+    wire.barrier()
+    mine = step_seconds(worker, stream, wire.ranks[0]) * len(wire.ranks)
+    seconds = wire.rows(torch.full((len(wire.ranks), 1), mine, dtype=torch.float64), nodes)[:, 0].tolist()
+    return speeds_of(seconds)
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what was begun on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

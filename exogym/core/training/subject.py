@@ -1,0 +1,23 @@
+"""What is trained, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from exogym.core.record.metrics import Metric
+
+
+@dataclass
+class Subject:
+    """The model, the data sets, and how losses and metrics are found."""
+
+    model: nn.Module
+    train_dataset: Any
+    val_dataset: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+    metrics: dict[str, Metric] | None = None

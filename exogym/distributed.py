@@ -1,0 +1,16 @@
+"""A door: `exogym.distributed` hands on the names of `exogym.machines.distributed`."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.machines.distributed import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.machines.distributed")
+
+if __name__ == "__main__":
+    from exogym.machines.distributed.__main__ import main
+
+    sys.exit(main())

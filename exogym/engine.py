@@ -1,0 +1,10 @@
+"""A door: `exogym.engine` hands on the names of `exogym.core.engine`."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.core.engine import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.core.engine")

@@ -1,0 +1,10 @@
+"""A door: `exogym.fleet` hands on the names of `exogym.core.fleet`."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.core.fleet import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.core.fleet")

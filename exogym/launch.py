@@ -1,0 +1,16 @@
+"""A door: `exogym.launch` hands on the names of `exogym.machines.launch`."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.machines.launch import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.machines.launch")
+
+if __name__ == "__main__":
+    from exogym.machines.launch.__main__ import main
+
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""`Agent`: waits on a computer for others of its network, tells them its name, and pairs with who knows the code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from exogym.errors import ArgumentError
+from exogym.machines.discovery import login
+from exogym.machines.discovery.announcing import plain_name
+from exogym.machines.discovery.channel import AGENT, VERSION, Exchange, Line, PairingError, shown_code
+from exogym.machines.discovery.codes import Codes
+from exogym.machines.launch.door import listen
+
+CALL_S = 20.0  # for a caller, from its first byte to its last
+MOST_CALLS, MOST_OF_ONE_ADDRESS = 64, 8
+
+
+class Agent:
+    """Answers callers at `address` until it is closed.
+
+    Args:
+        name: what callers without the code are told, and all they are told.
+        address: an address of this computer; it listens nowhere else.
+        port: to listen on; 0: a free one.
+        user, ssh_port: for the login that a pair gets; the SSH server is asked for its keys at once.
+        authorized_keys: the file that gets a line for each pair.
+        facts: about this computer, told to a caller that has paired.
+        show: called with each line that whoever sits at this computer should see.
+
+    Raises:
+        ArgumentError: the port is taken, or no SSH server answers there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        port: int,
+        *,
+        user: str,
+        ssh_port: int = 22,
+        authorized_keys: str = login.AUTHORIZED_KEYS,
+        facts: dict[str, Any] | None = None,
+        show: Callable[[str], None] = print,
+    ):
+        self.name, self.address, self.show = name, address, show
+        self._login = {
+            "user": user, "ssh_port": ssh_port, "host_keys": login.host_keys(address, ssh_port),
+            "python": sys.executable,
+        }  # fmt: skip
+        self._authorized_keys, self._facts = authorized_keys, facts or {}
+        try:
+            self._listener = listen(address, port)
+        except OSError as error:
+            raise ArgumentError(f"port {port} of {address}: {error.strerror}: give another one with --port") from None
+        self.port: int = self._listener.getsockname()[1]
+        self._calls: dict[socket.socket, str] = {}  # open ones, the oldest first, with where each comes from
+        self._lock = threading.Lock()
+        self.codes = Codes(self._show_code)
+
+    def serve(self) -> None:
+        """Answer callers, each in a thread of its own, until `close` is called."""
+        while True:
+            try:
+                connection, place = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() == -1:
+                    return
+                time.sleep(0.05)  # no more files, for example
+                continue
+            self._make_room(str(place[0]))
+            with self._lock:
+                self._calls[connection] = str(place[0])
+            threading.Thread(target=self._answer, args=(connection, str(place[0])), daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+        self._listener.close()
+        for connection in list(self._calls):
+            _hang_up(connection)
+
+    def _show_code(self, code: str | None) -> None:
+        if code is None:
+            self.show("too many wrong codes: nobody can pair any more, until exogym agent is started again")
+        else:
+            self.show(f"code for pairing: {shown_code(code)}")
+
+    def _make_room(self, address: str) -> None:
+        """End the oldest call where there are too many: one of ours is over in a moment."""
+        with self._lock:
+            alike = [connection for connection, other in self._calls.items() if other == address]
+            if len(alike) >= MOST_OF_ONE_ADDRESS:
+                _hang_up(alike[0])
+                del self._calls[alike[0]]
+            elif len(self._calls) >= MOST_CALLS:
+                oldest = next(iter(self._calls))
+                _hang_up(oldest)
+                del self._calls[oldest]
+
+    def _answer(self, connection: socket.socket, address: str) -> None:
+        try:
+            line = Line(connection, CALL_S)
+            asked = line.hear()
+            if asked.get("exogym") == VERSION and asked.get("want") in ("name", "pair"):
+                line.tell({"name": self.name})
+                if asked["want"] == "pair":
+                    self._pair(line, address)
+        except PairingError:
+            pass  # a stranger gets no answer, and no line on the screen
+        finally:
+            with self._lock:
+                self._calls.pop(connection, None)
+            connection.close()
+
+    def _pair(self, line: Line, address: str) -> None:
+        code = self.codes.now
+        if code is None:
+            return line.tell({"refused": "closed"})
+        exchange = Exchange(line, AGENT, code, self.name)
+        exchange.meet()
+        message = line.receive()
+        request: dict[str, Any] = {}
+
+        def proves() -> bool:
+            opened = exchange.open(message)
+            request.update(opened or {})
+            return opened is not None
+
+        if not self.codes.redeem(code, proves):
+            self.show(f"{address} tried to pair, with a wrong code")
+            return line.tell({"refused": "code"})
+        exchange.seal(self._welcome(exchange, request, address))
+
+    def _welcome(self, exchange: Exchange, request: dict[str, Any], address: str) -> dict[str, Any]:
+        """Return the answer to seal for a caller that knew the code, and let it log in."""
+        name = plain_name(str(request.get("name"))[:100])
+        told = (request.get("address"), request.get("agent_address"))
+        if told != (address, self.address):
+            self.show(f"not paired with {name}: it is at {address} here and at {str(told[0])[:40]!r} as it says itself")
+            return {"refused": "address"}
+        try:
+            key = login.public_key(request.get("public_key"))
+            if not login.signed(key, exchange.statement(key), request.get("signature")):
+                self.show(
+                    f"not paired with {name} at {address}: it did not prove that the key which it sent is its own"
+                )
+                return {"refused": "key"}
+            added = login.authorize(self._authorized_keys, key, address, name)
+        except (OSError, ArgumentError) as error:
+            self.show(f"not paired with {name} at {address}: {error}")
+            return {"refused": "login"}
+        where, user = os.path.expanduser(self._authorized_keys), self._login["user"]
+        if added:
+            how = f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to take it back"
+        else:
+            how = f"a line of yours in {where} lets its key in already; that line stays as it is, and none is added"
+        self.show(f"paired with {name} at {address}: {how}")
+        return {**self._login, "facts": self._facts}
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

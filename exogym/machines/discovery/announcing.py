@@ -1,0 +1,211 @@
+"""Agents found by mDNS, and announced by it. What is announced is believed of nobody: an address in one of this
+computer's networks, a port, and a name of letters and digits are what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.discovery.channel import VERSION, Line, PairingError
+
+SERVICE = "_exogym._tcp.local."
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+PORT = 8422
+LEAST_PORT = 1024
+MOST_FOUND, AT_ONCE = 64, 16
+ASK_S, RESOLVE_MS = 3.0, 500
+MDNS_PORT = "see that UDP port 5353 may be used"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An agent that was announced, or asked for by address.
+
+    Attributes:
+        name: as it says; no proof of anything.
+        answers: whether an agent of that name answered there.
+    """
+
+    name: str
+    address: str
+    port: int
+    answers: bool
+
+
+def plain_name(text: str) -> str:
+    """Return a name under which a computer can be announced, made of `text`.
+
+    >>> plain_name("Ann's MacBook Pro.local"), plain_name("\\u2028")
+    ('Ann-s-MacBook-Pro', 'computer')
+    """
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", text.removesuffix(".local")).strip("-_")[:40].strip("-_")
+    return name or "computer"
+
+
+def own_networks() -> list[ipaddress.IPv4Interface]:
+    """Return the addresses of this computer with their networks, those of the loopback left out."""
+    import ifaddr
+
+    found = []
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            if isinstance(ip.ip, str):  # of IPv4
+                interface = ipaddress.IPv4Interface(f"{ip.ip}/{ip.network_prefix}")
+                if not interface.ip.is_loopback:
+                    found.append(interface)
+    return found
+
+
+def own_address(given: str | None = None) -> str:
+    """Return the address at which others reach this computer: the one given, its only one, or that of the way out.
+
+    Raises:
+        ArgumentError: it has no such address, none at all, or several and no way out.
+    """
+    addresses = [str(network.ip) for network in own_networks()]
+    if given is not None:
+        if given not in addresses:
+            known = ", ".join(addresses) or "it has none"
+            raise ArgumentError(f"--address={given!r} is none of this computer's: {known}")
+        return given
+    if not addresses:
+        raise ArgumentError("this computer has no address in any network: connect it to one")
+    if len(addresses) > 1:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; says which address would be used
+            if probe.getsockname()[0] in addresses:
+                return str(probe.getsockname()[0])
+        raise ArgumentError(f"this computer has several addresses: say which with --address: {', '.join(addresses)}")
+    return addresses[0]
+
+
+@contextlib.contextmanager
+def announced(name: str, address: str, port: int) -> Iterator[str]:
+    """Announce an agent while the block runs; yield the name, which has a number behind it where another one has it.
+
+    Raises:
+        ExoGymError: mDNS is not to be had at that address.
+    """
+    from zeroconf import IPVersion, ServiceInfo, Zeroconf
+
+    try:
+        zeroconf = Zeroconf(interfaces=[address], ip_version=IPVersion.V4Only)
+    except OSError as error:
+        raise ExoGymError(f"nothing can be announced at {address} ({error}); {MDNS_PORT}") from None
+    info = ServiceInfo(
+        SERVICE, f"{name}.{SERVICE}", addresses=[socket.inet_aton(address)], port=port, properties={},
+        server=f"exogym-{secrets.token_hex(6)}.local.",
+    )  # fmt: skip
+    try:
+        zeroconf.register_service(info, allow_name_change=True)
+        yield info.name.removesuffix(f".{SERVICE}")
+    finally:
+        zeroconf.close()
+
+
+def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[Found]:
+    """Return the agents that announce themselves within `seconds`, at most `MOST_FOUND`, by name.
+
+    Args:
+        addresses: of this computer, where to listen; None: all but the loopback.
+
+    Raises:
+        ArgumentError: this computer is in no network.
+        ExoGymError: mDNS is not to be had.
+    """
+    from zeroconf import IPVersion, ServiceBrowser, Zeroconf
+
+    networks = own_networks()
+    here = [str(network.ip) for network in networks] if addresses is None else list(addresses)
+    if not here:
+        raise ArgumentError("this computer has no address in any network: connect it to one")
+    names: dict[str, None] = {}
+    lock = threading.Lock()
+
+    def changed(zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
+        with lock:
+            if len(names) < MOST_FOUND and is_name(name):
+                names[name] = None
+
+    try:
+        zeroconf = Zeroconf(interfaces=here, ip_version=IPVersion.V4Only)
+    except OSError as error:
+        raise ExoGymError(f"nothing can be heard by mDNS ({error}); {MDNS_PORT}") from None
+    try:
+        ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
+        time.sleep(seconds)
+        with lock:
+            heard = list(names)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            infos = list(pool.map(lambda name: zeroconf.get_service_info(SERVICE, name, RESOLVE_MS), heard))
+            places = [place for info in infos if info is not None for place in place_of(info, networks)]
+            return sorted(pool.map(asked, dict.fromkeys(places)), key=lambda found: (found.name, found.address))
+    finally:
+        zeroconf.close()
+
+
+def is_name(name: str) -> bool:
+    """Say whether an announced name is one that an agent could have.
+
+    >>> is_name("studio._exogym._tcp.local."), is_name("a\\x1b[2J._exogym._tcp.local.")
+    (True, False)
+    """
+    return name.endswith(f".{SERVICE}") and NAME.fullmatch(name.removesuffix(f".{SERVICE}")) is not None
+
+
+def place_of(info: Any, networks: Iterable[ipaddress.IPv4Interface]) -> Iterator[tuple[str, str, int]]:
+    """Yield (name, address, port) of what was announced: the first address that is in one of our networks, or none.
+
+    A caller is led to no other place: not to a loopback, not to the world outside, not to a port of the system's.
+    """
+    name = str(info.name).removesuffix(f".{SERVICE}")
+    for packed in list(info.addresses)[:MOST_FOUND]:
+        if len(packed) == 4 and isinstance(info.port, int) and LEAST_PORT <= info.port <= 65535:
+            address = ipaddress.IPv4Address(packed)
+            if any(address in network.network for network in networks) and not address.is_loopback:
+                yield name, str(address), info.port
+                return
+
+
+def asked(place: tuple[str, str, int]) -> Found:
+    """Return whether an agent of that name answers there."""
+    name, address, port = place
+    try:
+        return Found(name, address, port, name_at(address, port) == name)
+    except (OSError, PairingError):
+        return Found(name, address, port, False)
+
+
+def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
+    """Ask the agent at an address for its name.
+
+    Raises:
+        OSError: nobody is there.
+        PairingError: it is no agent, or does not answer in time.
+    """
+    with socket.create_connection((address, port), timeout=seconds) as connection:
+        line = Line(connection, seconds)
+        line.tell({"exogym": VERSION, "want": "name"})
+        return told_name(line.hear())
+
+
+def told_name(answer: dict[str, Any]) -> str:
+    """Return the name in an agent's first answer.
+
+    Raises:
+        PairingError: there is none that an agent could have.
+    """
+    name = answer.get("name")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise PairingError("what answers there is no agent of this version of exogym")
+    return name

@@ -1,0 +1,194 @@
+"""The other side of an agent's code: pair with it, and make a host of a run of it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.discovery import login
+from exogym.machines.discovery.announcing import plain_name, told_name
+from exogym.machines.discovery.channel import (
+    CALLER,
+    REFUSALS,
+    VERSION,
+    Exchange,
+    Line,
+    PairingError,
+    refusal,
+    typed_code,
+)
+from exogym.machines.discovery.facts import cleaned
+from exogym.machines.remote.hosts import Host, HostsConfig
+from exogym.machines.remote.session import Session, Unanswered
+
+PAIR_S = 20.0
+MOST_KEYS = 16
+ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Paired:
+    """What an agent told once both ends had the same code.
+
+    Attributes:
+        entry: its entry of a hosts file.
+        host_keys: of its SSH server, each "KIND BASE64".
+        facts: see `exogym.machines.discovery.facts`.
+    """
+
+    name: str
+    entry: dict[str, Any]
+    host_keys: tuple[str, ...]
+    facts: dict[str, Any]
+
+
+def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
+    """Pair with the agent at `address`, which shows `code`; afterwards who has the private key `key` may log in there.
+
+    Args:
+        key: the file of the private key, made where it is not there. It signs the session, and is not sent.
+
+    Raises:
+        ArgumentError: `code` is none, or `key` is no private key.
+        PairingError: the codes differ, somebody stood between, or the agent could not; the message says what to do.
+    """
+    code, public_key = typed_code(code), login.own_key(key)
+    try:
+        connection = socket.create_connection((address, port), timeout=PAIR_S)
+    except OSError as error:
+        raise PairingError(f"{address} port {port} does not answer ({error}): is exogym agent running there?") from None
+    with connection:
+        address = connection.getpeername()[0]
+        line = Line(connection, PAIR_S)
+        line.tell({"exogym": VERSION, "want": "pair"})
+        agent = told_name(line.hear())
+        exchange = Exchange(line, CALLER, code, agent)
+        try:
+            exchange.meet()
+        except PairingError as error:
+            raise PairingError(f"{agent} at {address} did not pair: {error}") from None
+        exchange.seal({
+            "name": name or plain_name(socket.gethostname()), "public_key": public_key,
+            "signature": login.sign(key, exchange.statement(public_key)),
+            "address": connection.getsockname()[0], "agent_address": address,
+        })  # fmt: skip
+        message = line.receive()
+        answer = exchange.open(message)
+    if answer is None or "refused" in answer:
+        why = refusal(message) if answer is None else str(answer["refused"])
+        raise PairingError(f"{agent} at {address} did not pair: {REFUSALS.get(why or 'code', REFUSALS['code'])}")
+    return _checked(agent, address, answer)
+
+
+def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
+    """Return what a paired agent told, as far as a hosts file takes it.
+
+    Raises:
+        PairingError: it does not.
+    """
+    port, keys = answer.get("ssh_port"), answer.get("host_keys")
+    entry = {"address": address, "user": answer.get("user"), "python": answer.get("python")}
+    entry |= {} if port == 22 else {"port": port}
+    try:
+        HostsConfig.load({"master": entry})
+        if not isinstance(keys, list) or not 0 < len(keys) <= MOST_KEYS:
+            raise ArgumentError("it named no host keys")
+        known = tuple(login.public_key(key) for key in keys)
+    except ArgumentError as error:
+        raise PairingError(f"{name} at {address} told what cannot be used: {error}") from None
+    return Paired(name, entry, known, cleaned(answer.get("facts")))
+
+
+def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_config: str | None = None) -> Host:
+    """Remember a paired computer's host key, see that the login works, and put it into the hosts file.
+
+    In a file that is not there it becomes the master; in one that is, a worker, in place of an entry of its address.
+
+    Args:
+        key: the private key that was given to `pair`.
+        ssh_config: a file for `ssh -F` instead of the user's own config.
+
+    Raises:
+        ExoGymError: the login does not work, or a file cannot be written.
+    """
+    entry = paired.entry | {"key": _whole(key)}
+    ssh_config = None if ssh_config is None else _whole(ssh_config)
+    fields = {"master": entry} | ({} if ssh_config is None else {"ssh_config_path": ssh_config})
+    (host,) = HostsConfig.load(fields).hosts
+    try:
+        if login.remember(host, paired.host_keys):
+            notice(f"{host.address} had another host key before; the one of now came with the code")
+    except OSError as error:
+        raise ExoGymError(f"the host key of {host.address} cannot be remembered: {error}") from None
+    ask(host, "python")
+    write_entry(hosts_file, entry, ssh_config)
+    return host
+
+
+def _whole(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def ask(host: Host, question: str, answer_s: float = ANSWER_S) -> Any:
+    """Ask a host one question of `exogym/machines/remote/onhost/probe.py` over SSH.
+
+    Raises:
+        ExoGymError: no answer; the message says what to do.
+    """
+    session = Session(host, answer_s)
+    try:
+        answer = session.ask(question)
+    except Unanswered:
+        answer = None
+    session.end()
+    if answer is None:
+        check, seen, remedy = session.diagnosis()
+        raise ExoGymError(f"{host.address}: {check}: {seen}. To do: {remedy}")
+    return answer
+
+
+def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_config: str | None = None) -> None:
+    """Put an entry into a hosts file, in place of one of the same address; what else stands there stays.
+
+    Raises:
+        ArgumentError: the file is there and no hosts file, or speaks of another `ssh_config_path`.
+    """
+    fields: dict[str, Any] = {}
+    if os.path.exists(path):
+        HostsConfig.load(path)
+        fields = json.loads(Path(path).read_text("utf-8"))
+    if ssh_config is not None:
+        if fields and fields.get("ssh_config_path") != ssh_config:
+            there = fields.get("ssh_config_path")
+            raise ArgumentError(f"{os.fspath(path)} has ssh_config_path={there!r}, not {ssh_config!r}: give that one")
+        fields["ssh_config_path"] = ssh_config
+    hosts = [fields["master"], *fields.get("workers", [])] if "master" in fields else []
+    addresses = [host if isinstance(host, str) else host["address"] for host in hosts]
+    if entry["address"] in addresses:
+        hosts[addresses.index(entry["address"])] = dict(entry)
+    else:
+        hosts.append(dict(entry))
+    fields |= {"master": hosts[0], "workers": hosts[1:]}
+    HostsConfig.load(fields)
+    with replacing(path) as file:
+        json.dump(fields, file, indent=2)
+        file.write("\n")
+
+
+def own_entry(address: str) -> dict[str, Any]:
+    """Return the entry of this computer: no SSH leads to it.
+
+    >>> sorted(own_entry("10.0.0.1"))
+    ['address', 'python', 'user']
+    """
+    return {"address": address, "user": getpass.getuser(), "python": sys.executable}

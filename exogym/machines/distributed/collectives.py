@@ -1,0 +1,293 @@
+"""The collectives: they return their result and leave their argument alone.
+
+Every process makes the same calls in the same order. Before each, the processes compare notes on what they are about
+to do (160 bytes per process), so that a call that does not fit is an error on all of them, not a hang or garbage.
+Results carry no gradient. With gloo and MPI, tensors of other devices go over the CPU; NCCL wants CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.errors import ArgumentError, check_count
+from exogym.machines.distributed import wire
+from exogym.machines.distributed.group import GroupError, get_world_size, require_group
+from exogym.machines.distributed.operation import ReduceOp, check_operation
+
+KINDS = ("barrier", "broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter", "send")
+OPERATIONS = tuple(ReduceOp)
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64, torch.complex128),
+)
+MOST_DIMENSIONS = 15
+
+
+def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
+    """Return the tensor of process `src`. All give one of the same shape and dtype. Received: tensor.nbytes.
+
+    >>> from exogym.distributed import destroy_process_group, init_process_group
+    >>> init_process_group("gloo", world_size=1)
+    >>> broadcast(torch.tensor([1.0, 2.0]), src=0)
+    tensor([1., 2.])
+    >>> destroy_process_group()
+    """
+    with _call("broadcast", tensor, src) as note:
+        note.compare()
+        return note.result(wire.broadcast_(note.copy(), src) if note.worth_sending else note.copy())
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
+    """Return the reduction over all processes, the same on all. Sent per process: 2 (n - 1)/n tensor.nbytes (ring)."""
+    with _call("all_reduce", tensor, op=op) as note:
+        note.compare()
+        return note.result(wire.all_reduce_(note.copy(), note.operation) if note.worth_sending else note.copy())
+
+
+def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
+    """Return the reduction over all processes on process `dst`, None elsewhere."""
+    with _call("reduce", tensor, dst, op=op) as note:
+        note.compare()
+        reduced = wire.reduce_(note.copy(), dst, note.operation) if note.worth_sending else note.copy()
+        return note.result(reduced) if note.rank == dst else None
+
+
+def all_gather(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all processes in rank order. Received per process: (n - 1) tensor.nbytes."""
+    with _call("all_gather", tensor) as note:
+        note.compare()
+        x = note.copy()
+        parts = _alike(x)
+        return [note.result(part) for part in (wire.all_gather_(parts, x) if note.worth_sending else [x, *parts[1:]])]
+
+
+def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
+    """Return the tensors of all processes in rank order on process `dst`, None elsewhere."""
+    with _call("gather", tensor, dst) as note:
+        note.compare()
+        x = note.copy()
+        parts = _alike(x) if note.rank == dst else None
+        if note.worth_sending:
+            wire.gather_(parts, x, dst)
+        elif parts is not None:
+            parts[0] = x
+        return None if parts is None else [note.result(part) for part in parts]
+
+
+def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
+    """Return tensor number `rank` of the list that process `src` gives: one per process, of the same shape and dtype.
+
+    The other processes give None.
+    """
+    require_group("scatter")
+    here = dist.get_rank() == src
+    if not here and tensors is not None:
+        raise ArgumentError(f"scatter: only the source, rank {src}, gives tensors; rank {dist.get_rank()} gives None")
+    parts = list(tensors) if tensors is not None else []
+    if here:
+        _check_parts(parts)
+    with _call("scatter", parts[0] if here else None, src) as note:
+        shape, dtype = note.compare_with_source()
+        out = torch.empty(shape, dtype=dtype, device=wire.device())
+        if note.world_size == 1 or out.numel() == 0:
+            return note.result(_ready(parts[note.rank], copy=True) if here else out)
+        return note.result(wire.scatter_(out, [_ready(part) for part in parts] if here else None, src))
+
+
+def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
+    """Return part `rank` of the reduction over all processes, cut evenly along the first dimension.
+
+    Sent per process: (n - 1)/n tensor.nbytes.
+
+    Raises:
+        ArgumentError: the first dimension cannot be divided by the world size.
+    """
+    with _call("reduce_scatter", tensor, op=op) as note:
+        note.compare()
+        size = note.world_size
+        if tensor.dim() == 0 or tensor.shape[0] % size:
+            raise ArgumentError(
+                f"reduce_scatter: the first dimension of {tuple(tensor.shape)} cannot be divided among {size} "
+                f"processes: pad it to a multiple of {size}"
+            )
+        x = note.copy()
+        out = x[: tensor.shape[0] // size].clone()
+        return note.result(
+            wire.reduce_scatter_(out, torch.empty_like(x), x, note.operation) if note.worth_sending else out
+        )
+
+
+def send(tensor: Tensor, dst: int) -> None:
+    """Send a tensor to process `dst`, which calls `recv(src)`; shape and dtype go along."""
+    with _call("send", tensor, dst) as note:
+        note.check_peer(dst)
+        wire.send(note.words(), dst)
+        if tensor.numel():
+            wire.send(note.copy(), dst)
+
+
+def recv(src: int) -> Tensor:
+    """Return the tensor that process `src` sends with `send(tensor, dst)`; it is on the backend's device."""
+    with _call("recv", None, src) as note:
+        note.check_peer(src)
+        words = torch.empty(len(note.words()), dtype=torch.int64, device=wire.device())
+        shape, dtype = _shape_of(wire.receive_(words, src).tolist())
+        out = torch.empty(shape, dtype=dtype, device=wire.device())
+        return wire.receive_(out, src) if out.numel() else out
+
+
+def barrier() -> None:
+    """Wait until all processes have come here."""
+    with _call("barrier", None) as note:
+        note.compare()  # nobody knows all notes before all have come
+
+
+class _Note:
+    """What one process is about to do: the kind of call, its tensor, its root and its operation."""
+
+    def __init__(self, kind: str, tensor: Tensor | None, root: int | None, op: ReduceOp | str | None):
+        require_group(kind)
+        self.kind, self.root = kind, root
+        self.rank, self.world_size = dist.get_rank(), get_world_size()
+        if kind not in ("barrier", "recv", "scatter") or tensor is not None:
+            _check_tensor(kind, tensor)
+        if root is not None:
+            check_count("src" if kind in ("broadcast", "scatter", "recv") else "dst", root, 0)
+            if root >= self.world_size:
+                raise ArgumentError(f"{kind}: there is no rank {root} among the {self.world_size} processes")
+        self.tensor = tensor
+        self.operation = ReduceOp.SUM
+        if op is not None and tensor is not None:
+            self.operation = check_operation(op, tensor.dtype)
+
+    @property
+    def worth_sending(self) -> bool:
+        return self.world_size > 1 and self.tensor is not None and self.tensor.numel() > 0
+
+    def copy(self) -> Tensor:
+        assert self.tensor is not None
+        return _ready(self.tensor, copy=True)
+
+    def result(self, x: Tensor) -> Tensor:
+        """Return `x` on the device of the argument."""
+        return x if self.tensor is None else x.to(self.tensor.device)
+
+    def words(self) -> Tensor:
+        """Return the note as whole numbers."""
+        kind = KINDS.index("send" if self.kind == "recv" else self.kind)
+        words = [kind, OPERATIONS.index(self.operation), -1 if self.root is None else self.root]
+        if self.tensor is None:
+            words += [-1, 0]
+        else:
+            words += [DTYPES.index(self.tensor.dtype), self.tensor.dim(), *self.tensor.shape]
+        words += [0] * (5 + MOST_DIMENSIONS - len(words))
+        return torch.tensor(words, dtype=torch.int64, device=wire.device())
+
+    def compare(self) -> None:
+        """Raise ArgumentError, on all processes, unless all are about to do the same."""
+        if self.world_size > 1:
+            notes = self._notes()
+            if any(words != notes[0] for words in notes):
+                self._disagree(notes)
+
+    def compare_with_source(self) -> tuple[list[int], torch.dtype]:
+        """As `compare`, where only the source knows the tensor; return its shape and dtype."""
+        assert self.root is not None
+        if self.world_size == 1:
+            return _shape_of(self.words().tolist())
+        notes = self._notes()
+        if any(words[:3] != notes[0][:3] for words in notes):
+            self._disagree(notes)
+        return _shape_of(notes[self.root])
+
+    def _notes(self) -> list[list[int]]:
+        mine = self.words()
+        return [words.tolist() for words in wire.all_gather_(_alike(mine), mine)]
+
+    def check_peer(self, peer: int) -> None:
+        if peer == self.rank:
+            raise ArgumentError(f"{self.kind}: rank {peer} is this process itself")
+
+    def _disagree(self, notes: list[list[int]]) -> None:
+        calls = "; ".join(f"rank {rank} called {_text(words)}" for rank, words in enumerate(notes))
+        raise ArgumentError(f"{self.kind}: the processes do not fit together: {calls}; all must make the same call")
+
+
+@contextlib.contextmanager
+def _call(
+    kind: str, tensor: Tensor | None, root: int | None = None, op: ReduceOp | str | None = None
+) -> Iterator[_Note]:
+    """Give the note of a call; what torch raises inside becomes an error that says where it happened."""
+    note = _Note(kind, tensor, root, op)
+    try:
+        with torch.no_grad():
+            yield note
+    except GroupError:
+        raise
+    except RuntimeError as error:
+        raise GroupError(
+            f"{kind} failed on rank {note.rank} of {note.world_size}; perhaps another process has ended, see what it "
+            f"printed. Torch says: {error}"
+        ) from None
+
+
+def _ready(x: Tensor, copy: bool = False) -> Tensor:
+    """Return `x` as the backend takes it: contiguous, on its device, without gradient; with `copy` not `x` itself."""
+    there = x.detach().to(wire.device()).contiguous()
+    return there.clone() if copy and there.data_ptr() == x.data_ptr() else there
+
+
+def _alike(x: Tensor) -> list[Tensor]:
+    """Return memory for a tensor like `x` from each process."""
+    return [torch.empty_like(x) for _ in range(dist.get_world_size())]
+
+
+def _check_tensor(kind: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        cure = "; torch.as_tensor makes one" if type(x).__module__ == "numpy" else ""
+        raise ArgumentError(f"{kind}: got a {type(x).__name__}, wanted a torch tensor{cure}")
+    if x.layout != torch.strided:
+        raise ArgumentError(f"{kind}: got a sparse tensor ({x.layout}), wanted a dense one: use .to_dense()")
+    if x.dtype not in DTYPES:
+        raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent")
+    if x.dim() > MOST_DIMENSIONS:
+        raise ArgumentError(f"{kind}: got {x.dim()} dimensions, at most {MOST_DIMENSIONS} can be sent: flatten it")
+    if dist.get_backend() == "nccl" and x.device.type != "cuda":
+        raise ArgumentError(f"{kind}: NCCL carries CUDA tensors, got one on {x.device}: use .cuda(), or backend='gloo'")
+
+
+def _check_parts(parts: list[Any]) -> None:
+    size = dist.get_world_size()
+    if len(parts) != size:
+        raise ArgumentError(f"scatter: got {len(parts)} tensors for {size} processes, wanted one for each")
+    for part in parts:
+        _check_tensor("scatter", part)
+        if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
+            raise ArgumentError(
+                f"scatter: the tensors must be alike, got {parts[0].dtype} {tuple(parts[0].shape)} and {part.dtype} "
+                f"{tuple(part.shape)}"
+            )
+
+
+def _shape_of(words: list[int]) -> tuple[list[int], torch.dtype]:
+    return words[5 : 5 + words[4]], DTYPES[words[3]]
+
+
+def _text(words: list[int]) -> str:
+    """Return a note as the call it stands for."""
+    kind, given = KINDS[words[0]], []
+    if words[3] >= 0:
+        shape, dtype = _shape_of(words)
+        given.append(f"{str(dtype).removeprefix('torch.')} {tuple(shape)}")
+    if words[2] >= 0:
+        given.append(f"{'src' if kind in ('broadcast', 'scatter') else 'dst'}={words[2]}")
+    if "reduce" in kind:
+        given.append(f"op={OPERATIONS[words[1]].value!r}")
+    return f"{kind}({', '.join(given)})"

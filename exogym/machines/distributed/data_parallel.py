@@ -1,0 +1,105 @@
+"""Data parallel training by hand: torch's own wrapper and sampler, under the names and arguments of the documents."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from exogym.errors import ArgumentError, check_count, checked, nearest
+from exogym.machines.distributed.group import get_rank, get_world_size
+
+_DDP = nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(_DDP):
+    """Torch's DistributedDataParallel, which averages gradients in buckets while backward still runs.
+
+    Args:
+        module: the model, on its device.
+        bucket_size_mb: another name for torch's `bucket_cap_mb`, mebibytes of gradients sent at once (25).
+        options: those of torch: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
+
+    Raises:
+        ArgumentError: an unknown option, or both names of the same one.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, bucket_size_mb: float | None = None, **options: Any):
+        known = [n for n in inspect.signature(_DDP.__init__).parameters if n != "self"]
+        for name in options:
+            if name not in known:
+                raise ArgumentError(
+                    f"DistributedDataParallel() has no argument {name!r}: {nearest(name, [*known, 'bucket_size_mb'])}"
+                )
+        if bucket_size_mb is not None:
+            if "bucket_cap_mb" in options:
+                raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are one and the same: give one")
+            if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or bucket_size_mb <= 0:
+                raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} must be a number of mebibytes above 0")
+            options["bucket_cap_mb"] = bucket_size_mb
+        super().__init__(module, *args, **options)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside `with no_sync(model):` gradients add up on each process and are not averaged; the next backward outside
+    averages the whole sum. For gradient accumulation.
+
+    Raises:
+        ArgumentError: `model` is not wrapped in DistributedDataParallel.
+    """
+    if not isinstance(model, _DDP):
+        raise ArgumentError(
+            f"no_sync() wants a model wrapped in DistributedDataParallel, got a {type(model).__name__}, whose "
+            "gradients nobody synchronises"
+        )
+    return model.no_sync()
+
+
+class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
+    """Torch's DistributedSampler, which also takes the size of a data set for the data set.
+
+    The indices are torch's: an order drawn from (seed, epoch) if `shuffle`, dealt out in turn, filled up from its start
+    (or cut, with `drop_last`) so that all processes get equally many. Call `set_epoch` before each epoch.
+
+    Args:
+        dataset: the data set; or leave it out and give `dataset_size`.
+        num_replicas, rank: among how many processes, and which this is; None: those of the process group.
+
+    Raises:
+        ArgumentError: neither or both of data set and size, or a rank outside.
+        GroupError: `num_replicas` or `rank` is left out where there is no process group.
+
+    >>> list(DistributedSampler(dataset_size=5, num_replicas=2, rank=1, shuffle=False))
+    [1, 3, 0]
+    """
+
+    @checked
+    def __init__(
+        self,
+        dataset: Dataset[Any] | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        dataset_size: int | None = None,
+    ):
+        if (dataset is None) == (dataset_size is None):
+            raise ArgumentError("give either a data set or dataset_size=, its number of examples")
+        if isinstance(dataset, int):
+            raise ArgumentError(f"got {dataset} for the data set; a size is given by name: dataset_size={dataset}")
+        if dataset_size is not None:
+            check_count("dataset_size", dataset_size)
+        num_replicas = get_world_size() if num_replicas is None else num_replicas
+        rank = get_rank() if rank is None else rank
+        check_count("num_replicas", num_replicas)
+        check_count("rank", rank, least=0)
+        if rank >= num_replicas:
+            raise ArgumentError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
+        examples: Any = range(dataset_size) if dataset_size is not None else dataset
+        super().__init__(examples, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)

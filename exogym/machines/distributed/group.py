@@ -1,0 +1,218 @@
+"""The process group: joining it, leaving it, and who is in it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from exogym.core.engine.world import join_group, leave_group
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError, ExoGymError, check_count, checked
+from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
+
+
+class GroupError(ExoGymError, RuntimeError):
+    """There is no process group, there is one already, or a member of it was lost."""
+
+
+@checked
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    *,
+    timeout_s: float | None = None,
+    store: dist.Store | None = None,
+) -> None:
+    """Join the world of processes. Every process calls this once, before any collective.
+
+    Under `python -m exogym.launch` or `torchrun` no argument is needed: rank and world size come from their
+    environment. Without a launcher the process is a world of its own (and a line on stderr says so). With "nccl" the
+    GPU of the local rank becomes the current one.
+
+    Args:
+        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for it). None: what the
+            launcher was given, else "nccl" if every process of this machine has a GPU of its own, else "gloo".
+        init_method: where the processes meet: "env://" (MASTER_ADDR and MASTER_PORT, the default), "tcp://host:port" or
+            "file:///path".
+        world_size: number of processes; None: WORLD_SIZE of the environment. 1 is a world of its own.
+        rank: this process, 0 to world_size - 1; None: RANK of the environment.
+        timeout_s: seconds after which a collective that not all have joined fails; None: torch's default.
+        store: a torch store to meet in, instead of `init_method`.
+
+    Raises:
+        ArgumentError: an unknown backend, one that cannot be used here, or a rank or address that is missing or wrong.
+        GroupError: there is a process group already.
+
+    >>> init_process_group("gloo", world_size=1, rank=0)
+    >>> get_rank(), get_world_size()
+    (0, 1)
+    >>> destroy_process_group()
+    """
+    if is_initialized():
+        raise GroupError("this process is in a process group already: call destroy_process_group() first")
+    backend = choose_backend(backend)
+    options = _timeout(timeout_s)
+    if backend == "mpi":
+        if (init_method, world_size, rank, store) != (None, None, None, None):
+            raise ArgumentError("backend='mpi': mpirun gives ranks and world size; leave out the arguments beside it")
+        join_group("mpi", **options)
+        return
+    world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))
+    if store is not None and init_method is not None:
+        raise ArgumentError(f"init_method={init_method!r} and store= were both given: give one")
+    if store is None and init_method in (None, "env://"):
+        init_method = "env://"
+        if world_size == 1:
+            store, init_method = dist.HashStore(), None
+        elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+            raise ArgumentError(
+                f"world_size={world_size}, but the environment has no {' and no '.join(missing)}: start the script "
+                "with python -m exogym.launch, or give init_method='tcp://host:port'"
+            )
+    if backend == "nccl":
+        torch.cuda.set_device(_own_gpu())
+    join_group(backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options)
+
+
+def destroy_process_group() -> None:
+    """Leave the process group; does nothing where there is none."""
+    leave_group()
+
+
+def is_initialized() -> bool:
+    """Say whether this process is in a process group (made here or by torch itself)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    """Return the rank of this process, 0 to world size - 1. Raises GroupError without a process group."""
+    require_group("get_rank")
+    return dist.get_rank()
+
+
+def get_world_size() -> int:
+    """Return the number of processes in the group. Raises GroupError without a process group."""
+    require_group("get_world_size")
+    return dist.get_world_size()
+
+
+def require_group(caller: str) -> None:
+    """Raise GroupError unless this process is in a process group."""
+    if not is_initialized():
+        raise GroupError(f"{caller}() was called outside a process group: call init_process_group() first")
+
+
+def get_distributed_info() -> dict[str, Any]:
+    """Return what is known of this process and its world; works without a process group too.
+
+    `available` (torch can), `initialized`, `backend` (None without a group), `backends` (usable here), `world_size`,
+    `rank`, `local_rank`, `local_world_size`, `node_rank` (without a group: as the launcher says, else a world of one),
+    `device` (where the tensors of this backend live), `hostname`, `pid`, `master_addr` and `master_port` (None if
+    unset), `restart_count` (times the launcher has started the processes again).
+
+    >>> info = get_distributed_info()
+    >>> info["initialized"], info["world_size"], info["rank"]
+    (False, 1, 0)
+    """
+    initialized = is_initialized()
+    backend = dist.get_backend() if initialized else None
+    usable = available_backends()
+    port = _number("MASTER_PORT")
+    return {
+        "available": bool(usable),
+        "initialized": initialized,
+        "backend": backend,
+        "backends": usable,
+        "world_size": dist.get_world_size() if initialized else (_number("WORLD_SIZE") or 1),
+        "rank": dist.get_rank() if initialized else (_number("RANK") or 0),
+        "local_rank": _number("LOCAL_RANK") or 0,
+        "local_world_size": _number("LOCAL_WORLD_SIZE") or 1,
+        "node_rank": _number("GROUP_RANK") or 0,
+        "device": f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu",
+        "hostname": socket.gethostname(),
+        "pid": os.getpid(),
+        "master_addr": os.environ.get("MASTER_ADDR"),
+        "master_port": port,
+        "restart_count": _number("TORCHELASTIC_RESTART_COUNT") or 0,
+    }
+
+
+def choose_backend(backend: str | None) -> str:
+    """Return the backend to use where `backend` was asked for; see `init_process_group`."""
+    if backend is None:
+        backend = os.environ.get(BACKEND_VARIABLE)
+    if backend is None:
+        own_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= (_number("LOCAL_WORLD_SIZE") or 1)
+        backend = "nccl" if own_gpus and "nccl" in available_backends() else "gloo"
+    check_backend(backend)
+    return backend
+
+
+def _number(name: str) -> int | None:
+    """Return the whole number in environment variable `name`, or None if it is not set."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"the environment has {name}={text!r}, wanted a whole number") from None
+
+
+def _place(world_size: int | None, rank: int | None, through_environment: bool) -> tuple[int, int]:
+    """Return (world size, rank) from what was given and what the launcher says."""
+    for name, given, least in (("world_size", world_size, 1), ("rank", rank, 0)):
+        if given is not None:
+            check_count(name, given, least)
+    said_size, said_rank = _number("WORLD_SIZE"), _number("RANK")
+    if through_environment and world_size != 1:
+        for name, given, said in (("world_size", world_size, said_size), ("rank", rank, said_rank)):
+            if given is not None and said is not None and given != said:
+                raise ArgumentError(
+                    f"{name}={given} was given, but the launcher says {said}: leave {name}= out (or, to meet "
+                    "elsewhere, give init_method= or store=)"
+                )
+    if world_size == 1 and rank is None:
+        rank = 0
+    if world_size is None and rank is None and said_size is None and said_rank is None:
+        if not through_environment:
+            raise ArgumentError("world_size= and rank= are needed with init_method= or store=")
+        notice("no launcher has set RANK and WORLD_SIZE: this process is a world of one")
+        return 1, 0
+    world_size = said_size if world_size is None else world_size
+    rank = said_rank if rank is None else rank
+    if world_size is None or rank is None:
+        name = "world_size" if world_size is None else "rank"
+        raise ArgumentError(f"{name}= is missing, and the environment has no {name.upper()}: give both or neither")
+    if rank >= world_size:
+        raise ArgumentError(f"rank={rank} is not in a world of world_size={world_size}: ranks count from 0")
+    return world_size, rank
+
+
+def _timeout(timeout_s: float | None) -> dict[str, Any]:
+    if timeout_s is None:
+        return {}
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ArgumentError(f"timeout_s={timeout_s!r} must be a number of seconds above 0")
+    return {"timeout": datetime.timedelta(seconds=timeout_s)}
+
+
+def _own_gpu() -> int:
+    """Return the GPU of this process: that of its local rank, or the only one that it was given to see."""
+    local_rank, gpus = _number("LOCAL_RANK") or 0, torch.cuda.device_count()
+    if local_rank < gpus:
+        return local_rank
+    if gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return 0
+    raise ArgumentError(
+        f"backend='nccl' wants a GPU for each process: this is local rank {local_rank}, and there are {gpus} GPUs; "
+        f"start at most {gpus} processes on this machine, or use backend='gloo'"
+    )

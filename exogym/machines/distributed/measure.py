@@ -1,0 +1,245 @@
+"""The self-test: every collective against the result known in advance, then its bandwidth and latency."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.core.progress import readable_bytes
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.machines.distributed import collectives, wire
+from exogym.machines.distributed.group import GroupError, require_group
+from exogym.machines.distributed.operation import ReduceOp
+
+Row = dict[str, Any]
+ITEM_BYTES = 4
+DEFAULT_SIZES_BYTES = (1 << 12, 1 << 20, 1 << 24)
+TOLERANCE = 1e-6  # of an average; everything else is exact
+
+
+@checked
+def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5) -> list[Row]:
+    """Check and time every collective; all processes call it, and all get the same rows.
+
+    The results are those of small whole numbers and powers of two, so they are exact and known beforehand (every
+    operation at every size; every root at the smallest size). What is timed is torch's bare collective, on float32
+    tensors; the time of a call is that of the slowest process, and the median of `repeats` counts. Before it there is a
+    call that is not timed.
+
+    Args:
+        sizes_bytes: sizes to measure; of gather, all_gather, scatter and reduce_scatter the size is that of all parts
+            together. Rounded up to a multiple of 4 bytes times the processes.
+        repeats: timed calls of each size.
+
+    Returns:
+        One row per collective and size: `collective`, `size_bytes`, `world_size`, `time_s`, `bytes_per_s` (size over
+        time), `bus_bytes_per_s` (the same times the share that crosses each link under the best algorithm: 2 (n - 1)/n
+        for all_reduce; (n - 1)/n for all_gather, reduce_scatter, gather and scatter; 1 for broadcast, reduce and send),
+        and `latency_s`, the time of the collective's smallest message, 4 bytes per process.
+
+    Raises:
+        GroupError: a result is wrong (the message says which, and where), a member was lost, or there is no group.
+        ArgumentError: a world of one process, which has nobody to talk to.
+    """
+    require_group("self_test")
+    for size in sizes_bytes:
+        check_count("sizes_bytes", size)
+    check_count("repeats", repeats)
+    n = dist.get_world_size()
+    if n == 1:
+        raise ArgumentError(
+            "the self-test wants at least two processes: "
+            "python -m exogym.launch --nproc_per_node 2 -m exogym.distributed"
+        )
+    unit = ITEM_BYTES * n
+    sizes = sorted({-(-size // unit) * unit for size in sizes_bytes})
+    rows: list[Row] = []
+    for name, share in SHARES.items():
+        for size in sizes:
+            _check(name, size // ITEM_BYTES, roots=range(n) if size == sizes[0] else range(1))
+        latency_s = _time(name, n, 4 * repeats)
+        for size in sizes:
+            time_s = _time(name, size // ITEM_BYTES, repeats)
+            rate = size / time_s
+            rows.append(
+                {
+                    "collective": name,
+                    "size_bytes": size,
+                    "world_size": n,
+                    "time_s": time_s,
+                    "bytes_per_s": rate,
+                    "bus_bytes_per_s": rate * share(n),
+                    "latency_s": latency_s,
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows of a self-test as a readable table.
+
+    >>> row = dict(collective="reduce", size_bytes=4096, world_size=2, time_s=1e-3, bytes_per_s=4.096e6)
+    >>> print(table([row | dict(bus_bytes_per_s=4.096e6, latency_s=5e-5)]))
+    collective        size      time  size/time  bus/time   latency
+    reduce          4.1 kB      1 ms  4.1 MB/s   4.1 MB/s     50 us
+    """
+    head = ("collective", "size", "time", "size/time", "bus/time", "latency")
+    lines = [f"{head[0]:<15}{head[1]:>7}{head[2]:>10}  {head[3]:<9}  {head[4]:<9}{head[5]:>9}"]
+    for row in rows:
+        rate, bus = (f"{readable_bytes(row[key])}/s" for key in ("bytes_per_s", "bus_bytes_per_s"))
+        lines.append(
+            f"{row['collective']:<15}{readable_bytes(row['size_bytes']):>7}{_seconds(row['time_s']):>10}  {rate:<9}  "
+            f"{bus:<9}{_seconds(row['latency_s']):>9}"
+        )
+    return "\n".join(lines)
+
+
+def _seconds(time_s: float) -> str:
+    scale, unit = next(((s, u) for s, u in ((1, "s"), (1e-3, "ms")) if time_s >= s), (1e-6, "us"))
+    return f"{time_s / scale:.3g} {unit}"
+
+
+# The numbers: process `rank` holds (i mod 7) + 2 rank + 1, whose mean over n processes is (i mod 7) + n.
+
+
+def _values(rank: int, count: int) -> Tensor:
+    return (torch.arange(count, device=wire.device()) % 7 + 2 * rank + 1).float()
+
+
+def _powers(rank: int, count: int) -> Tensor:
+    return 2.0 ** ((torch.arange(count, device=wire.device()) + rank) % 2)
+
+
+def _reductions(count: int) -> dict[ReduceOp, Tensor]:
+    n = dist.get_world_size()
+    mean = _values(0, count) - 1 + n
+    doubled = torch.stack([_powers(rank, 2) for rank in range(n)]).prod(0)  # of an even and an odd place
+    return {
+        ReduceOp.SUM: mean * n,
+        ReduceOp.AVERAGE: mean,
+        ReduceOp.MIN: _values(0, count),
+        ReduceOp.MAX: _values(n - 1, count),
+        ReduceOp.PRODUCT: doubled[torch.arange(count, device=mean.device) % 2],
+    }
+
+
+def _check(name: str, count: int, roots: range) -> None:
+    """Run a collective on `count` numbers with every operation and root, and compare with what must come out."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mine, part = _values(rank, count), count // n
+    if name == "broadcast":
+        for root in roots:
+            _expect(name, collectives.broadcast(mine, root), _values(root, count))
+    elif name in ("all_reduce", "reduce", "reduce_scatter"):
+        for op, wanted in _reductions(count).items():
+            given = _powers(rank, count) if op == ReduceOp.PRODUCT else mine
+            if name == "all_reduce":
+                _expect(name, collectives.all_reduce(given, op), wanted, op)
+            elif name == "reduce_scatter":
+                got = collectives.reduce_scatter(given, op)
+                _expect(name, got, wanted[rank * part : (rank + 1) * part], op)
+            else:
+                for root in roots:
+                    _expect(name, collectives.reduce(given, root, op), wanted if rank == root else None, op)
+    elif name == "all_gather":
+        _expect_all(name, collectives.all_gather(mine[:part]), [_values(r, part) for r in range(n)])
+    elif name == "gather":
+        for root in roots:
+            gathered = collectives.gather(mine[:part], root)
+            _expect_all(name, gathered, [_values(r, part) for r in range(n)] if rank == root else None)
+    elif name == "scatter":
+        for root in roots:
+            parts = [_values(root + r, part) for r in range(n)] if rank == root else None
+            _expect(name, collectives.scatter(parts, root), _values(root + rank, part))
+    else:  # round the ring: everyone but rank 0 waits first
+        if rank == 0:
+            collectives.send(mine, 1)
+        _expect(name, collectives.recv((rank - 1) % n), _values((rank - 1) % n, count))
+        if rank > 0:
+            collectives.send(mine, (rank + 1) % n)
+
+
+def _expect_all(name: str, got: list[Tensor] | None, wanted: list[Tensor] | None) -> None:
+    if got is None or wanted is None:
+        _expect(name, None if got is None else got[0], None if wanted is None else wanted[0])
+        return
+    for one, other in zip(got, wanted, strict=True):
+        _expect(name, one, other)
+
+
+def _expect(name: str, got: Tensor | None, wanted: Tensor | None, op: ReduceOp | None = None) -> None:
+    if got is None and wanted is None:
+        return
+    if got is not None and wanted is not None and got.shape == wanted.shape:
+        if torch.equal(got, wanted):
+            return
+        allowed = wanted.abs() * (TOLERANCE if op == ReduceOp.AVERAGE else 0.0)
+        wrong = ((got - wanted).abs() > allowed).nonzero()
+        if not len(wrong):
+            return
+        place = int(wrong[0])
+        difference = f"element {place} is {got[place].item()}, wanted {wanted[place].item()}"
+    else:
+        shapes = ["nothing" if x is None else str(tuple(x.shape)) for x in (got, wanted)]
+        difference = f"got {shapes[0]}, wanted {shapes[1]}"
+    which = name if op is None else f"{name}(op={op.value!r})"
+    raise GroupError(f"self-test: {which} is wrong on rank {dist.get_rank()} of {dist.get_world_size()}: {difference}")
+
+
+def _time(name: str, count: int, repeats: int) -> float:
+    """Return the median seconds of the bare collective, each as slow as its slowest process."""
+    call = _bare(name, count)
+    took = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        if wire.device().type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - start)
+    slowest = wire.all_reduce_(torch.tensor(took[1:], device=wire.device()), ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def _bare(name: str, count: int) -> Callable[[], Any]:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x, received = torch.zeros(2, count, device=wire.device()).unbind(0)
+    part = x[: count // n].clone()
+    parts = list(received.view(n, -1).unbind(0))
+    at_root = parts if rank == 0 else None
+    op = ReduceOp.SUM
+
+    def send_and_receive() -> None:
+        if rank == 0:
+            wire.send(x, 1)
+        elif rank == 1:
+            wire.receive_(x, 0)
+
+    return {
+        "broadcast": lambda: wire.broadcast_(x, 0),
+        "reduce": lambda: wire.reduce_(x, 0, op),
+        "all_reduce": lambda: wire.all_reduce_(x, op),
+        "scatter": lambda: wire.scatter_(part, at_root, 0),
+        "gather": lambda: wire.gather_(at_root, part, 0),
+        "all_gather": lambda: wire.all_gather_(parts, part),
+        "reduce_scatter": lambda: wire.reduce_scatter_(part, received, x, op),
+        "send": send_and_receive,
+    }[name]
+
+
+SHARES: dict[str, Callable[[int], float]] = {
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "send": lambda n: 1.0,
+}

@@ -1,0 +1,284 @@
+"""What a prediction starts from: every collective by size, warm and cold, every pair's link, the step of one's model.
+
+Collectives are those of a run: the communicator's, carried by the wire between processes, with the copies and sums that
+these make. Of all-reduces both are probed, the library's (`reduction="native"`) and the exact one ("exact all_reduce").
+The fields are those that `Network.of` reads (docs/network.md, "From measurements").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.core.communicator import Communicator
+from exogym.core.engine.sockets import ports_closed_afterwards
+from exogym.core.engine.wire import ProcessWire
+from exogym.errors import DataError, check_choice, checked
+from exogym.machines.distributed import wire
+from exogym.machines.distributed.group import require_group
+from exogym.machines.distributed.measure import ITEM_BYTES, Row, self_test
+from exogym.machines.distributed.operation import ReduceOp
+from exogym.network.probes import never_falling
+
+NAME_BYTES = 256  # of a host, at most
+PAIR_BYTES = 1 << 20  # of the message that measures a pair's bandwidth
+ROUND_TRIPS = 20
+PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+MOST_S = 1.0  # a collective of one size is timed for so long, but twice at least
+PAUSE_S = 0.01  # before each, in which lines come to rest, as they do while hosts compute
+MESSAGES = 20
+OF_ALL_PARTS = ("all_gather", "gather")  # of which a size is that of all parts together, where a payload is one
+COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # whose first time is measured, too
+KINDS = (*COLD, "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
+Call = Callable[[Tensor], Any]
+STEP = """
+import sys
+from exogym.study.compare import measured_evaluation_s, measured_step_s
+from exogym.machines.remote.profile import options_of
+from exogym.study.tasks import load_task
+
+sys.path.insert(0, "")
+task, batch_size, data, options = sys.argv[1:]
+loaded = load_task(task, data or None, **options_of(options))
+size = int(batch_size) if batch_size else None
+print(measured_step_s(loaded, size), "none" if loaded.val is None else measured_evaluation_s(loaded, size))
+"""
+
+
+@checked
+def measure(
+    sizes_bytes: Sequence[int] = PROBED_BYTES,
+    repeats: int = 5,
+    step_s: float | None = None,
+    task: str | None = None,
+    evaluation_s: float | None = None,
+    kinds: Sequence[str] = KINDS,
+) -> tuple[list[Row], dict[str, Any]]:
+    """Check all collectives, time them and probe the links; all processes call it, and all get the same.
+
+    The self-test runs at the smallest size. Then each collective is timed at every size, over connections that are in
+    use, and is as slow as its slowest process; the median counts. By how much the first one takes longer is measured in
+    a new group of all processes, at the smallest size. A pair's latency is half the round trip of 4 bytes, its
+    bandwidth that of 1 MiB less this; pairs take turns. What else the hosts do only adds time, and more bytes never
+    take less of it, so a probe that took longer than a larger one has the time of that one.
+
+    Args:
+        sizes_bytes: to probe, beside 4 bytes for each process; of gathers the size is that of all parts together.
+            Rounded up to a multiple of 4 bytes times the processes.
+        repeats: most timed calls of each size; those of more than a second are timed twice.
+        step_s, task, evaluation_s: seconds of a step of one's model on this host, on all or on none, what was trained,
+            and seconds of an evaluation of its validation set.
+        kinds: which collectives, of `KINDS`.
+
+    Returns:
+        The rows of the self-test, and the fields of a file for `Network.of`, one node for each process.
+
+    Raises:
+        GroupError, ArgumentError: as `self_test`.
+    """
+    require_group("measure")
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    rows = self_test([min(sizes_bytes)], repeats)
+    unit = ITEM_BYTES * dist.get_world_size()
+    sizes = sorted({-(-size // unit) * unit for size in (unit, *sizes_bytes)})
+    return rows, _fields(sizes, repeats, kinds, {"step_s": step_s, "evaluation_s": evaluation_s}, task)
+
+
+def step_seconds(
+    task: str, batch_size: int | None = None, data: str | None = None, options: str = ""
+) -> tuple[float, float | None]:
+    """Return the median seconds of a step of a task here, and those of an evaluation of its validation set.
+
+    They are measured in a process of its own that is in no world. A task without a validation set has None.
+
+    Args:
+        options: of the task, as a profile's `task_options`.
+
+    Raises:
+        DataError: it could not be trained; the message has the last line that the process said.
+    """
+    world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    alone = {name: value for name, value in os.environ.items() if name not in world and name[:8] != "EXOGYM_N"}
+    words = [sys.executable, "-c", STEP, task, "" if batch_size is None else str(batch_size), data or "", options]
+    done = subprocess.run(words, env=alone, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise DataError(f"a step of the task {task!r} cannot be measured: {said[-1] if said else done.returncode}")
+    step_s, evaluation_s = done.stdout.split()[-2:]
+    return float(step_s), None if evaluation_s == "none" else float(evaluation_s)
+
+
+def as_line(fields: dict[str, Any]) -> str:
+    """Return the fields as one line of JSON."""
+    return json.dumps(fields)
+
+
+def _fields(
+    sizes: Sequence[int], repeats: int, kinds: Sequence[str], own_s: Mapping[str, float | None], task: str | None
+) -> dict[str, Any]:
+    n = dist.get_world_size()
+    calls = _calls(n)
+    tables: dict[str, dict[float, float]] = {}
+    for kind in kinds:
+        parts = n if kind in OF_ALL_PARTS else 1
+        times = {size // parts: _times(calls[kind], _numbers(kind, size), repeats) for size in sizes}
+        tables[kind] = never_falling({size: statistics.median(took) for size, took in times.items()})
+    fields: dict[str, Any] = {
+        "num_nodes": n,
+        "hosts": _hosts(),
+        "pairs": _pairs(),
+        "collectives": {kind: {str(size): s for size, s in table.items()} for kind, table in tables.items()},
+        "first": {kind: _first(kind, sizes[0], table) for kind, table in tables.items() if kind in COLD},
+        "message_s": _message_s(),
+        "versions": {
+            "torch": torch.__version__, "python": sys.version.split()[0], "backend": dist.get_backend(),
+        },
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    for name, own in own_s.items():
+        mine = torch.tensor([-1.0 if own is None else own], dtype=torch.float64, device=wire.device())
+        seconds = [float(x) for x in wire.all_gather_([torch.empty_like(mine) for _ in range(n)], mine)]
+        if min(seconds) >= 0:
+            fields[name] = seconds
+            fields["versions"] |= {"task": task}
+    return fields
+
+
+def _wire(n: int, group: dist.ProcessGroup | None = None, native: bool = False) -> ProcessWire:
+    return ProcessWire([[process] for process in range(n)], group, native)
+
+
+def _calls(n: int, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
+    """Return the collectives as strategies call them, one node in each process."""
+    native, exact = (Communicator([dist.get_rank()], n, _wire(n, group, is_native)) for is_native in (True, False))
+    return {
+        "all_reduce": lambda x: native.all_reduce(x, out=x),
+        "exact all_reduce": lambda x: exact.all_reduce(x, out=x),
+        "broadcast": exact.broadcast,
+        "all_gather": exact.all_gather,
+        "reduce": exact.reduce,
+        "reduce_scatter": exact.reduce_scatter,
+        "gather": exact.gather,
+        "scatter": exact.scatter,
+        "all_to_all": exact.all_to_all,
+    }
+
+
+def _numbers(kind: str, size: int) -> Tensor:
+    """Return what a node hands over in a collective of so many bytes."""
+    n, count = dist.get_world_size(), size // ITEM_BYTES
+    if kind in OF_ALL_PARTS:
+        return torch.zeros(1, count // n, device=wire.device())
+    x = torch.zeros(1, count, device=wire.device())
+    return x.view(1, n, -1) if kind in ("reduce_scatter", "scatter", "all_to_all") else x
+
+
+def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
+    """Return the seconds of a few calls, each as slow as its slowest process, after one that is not timed."""
+
+    def once() -> float:
+        time.sleep(PAUSE_S)
+        dist.barrier()
+        start = time.perf_counter()
+        call(x)
+        _finish()
+        return time.perf_counter() - start
+
+    (trial_s,) = _slowest([once()])
+    times = max(2, min(repeats, int(MOST_S / trial_s)))
+    return _slowest([once() for _ in range(times)])
+
+
+def _slowest(took: Sequence[float]) -> list[float]:
+    """Return the seconds of the slowest process for each of some calls."""
+    both = torch.tensor(took, dtype=torch.float64, device=wire.device())
+    found: list[float] = wire.all_reduce_(both, ReduceOp.MAX).tolist()
+    return found
+
+
+def _message_s() -> float:
+    """Return the seconds in which processes agree on a few bytes: whether to stop, and what the losses are."""
+    between = _wire(dist.get_world_size())
+
+    def both(x: Tensor) -> None:
+        between.agree(False)
+        between.rows(x, range(len(between.placement)))
+
+    return statistics.median(_times(both, torch.zeros(1, 1, device=wire.device()), MESSAGES)) / 2
+
+
+def _hosts() -> list[str]:
+    """Return the name of each process's host."""
+    name = socket.gethostname().encode()[:NAME_BYTES]
+    own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    names = [torch.empty(NAME_BYTES, dtype=torch.uint8, device=wire.device()) for _ in range(dist.get_world_size())]
+    gathered = wire.all_gather_(names, own.to(wire.device()))
+    return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
+
+
+def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
+    """Return the seconds of the largest of a kind, were it the first of its group."""
+    n = dist.get_world_size()
+    with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():
+        group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    call, x = _calls(n, group)[kind], _numbers(kind, size)
+    dist.barrier()
+    start = time.perf_counter()
+    call(x)
+    _finish()
+    (took,) = _slowest([time.perf_counter() - start])
+    dist.destroy_process_group(group)
+    return table[max(table)] + max(0.0, took - table[min(table)])
+
+
+def _pairs() -> list[list[list[float] | None]]:
+    """Return [i][j] the bits per second and the latency from i to j; None from a process to itself."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    found = torch.zeros(n, n, 2, dtype=torch.float64)
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=wire.device()) for size in (ITEM_BYTES, PAIR_BYTES))
+    for i in range(n):
+        for j in range(n):
+            dist.barrier()
+            if i != j and rank in (i, j):
+                trips = [_round_trip_s(i, j, small, small) for _ in range(ROUND_TRIPS + 1)]
+                latency_s = statistics.median(trips[1:]) / 2
+                longer_s = [_round_trip_s(i, j, large, small) - 2 * latency_s for _ in range(3)]
+                seconds = max(statistics.median(longer_s), latency_s / PAIR_BYTES)
+                if rank == i:
+                    found[i, j] = torch.tensor([8 * PAIR_BYTES / seconds, latency_s])
+    total = wire.all_reduce_(found.to(wire.device()), ReduceOp.SUM).cpu()
+    return [[None if i == j else total[i, j].tolist() for j in range(n)] for i in range(n)]
+
+
+def _round_trip_s(i: int, j: int, there: Tensor, back: Tensor) -> float:
+    """Return the seconds in which i sends `there` to j and j answers with `back`, as i sees them."""
+    start = time.perf_counter()
+    if dist.get_rank() == i:
+        wire.send(there, j)
+        wire.receive_(back, j)
+    else:
+        wire.receive_(there, i)
+        wire.send(back, i)
+    _finish()
+    return time.perf_counter() - start
+
+
+def _finish() -> None:
+    if wire.device().type == "cuda":
+        torch.cuda.synchronize()

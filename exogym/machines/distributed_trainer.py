@@ -1,0 +1,187 @@
+"""One model over several devices with the usual loop's parts: a model, an optimizer, a loader of batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from exogym.core.engine.world import world_size
+from exogym.core.mesh import NodeMesh, PipelineParallel
+from exogym.core.progress import notice
+from exogym.core.record.history import History
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.strategy import OptimSpec, SimpleReduceStrategy
+from exogym.trainer import LocalTrainer
+
+BACKENDS = ("auto", "nccl", "gloo")
+
+
+class DistributedTrainer:
+    """Trains one model on `num_gpus` devices: `LocalTrainer` with one node, which is that many devices.
+
+    Started by `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. In one process the
+    result is the same to rounding, computed on one device, and that is said. Each batch of the loader is shared out: a
+    step is one step on the whole batch, as on one device.
+
+    Args:
+        model: as for `LocalTrainer`.
+        optimizer: one of torch's, made for this model's parameters, which gives its class and arguments; or what
+            strategies take, a name or an `OptimSpec`.
+        num_gpus: devices; None: as many as processes run this script, or as `node` has.
+        backend: "nccl" or "gloo" carries what processes say; "auto": NCCL where each has a GPU, else gloo. It plays no
+            part in one process.
+        node: another split than data parallelism with all sharded: a `NodeMesh`, or a `PipelineParallel`.
+        loss_fn: as for `LocalTrainer`.
+
+    Attributes:
+        history: of the last `train`.
+
+    Raises:
+        ArgumentError: an optimizer of other parameters, with several groups or that has stepped already; a number of
+            devices that is not that of the processes or of `node`; a backend that is not there.
+
+    >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    >>> loader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
+    >>> model = nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    >>> trainer = DistributedTrainer(model, optimizer, num_gpus=2, backend="gloo", loss_fn=nn.functional.mse_loss)
+    >>> model = trainer.train(loader, epochs=4)
+    >>> trainer.history.last["step"], trainer.history.last["train_loss"] < 0.1
+    (32, True)
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimSpec | str,
+        num_gpus: int | None = None,
+        backend: str = "auto",
+        *,
+        node: NodeMesh | PipelineParallel | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+    ):
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+        if backend == "mpi":
+            raise ArgumentError("backend='mpi': torch's own wheels have no MPI; give 'nccl', 'gloo' or 'auto'")
+        check_choice("backend", backend, BACKENDS)
+        if num_gpus is not None:
+            check_count("num_gpus", num_gpus)
+        self.model, self.loss_fn, self.history = model, loss_fn, History()
+        self.optim = spec_of(optimizer, model) if isinstance(optimizer, Optimizer) else OptimSpec.of(optimizer)
+        mesh = NodeMesh(stages=node) if isinstance(node, PipelineParallel) else node
+        world = world_size()
+        self.node = mesh or NodeMesh(shard=world if num_gpus is None else num_gpus)
+        if num_gpus is not None and num_gpus != self.node.size:
+            raise ArgumentError(f"num_gpus={num_gpus}, but node= has {self.node.size} devices: leave num_gpus out")
+        if world > 1:
+            self.node.groups(world, 1)
+            _check_backend(backend)
+
+    @checked
+    def train(
+        self,
+        train_loader: DataLoader[Any],
+        epochs: int = 1,
+        val_loader: DataLoader[Any] | None = None,
+        *,
+        accumulation_steps: int = 1,
+        seed: int = 0,
+    ) -> nn.Module:
+        """Train for so many epochs, and return the model; of several processes the main one's holds the numbers.
+
+        Args:
+            train_loader: its data set, batch size, order (shuffled or not) and workers are taken over; it is not
+                iterated itself. A last, short batch of an epoch is a step too.
+            val_loader: its data set is evaluated after each epoch.
+            accumulation_steps: batches of a step.
+            seed: of the order, and of what the model draws.
+
+        Raises:
+            ArgumentError: a loader with a sampler of its own, without a batch size, or that drops batches.
+            What `LocalTrainer.fit` raises.
+        """
+        given = _parts_of(train_loader, "train_loader")
+        validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]
+        if world_size() == 1 and self.node.size > 1:
+            notice(
+                f"one process computes what {self.node.size} devices would, to rounding and not faster; to train on "
+                f"them start this script by python -m exogym.launch --nproc_per_node {self.node.size}"
+            )
+        trainer = LocalTrainer(self.model, given["dataset"], validation, loss_fn=self.loss_fn)
+        try:
+            return trainer.fit(
+                SimpleReduceStrategy(self.optim), node=self.node, num_epochs=epochs, batch_size=given["batch_size"],
+                gradient_accumulation=accumulation_steps, shuffle=given["shuffle"], seed=seed,
+                dataloader_kwargs=given["kwargs"],
+            )  # fmt: skip
+        finally:
+            self.history = trainer.history
+
+
+def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
+    """Return class and arguments of an optimizer over all that `model` trains.
+
+    Raises:
+        ArgumentError: it has other parameters, several groups, or state.
+
+    >>> model = nn.Linear(2, 1)
+    >>> spec_of(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    OptimSpec(SGD, lr=0.1, momentum=0.9)
+    """
+    name = type(optimizer).__name__
+    if len(optimizer.param_groups) > 1:
+        raise ArgumentError(
+            f"the {name} has {len(optimizer.param_groups)} groups of parameters: give OptimSpec({name.lower()!r}, "
+            "groups=[(pattern, options), ...]) instead"
+        )
+    (group,) = optimizer.param_groups
+    given, trained = {id(p) for p in group["params"]}, {id(p) for p in model.parameters() if p.requires_grad}
+    if not trained <= given <= {id(p) for p in model.parameters()}:
+        raise ArgumentError(f"the {name} has other parameters than the model trains: make it with model.parameters()")
+    if optimizer.state:
+        raise ArgumentError(f"the {name} has stepped already, and what it keeps would be lost: give a new one")
+    signature = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in group.items() if key in signature and key != "params"}
+    return OptimSpec(type(optimizer), **{k: v for k, v in options.items() if v != signature[k].default})
+
+
+def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
+    """Return the data set of a loader, its batch size, whether it shuffles, and its other arguments that differ.
+
+    Raises:
+        ArgumentError: it is no loader, or one whose batches cannot be made again from these.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ArgumentError(f"{name} is a {type(loader).__name__}, wanted a torch.utils.data.DataLoader")
+    sampler = loader.sampler
+    if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
+        raise ArgumentError(f"{name} has no batch_size, or a data set without a length: give it a batch_size and one")
+    if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
+        raise ArgumentError(
+            f"{name} has a {type(sampler).__name__} of its own: examples are dealt to devices here; give shuffle=True "
+            "or False"
+        )
+    if loader.drop_last and len(loader.dataset) % loader.batch_size:  # type: ignore[arg-type]
+        raise ArgumentError(f"{name} drops its last batch, which is a short step here: leave drop_last out")
+    kwargs: dict[str, Any] = {} if loader.collate_fn is default_collate else {"collate_fn": loader.collate_fn}
+    kwargs |= {"num_workers": loader.num_workers} if loader.num_workers else {}
+    kwargs |= {"worker_init_fn": loader.worker_init_fn} if loader.worker_init_fn is not None else {}
+    return {
+        "dataset": loader.dataset, "batch_size": loader.batch_size, "shuffle": type(sampler) is RandomSampler,
+        "kwargs": kwargs or None,
+    }  # fmt: skip
+
+
+def _check_backend(backend: str) -> None:
+    """Raise ArgumentError unless `backend` is what the processes of this world talk through."""
+    own = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend not in ("auto", own):
+        raise ArgumentError(f"backend={backend!r}, but here processes talk through {own}: give 'auto' or {own!r}")

@@ -1,0 +1,126 @@
+"""`python -m exogym.launch [options] script.py [script arguments]`.
+
+Options stand before or after the script. Those of the launcher are taken wherever they stand, all others after the
+script are the script's; behind `--` everything is the script's. Exit status: that of the first process that failed;
+2 for bad input, 1 if the nodes did not meet, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from exogym.core.base.streams import STDERR, fill_in
+from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.machines.launch.config import LaunchConfig
+from exogym.machines.launch.launcher import DistributedLauncher
+
+HELP = {
+    "nproc_per_node": (int, "processes on this node"),
+    "nnodes": (int, "nodes that take part; start the launcher once on each"),
+    "node_rank": (int, "which of the nodes this is, 0 to nnodes - 1"),
+    "master_addr": (str, "name or address of node 0, needed with several nodes"),
+    "master_port": (int, "port of node 0 where the nodes meet (29500 with several nodes, else any free one)"),
+    "backend": (str, "gloo or nccl, for scripts whose init_process_group() names none"),
+    "max_restarts": (int, "times all processes are started again after one failed"),
+    "monitor_interval": (float, "seconds between two looks at the processes"),
+    "start_timeout": (int, "seconds within which all nodes must be there"),
+    "log_dir": (str, "folder for what each rank prints: training_rank_{rank}.log, appended to"),
+    "first_rank": (int, "added to the ranks in what is printed, where this launch is a part of something greater"),
+}
+ALIKE = 0.85  # a script's option this near to one of the launcher's is taken for a slip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ArgumentError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m exogym.launch",
+        usage="%(prog)s [options] script.py [script arguments]\n       %(prog)s [options] -m module [arguments]",
+        description="Run a script in several processes, on one machine or many.",
+        epilog="Options may stand before or after the script; behind -- everything is the script's. Each process finds "
+        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.",
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(LaunchConfig):
+        kind, text = HELP[field.name]
+        shown = "" if field.default is None else f" (default {field.default})"
+        spellings = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))
+        parser.add_argument(*spellings, dest=field.name, type=kind, default=field.default, help=text + shown)
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run this module, as python -m does")
+    return parser
+
+
+def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]:
+    """Return the launcher's own words, the script (None if there is none), whether it is a module, and its arguments.
+
+    >>> split(["train.py", "--nproc_per_node=4", "--lr", "0.1"])
+    (['--nproc_per_node=4'], 'train.py', False, ['--lr', '0.1'])
+    >>> split(["--nnodes", "1", "train.py", "--", "--backend", "mine"])
+    (['--nnodes', '1'], 'train.py', False, ['--backend', 'mine'])
+
+    Raises:
+        ArgumentError: an unknown option before the script, or after it one that looks like a slip.
+    """
+    own: list[str] = []
+    script: str | None = None
+    module, arguments = False, []
+    known = [f"--{name}" for name in HELP]
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+        if word == "--":
+            if script is None and rest:
+                script = rest.pop(0)
+            arguments += rest
+            break
+        if name in known:
+            own.append(word)
+            if "=" not in word and rest:
+                own.append(rest.pop(0))
+        elif script is None and word == "-m":
+            module, script = True, rest.pop(0) if rest else None
+        elif script is None and word in ("-h", "--help"):
+            own.append(word)
+        elif script is None and word.startswith("-"):
+            raise ArgumentError(f"there is no option {word.partition('=')[0]}: {nearest(name, known)}")
+        elif script is None:
+            script = word
+        elif word.startswith("--") and (alike := difflib.get_close_matches(name, known, 1, ALIKE)):
+            raise ArgumentError(
+                f"{word.partition('=')[0]} stands after the script and looks like {alike[0]}: correct it, or put it "
+                "behind -- if it is meant for the script"
+            )
+        else:
+            arguments.append(word)
+    return own, script, module, arguments
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line on `words` (those of the process if None) and return the exit status."""
+    fill_in()
+    try:
+        own, script, module, arguments = split(sys.argv[1:] if words is None else words)
+        options = vars(_parser().parse_args(own))
+        del options["module"]
+        if script is None:
+            raise ArgumentError("which script? Give one: python -m exogym.launch --nproc_per_node 2 script.py")
+        return DistributedLauncher(LaunchConfig(**options)).launch(script, *arguments, module=module)
+    except KeyboardInterrupt:
+        print("exogym.launch: interrupted", file=STDERR)
+        return 130
+    except ExoGymError as error:
+        print("exogym.launch: error: " + " ".join(str(error).split()), file=STDERR)
+        return 2 if isinstance(error, ArgumentError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

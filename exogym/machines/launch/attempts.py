@@ -1,0 +1,69 @@
+"""What is done right before torch's agent starts the processes, at the first attempt and at each restart."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from exogym.core.progress import notice
+from exogym.machines.launch.config import LaunchConfig
+from exogym.machines.launch.failures import AgentsRecord, first_failure, is_lost, tell
+from exogym.machines.launch.leftovers import kill_what_is_left
+from exogym.machines.launch.output import Output
+from exogym.machines.launch.rendezvous import Node
+
+
+class Attempts(DefaultLogsSpecs):
+    """Prepares the environment of the ranks; torch calls `reify` right before it starts them.
+
+    Args:
+        folder: where the ranks leave their error files.
+        output: told which rank each process of this node has.
+        node: knows the number of the attempt, the same on all nodes.
+        environment: added to each rank's environment.
+        config: of the launch.
+
+    Attributes:
+        record: notes which process of this node failed, once it listens to torch's agent.
+    """
+
+    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str], config: LaunchConfig):
+        super().__init__(log_dir=str(folder / "errors"))
+        self.folder, self.output, self.node, self.environment = folder, output, node, environment
+        self.config, self.record = config, AgentsRecord()
+        self.world_size, self.first_rank = 0, config.first_rank or 0
+        self._error_files: dict[int, str] = {}  # of the last attempt
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        kill_what_is_left(self.folder)
+        if self.node.attempt > 0:
+            most = self.config.max_restarts
+            of = f" of {most}" if self.node.attempt <= most else ""  # each node counts its own failures
+            notice(f"{self._who_failed()}; starting again (restart {self.node.attempt}{of})")
+        for local_rank, env in envs.items():
+            env.update(self.environment)
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self.node.attempt)
+            self.output.ranks[local_rank] = self.first_rank + int(env["RANK"])
+            self.world_size = int(env["WORLD_SIZE"])
+        made = super().reify(envs)
+        self.record.failed, self._error_files = None, made.error_files
+        return made
+
+    def _who_failed(self) -> str:
+        """Return which rank of this node ended the last attempt, and how; or that it was none of them."""
+        ranks, files = self.output.ranks, self._error_files
+        wrote = [local_rank for local_rank, path in files.items() if os.path.isfile(path)]
+        failures = {ranks[local_rank]: ProcessFailure(local_rank, 0, 1, files[local_rank]) for local_rank in wrote}
+        if self.record.failed is not None:
+            local_rank, pid, exitcode = self.record.failed
+            failures[ranks[local_rank]] = ProcessFailure(local_rank, pid, exitcode, files[local_rank])
+        if failures:
+            rank, failure = first_failure(failures)
+            if not is_lost(failure):
+                return tell(rank, failure)
+            if len(failures) < len(files):  # the silent one may have been killed, or stopped by torch's agent
+                return "a process failed"
+        return "a process on another host failed" if self.config.nnodes > 1 else "a process failed"

@@ -1,0 +1,109 @@
+"""What a launch is: how many processes, on how many nodes, and what to do when one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.errors import ArgumentError, check_count, nearest
+from exogym.machines.launch.backends import check_backend
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The description of a launch, checked when it is made.
+
+    Args:
+        nproc_per_node: processes to start on this node.
+        nnodes: nodes that take part; the launcher is started once on each.
+        node_rank: which of them this is, 0 to nnodes - 1. Node 0 has the first ranks.
+        master_addr: name or address of node 0, needed with several nodes. One node alone uses its loopback.
+        master_port: port of node 0 at which the nodes meet; 29500 with several nodes, a free one on one node.
+        backend: "gloo" or "nccl": what `init_process_group()` uses where the script names none. None: the script, or
+            what suits the machine.
+        max_restarts: times all processes are started again after one of them failed.
+        monitor_interval: seconds between two looks at the processes.
+        start_timeout: whole seconds within which all nodes must be there.
+        log_dir: folder for the output of each rank, appended to `training_rank_{rank}.log`. None: no files.
+        first_rank: added to the ranks in what is printed and in the names of those files, where this launch is one of
+            several that a greater program watches over.
+
+    Raises:
+        ArgumentError: a value that cannot be; the message says which and what was wanted.
+
+    >>> LaunchConfig(nproc_per_node=4).nnodes
+    1
+    >>> LaunchConfig(nproc_per_node=4, nnodes=2)
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: nnodes=2 needs master_addr=: the name or address of node 0
+    """
+
+    nproc_per_node: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    backend: str | None = None
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    start_timeout: int = 600
+    log_dir: str | os.PathLike[str] | None = None
+    first_rank: int | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LaunchConfig:
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                raise ArgumentError(f"LaunchConfig() has no argument {name!r}: {nearest(name, names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("nproc_per_node", "nnodes", "start_timeout"):
+            check_count(name, getattr(self, name))
+        for name in ("node_rank", "max_restarts"):
+            check_count(name, getattr(self, name), least=0)
+        if self.first_rank is not None:
+            check_count("first_rank", self.first_rank, least=0)
+        if self.node_rank >= self.nnodes:
+            raise ArgumentError(f"node_rank={self.node_rank} is not a node of nnodes={self.nnodes}: count from 0")
+        if self.nnodes > 1 and self.master_addr is None:
+            raise ArgumentError(f"nnodes={self.nnodes} needs master_addr=: the name or address of node 0")
+        if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):
+            raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of node 0")
+        if self.master_port is not None:
+            check_count("master_port", self.master_port)
+            if self.master_port > 65535:
+                raise ArgumentError(f"master_port={self.master_port} must be a port, 1 to 65535")
+        interval = self.monitor_interval
+        if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
+            raise ArgumentError(f"monitor_interval={interval!r} must be a number of seconds above 0")
+        if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
+            raise ArgumentError(f"log_dir={self.log_dir!r} must be the path of a folder")
+        if self.backend is not None:
+            check_backend(self.backend)
+            if self.backend == "mpi":
+                raise ArgumentError(
+                    "backend='mpi': processes that talk MPI are started by mpirun, not by this launcher: "
+                    "mpirun -n 4 python script.py, with init_process_group('mpi') in the script"
+                )
+
+    @property
+    def address(self) -> str:
+        """Name or address at which the processes find node 0."""
+        return self.master_addr or "localhost"
+
+    @property
+    def port(self) -> int:
+        """Port of node 0 where the nodes meet; 0 stands for any free one."""
+        return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
+
+    @property
+    def endpoint(self) -> str:
+        """Address and port as one text."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"

@@ -1,0 +1,94 @@
+"""Which rank failed first, and what to say about it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from exogym.core.base.torch_private import failure_of
+
+
+class AgentsRecord(logging.Filter):
+    """Keeps torch's line about a process that failed off the terminal: what it says is said in words, by `tell`.
+
+    Attributes:
+        failed: (local rank, process id, exit code) of the last one; None: no process of this node failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: tuple[int, int, int] | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        failed = failure_of(record)
+        self.failed = failed or self.failed
+        return failed is None
+
+
+def _recorded(failure: ProcessFailure) -> dict[str, str | float]:
+    """Return what the rank wrote about its error: `message`, `time_s`, `lost`; {} if it could write nothing."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict):
+        return {}
+    extra = message.get("extraInfo", {})
+    time_s = float(extra.get("time_s", extra.get("timestamp", 0)))
+    return {"message": message.get("message", ""), "time_s": time_s, "lost": bool(extra.get("lost"))}
+
+
+def is_lost(failure: ProcessFailure) -> bool:
+    """Say whether the rank ended only because another one, to which it was connected, had ended."""
+    return bool(_recorded(failure).get("lost"))
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return (rank, failure) of the one that the others follow from.
+
+    A rank that died without a word (killed, crashed) comes first: the others' errors come of its silence. Then the
+    earliest error, then those that lost their connection to another rank. Last those that the launcher stopped.
+    """
+
+    def order(rank: int) -> tuple[int, float, int]:
+        failure = failures[rank]
+        if recorded := _recorded(failure):
+            return (2 if recorded["lost"] else 1), float(recorded["time_s"]), rank
+        return (3 if failure.exitcode == -signal.SIGTERM else 0), failure.timestamp, rank
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def exit_code(failure: ProcessFailure) -> int:
+    """Return the exit code of the launch, as a shell would give it: 128 + the signal for a rank that was killed.
+
+    A rank that was stopped while it was still ending from an error of its own counts as one that ended: 1.
+    """
+    if failure.exitcode == -signal.SIGTERM and _recorded(failure):
+        return 1
+    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+
+
+def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> str:
+    """Return a few words on the failure, such as "rank 1 was killed by signal 9 (SIGKILL)"."""
+    recorded = _recorded(failure)
+    if recorded.get("lost"):
+        how = "lost its connection to another rank, which failed first"
+    elif failure.exitcode < 0 and exit_code(failure) > 128:
+        how = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+    else:
+        how = f"ended with exit code {exit_code(failure)}"
+    text = f"rank {rank}{'' if world_size is None else f' of {world_size}'} {how}"
+    if recorded and not recorded["lost"]:
+        text += f": {str(recorded['message']).splitlines()[0]}"
+    return text
+
+
+def describe(rank: int, failure: ProcessFailure, world_size: int | None, log_dir: Path | None) -> str:
+    """Return one line on the failure, and where to read on."""
+    where = [f'above, after "[rank {rank}]"']
+    if log_dir is not None:
+        where.append(f"in {log_dir / f'training_rank_{rank}.log'}")
+    return f"{tell(rank, failure, world_size)}; what it printed is {' and '.join(where)}"

@@ -1,0 +1,307 @@
+"""Starts the processes of a script on this node and watches them, with torch's elastic agent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from exogym.core.base.files import temporary_folder
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
+from exogym.machines.launch.backends import BACKEND_VARIABLE
+from exogym.machines.launch.config import LaunchConfig
+from exogym.machines.launch.door import SECRET, Refused
+from exogym.machines.launch.leftovers import kill_what_is_left
+from exogym.machines.launch.output import Output
+
+if TYPE_CHECKING:
+    from exogym.machines.launch.failures import AgentsRecord
+    from exogym.machines.launch.rendezvous import Node
+
+RUNNER = Path(__file__).with_name("runner.py")
+SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
+
+
+class Interrupted(BaseException):
+    """A signal that asks the launcher to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@dataclasses.dataclass
+class _Stop:
+    """The signal that ended a launch, 0 for none; the folder of the launch; and the handlers that were there before."""
+
+    number: int = 0
+    folder: Path | None = None
+    before: dict[signal.Signals, Any] = dataclasses.field(default_factory=dict)
+
+    def hold(self) -> None:
+        """Let nothing interrupt the cleaning up."""
+        for s in self.before:
+            signal.signal(s, signal.SIG_IGN)
+
+
+class DistributedLauncher:
+    """Runs a script in the processes that `config` describes.
+
+    >>> DistributedLauncher(LaunchConfig(nproc_per_node=2)).config.nproc_per_node
+    2
+    """
+
+    def __init__(self, config: LaunchConfig):
+        if not isinstance(config, LaunchConfig):
+            raise ArgumentError(f"DistributedLauncher wants a LaunchConfig, got a {type(config).__name__}")
+        self.config = config
+
+    def launch(self, script: str | os.PathLike[str], *args: Any, module: bool = False) -> int:
+        """Run `script` with `args` in every process of this node, wait, and return the exit code.
+
+        Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment, OMP_NUM_THREADS=1 unless it is set, and the backend
+        of the config in EXOGYM_BACKEND. What it prints goes to the terminal after `[rank N]`. When one fails, all are
+        stopped, and started again while `max_restarts` allows.
+
+        Args:
+            script: the path of a Python file, or with `module=True` the name of a module, as for `python -m`.
+            args: handed to the script, as text.
+
+        Returns:
+            0 if all processes ended well; else the exit code of the first that failed, 128 + the number of the signal
+            that killed it.
+
+        Raises:
+            ArgumentError: no such script, or a port that is taken.
+            TrainingError: not all nodes came within `start_timeout`, or the node that holds the meeting was lost.
+            KeyboardInterrupt: Ctrl-C, after all processes have ended. (SIGTERM, too, takes its usual effect then.)
+        """
+        target = os.fspath(script)
+        if not module and not os.path.isfile(target):
+            raise ArgumentError(f"there is no script {target!r} in {os.getcwd()}: give the path of a Python file")
+        log_dir = self._log_dir()
+        with _ended_by_signals() as stop, temporary_folder("exogym-launch-") as folder:
+            stop.folder = folder
+            (folder / "running").mkdir()
+            output = Output(folder, self.config.nproc_per_node, log_dir)
+            try:
+                code, said = self._run(folder, output, log_dir, "module" if module else "script", target, args)
+            finally:
+                stop.hold()
+                kill_what_is_left(folder)
+                output.close()
+                kill_what_is_left(folder)  # one that was just being started
+                gc.collect()  # the stores of the meeting sit in reference cycles; with them go their ports
+            if said:
+                notice(said)
+            return code
+        return 128 + stop.number  # a signal to end, for which the caller has a handler that goes on
+
+    def _log_dir(self) -> Path | None:
+        if self.config.log_dir is None:
+            return None
+        folder = Path(self.config.log_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"log_dir={str(folder)!r} cannot be made: {error}") from None
+        return folder
+
+    def _run(
+        self, folder: Path, output: Output, log_dir: Path | None, kind: str, target: str, args: tuple[Any, ...]
+    ) -> tuple[int, str | None]:
+        """Return the exit code and, if it is not 0, what to say."""
+        from torch.distributed import DistNetworkError, DistStoreError
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher.api import elastic_launch
+
+        from exogym.machines.launch.attempts import Attempts
+        from exogym.machines.launch.failures import describe, exit_code, first_failure
+        from exogym.machines.launch.rendezvous import Node, check_address
+
+        config = self.config
+        check_address(config.address)
+        node = Node(config.node_rank, config.address, config.port, config.start_timeout)
+        attempts = Attempts(folder, output, node, self._environment(), config)
+        command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
+        escaped = [word.replace("$", "$$") for word in command]  # the agent puts values in for $names
+        try:
+            level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
+            with _quiet_agent(level, attempts.record):
+                elastic_launch(self._agent_config(node, attempts), sys.executable)(*escaped)
+            return 0, None
+        except ChildFailedError as failed:
+            rank, failure = first_failure(failed.failures)
+            world_size = attempts.world_size if config.first_rank is None else None
+            return exit_code(failure), describe(attempts.first_rank + rank, failure, world_size, log_dir)
+        except SignalException as stop:
+            raise Interrupted(stop.sigval) from None
+        except (RendezvousError, DistNetworkError, DistStoreError) as error:
+            raise self._no_meeting(error, node) from error
+
+    def _environment(self) -> dict[str, str]:
+        wanted = {"OMP_NUM_THREADS": "1"}
+        if self.config.nnodes == 1:  # then nobody on the network needs the ranks' ports
+            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+            if loopback is not None:
+                wanted |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        return added if self.config.backend is None else added | {BACKEND_VARIABLE: self.config.backend}
+
+    def _agent_config(self, node: Node, attempts: Any) -> Any:
+        from torch.distributed.launcher.api import LaunchConfig as AgentConfig
+
+        from exogym.machines.launch import rendezvous
+
+        rendezvous.register()
+        config = self.config
+        return AgentConfig(
+            min_nodes=config.nnodes,
+            max_nodes=config.nnodes,
+            nproc_per_node=config.nproc_per_node,
+            run_id=rendezvous.NAME,
+            rdzv_backend=rendezvous.NAME,
+            rdzv_endpoint=config.endpoint,
+            rdzv_configs={"node": node},
+            local_addr=config.address,
+            max_restarts=config.max_restarts,
+            monitor_interval=config.monitor_interval,
+            logs_specs=attempts,
+            signals_to_handle="",  # none, they are handled here
+        )
+
+    def _no_meeting(self, error: Exception, node: Node) -> ExoGymError:
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+        config, cause = self.config, error.__cause__ or error
+        if isinstance(cause, Refused):
+            return TrainingError(
+                f"{cause}: give {SECRET} the same text on all nodes, or another master_port= if that run goes on"
+            )
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number == errno.EADDRINUSE:
+            return ArgumentError(
+                f"port {config.port} is taken on this machine: give another master_port=, the "
+                "same on all nodes (with one node, leave it out: a free one is found)"
+            )
+        if number == errno.EADDRNOTAVAIL:
+            return ArgumentError(
+                f"master_addr={config.address!r} is the address of no interface of this machine: give one that is "
+                "(`ip addr`, macOS: ifconfig), or start this node as another than node_rank=0"
+            )
+        if node.attempt >= 0 and not isinstance(error, RendezvousTimeoutError):
+            return TrainingError(f"the nodes are not all there any more: {cause}")
+        return TrainingError(
+            f"not all of the nnodes={config.nnodes} nodes met at {config.endpoint} within "
+            f"start_timeout={config.start_timeout} seconds: start the launcher on each with the same nnodes, "
+            "master_addr and master_port, and its own node_rank; this is node "
+            f"{config.node_rank} ({type(error).__name__}: {cause})"
+        )
+
+
+@checked
+def launch_distributed_training(
+    script: str | os.PathLike[str],
+    *args: Any,
+    nproc_per_node: int = 1,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    backend: str | None = None,
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    start_timeout: int = 600,
+    log_dir: str | os.PathLike[str] | None = None,
+    first_rank: int | None = None,
+) -> int:
+    """Run `script` with `args` in `nproc_per_node` processes on this node; return the exit code.
+
+    The same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`, whose options these are.
+    """
+    config = LaunchConfig(
+        nproc_per_node=nproc_per_node,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        backend=backend,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        start_timeout=start_timeout,
+        log_dir=log_dir,
+        first_rank=first_rank,
+    )
+    return DistributedLauncher(config).launch(script, *args)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[_Stop]:
+    """Inside, a signal to end becomes an exception; once everything is cleaned up it has the effect it had outside.
+
+    The agent then sends SIGTERM to the ranks and waits for them. A second signal kills them.
+    """
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals come to the main thread only
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not stop.number:
+            stop.number = number
+            raise Interrupted(number)
+        if stop.folder is not None:
+            kill_what_is_left(stop.folder)
+
+    for s in SIGNALS:
+        if signal.getsignal(s) not in (signal.SIG_IGN, None):  # ignored, or not for Python to handle
+            stop.before[s] = signal.signal(s, interrupt)
+    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch's launcher leaves it set
+    try:
+        yield stop
+    except Interrupted as interrupted:
+        stop.number = interrupted.number
+    finally:
+        for s, handler in stop.before.items():
+            signal.signal(s, handler)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        if variable is not None:
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = variable
+    if stop.number:
+        os.kill(os.getpid(), stop.number)
+
+
+@contextlib.contextmanager
+def _quiet_agent(level: int, record: AgentsRecord) -> Iterator[None]:
+    """Inside, torch's agent logs from `level` on (it warns of every process that it stops), and `record` listens."""
+    from exogym.core.base.torch_private import AGENT_LOGGERS, FAILURE_LOGGER
+
+    before = {
+        log: log.level
+        for name, log in logging.root.manager.loggerDict.items()
+        if name.startswith(AGENT_LOGGERS) and isinstance(log, logging.Logger)
+    }
+    for log in before:
+        log.setLevel(level)
+    logging.getLogger(FAILURE_LOGGER).addFilter(record)
+    try:
+        yield
+    finally:
+        logging.getLogger(FAILURE_LOGGER).removeFilter(record)
+        for log, level in before.items():
+            log.setLevel(level)

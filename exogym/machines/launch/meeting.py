@@ -1,0 +1,222 @@
+"""Where the launchers of several nodes meet: a door on node 0, and the ways of the ranks to their store through it.
+
+The store in which the ranks meet is torch's, which asks nobody who he is, so it listens on the loopback of node 0
+alone. On every other node a `Relay` listens on the loopback in its place and carries what a rank says through the door.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.core.base.shelf import SENSELESS, LineStore, Shelf, packed
+from exogym.machines.launch.door import Door, knock, listen
+
+LOOPBACK = "127.0.0.1"
+NODE, STORE = "node", "store"  # what one may come to the door for
+LEFT = "exogym/left"  # the key that says which node is gone
+LOOK_S, SEND_S = 1.0, 10.0
+CHUNK_BYTES, LONGEST_LINE = 1 << 16, 1 << 20
+
+
+@dataclass(eq=False)
+class _Line:
+    """The connection of a node's launcher."""
+
+    connection: socket.socket
+    rest: bytes = b""
+    name: str = "a node"
+
+
+class Host:
+    """The meeting on node 0: listens on `address` and `port` (0: a free one), in a thread, until it is closed.
+
+    Attributes:
+        store_port: of the store of the ranks, on the loopback.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, address: str, port: int, secret: str):
+        listener = listen(address, port)
+        self.selector = selectors.DefaultSelector()
+        self.door = Door(self.selector, listener, secret, {NODE: self._welcome, STORE: self._lead_on})
+        self.port, self.store_port = self.door.port, 0
+        self.shelf: Shelf[_Line | None] = Shelf()
+        self._lines: list[_Line] = []
+        self._awake, self._wake = os.pipe()
+        self.selector.register(self._awake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="exogym-meeting", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more, and leave all who are there."""
+        os.close(self._wake)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                for key, _ in self.selector.select(LOOK_S):
+                    if key.fd == self._awake:
+                        return
+                    key.data()
+                self.door.tidy()
+        finally:
+            self.door.close()
+            for line in self._lines:
+                line.connection.close()
+            self.selector.close()
+            os.close(self._awake)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_S)
+        line = _Line(connection)
+        self._lines.append(line)
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self._hear(line))
+
+    def _lead_on(self, connection: socket.socket) -> None:
+        place = LOOPBACK, self.store_port
+        threading.Thread(target=_lead, args=(connection, lambda: socket.create_connection(place)), daemon=True).start()
+
+    def _hear(self, line: _Line) -> None:
+        try:
+            data = line.connection.recv(CHUNK_BYTES)
+        except OSError:
+            data = b""
+        if not data or len(line.rest) + len(data) > LONGEST_LINE:
+            return self._lose(line)
+        *whole, line.rest = (line.rest + data).split(b"\n")
+        for text in whole:
+            try:
+                said = json.loads(text)
+                line.name = ascii(said["name"]).strip("'")[:99] if "name" in said else line.name
+                told = self.shelf.take(line, said) if said["say"] == "store" else []
+            except SENSELESS:
+                return self._lose(line)
+            self._tell(told)
+        return None
+
+    def _tell(self, told: list[tuple[_Line | None, dict[str, Any]]]) -> None:
+        for line, what in told:
+            if line is None or line not in self._lines:
+                continue
+            try:
+                line.connection.sendall(json.dumps(what).encode() + b"\n")
+            except OSError:
+                self._lose(line)
+
+    def _lose(self, line: _Line) -> None:
+        if line not in self._lines:
+            return
+        self._lines.remove(line)
+        self.selector.unregister(line.connection)
+        line.connection.close()
+        self.shelf.leave(line)
+        self._tell(self.shelf.take(None, {"id": 0, "do": "set", "keys": [LEFT], "values": [packed(line.name)]}))
+
+
+class Link:
+    """A node's line to the meeting at `address` and `port`.
+
+    Args:
+        rank: of this node.
+        timeout_s: how long to wait for somebody to answer there.
+
+    Attributes:
+        store: what the launchers tell each other; calls fail once the line is lost.
+
+    Raises:
+        Refused, ConnectionError: see `knock`.
+    """
+
+    def __init__(self, address: str, port: int, secret: str, rank: int, timeout_s: float):
+        self.connection = knock(address, port, secret, NODE, timeout_s)
+        self.store = LineStore(self._say)
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name="exogym-link", daemon=True)
+        self._thread.start()
+        self._say({"say": "name", "name": f"node {rank}"})
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _say(self, what: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self.connection.sendall(json.dumps(what).encode() + b"\n")
+        except OSError as error:
+            self.store.fail(f"the launcher of node 0 cannot be reached: {error}")
+
+    def _listen(self) -> None:
+        why = "it has ended"
+        with self.connection, self.connection.makefile("rb") as file:
+            try:
+                for line in file:
+                    self.store.hear(json.loads(line))
+            except (OSError, ValueError, KeyError) as error:
+                why = str(error)
+        self.store.fail(f"the launcher of node 0 is lost: {why}")
+
+
+class Relay:
+    """Takes the place of the ranks' store on the loopback of another node, at `port`, until it is closed.
+
+    Args: see `knock`.
+    """
+
+    def __init__(self, address: str, port: int, secret: str, timeout_s: float):
+        self.call: Callable[[], socket.socket] = lambda: knock(address, port, secret, STORE, timeout_s)
+        self.listener = listen(LOOPBACK)
+        self.port: int = self.listener.getsockname()[1]
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="exogym-relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            socket.create_connection((LOOPBACK, self.port), timeout=1.0).close()  # so that it looks up
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self.listener:
+            while True:
+                connection, _ = self.listener.accept()
+                if self._closing:
+                    connection.close()
+                    return
+                threading.Thread(target=_lead, args=(connection, self.call), daemon=True).start()
+
+
+def _lead(connection: socket.socket, call: Callable[[], socket.socket]) -> None:
+    """Carry everything between `connection` and the one that `call` makes, until one of the ends closes its own."""
+    with connection:
+        try:
+            other = call()
+        except OSError:
+            return
+        with other:
+            back = threading.Thread(target=_copy, args=(other, connection), daemon=True)
+            back.start()
+            _copy(connection, other)
+            back.join()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(CHUNK_BYTES):
+            sink.sendall(data)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

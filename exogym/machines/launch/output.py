@@ -1,0 +1,122 @@
+"""What the ranks print: to the terminal line by line under the rank's name, and unchanged to the rank's log file."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import selectors
+import sys
+import threading
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from exogym.core.progress import notice
+
+CHUNK_BYTES = 1 << 16
+PAUSE_S = 0.1
+LINE_END = re.compile(r"\r\n|\n|\r")
+
+
+class _Stream:
+    """One pipe of one rank, and the terminal stream it goes to."""
+
+    def __init__(self, path: Path, local_rank: int, terminal: TextIO):
+        os.mkfifo(path, 0o600)
+        self.local_rank, self.terminal = local_rank, terminal
+        self.pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.keeper = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # so that the pipe outlives a rank's end
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.rest = ""
+
+    def lines(self, data: bytes, last: bool = False) -> list[str]:
+        """Return the lines that `data` completes; a carriage return ends a line too (progress bars)."""
+        text = self.rest + self.decoder.decode(data, last)
+        held = "\r" if text.endswith("\r") and not last else ""  # the "\n" of a "\r\n" may still come
+        *done, self.rest = LINE_END.split(text.removesuffix(held) if held else text)
+        self.rest += held
+        if last and self.rest:
+            done, self.rest = [*done, self.rest], ""
+        return done
+
+    def close(self) -> None:
+        os.close(self.pipe)
+        os.close(self.keeper)
+
+
+class Output:
+    """Reads the pipes of the ranks of this node in a thread.
+
+    Args:
+        folder: for the pipes, `{local_rank}.out` and `{local_rank}.err`.
+        nproc: ranks of this node.
+        log_dir: appends to `training_rank_{rank}.log` in this folder; None for no files.
+    """
+
+    def __init__(self, folder: Path, nproc: int, log_dir: Path | None):
+        self.log_dir = log_dir
+        self.ranks: dict[int, int] = {}  # local rank -> rank
+        self._logs: dict[int, BinaryIO | None] = {}
+        self._mute: set[int] = set()  # terminal streams that nobody reads any more
+        self._streams = [
+            _Stream(folder / f"{local_rank}.{name}", local_rank, terminal)
+            for local_rank in range(nproc)
+            for name, terminal in (("out", sys.stdout), ("err", sys.stderr))
+        ]
+        self._selector = selectors.DefaultSelector()
+        for stream in self._streams:
+            self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="exogym-output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Pass on what is still in the pipes, and end."""
+        self._stopping.set()
+        self._thread.join()
+        for stream in self._streams:
+            self._show(stream, stream.lines(b"", last=True))
+            stream.close()
+        self._selector.close()
+        for log in self._logs.values():
+            if log is not None:
+                log.close()
+
+    def _run(self) -> None:
+        while True:
+            stopping = self._stopping.is_set()
+            ready = self._selector.select(0 if stopping else PAUSE_S)
+            for key, _ in ready:
+                data = os.read(key.fd, CHUNK_BYTES)
+                self._log(key.data, data)
+                self._show(key.data, key.data.lines(data))
+            if stopping and not ready:
+                return
+
+    def _show(self, stream: _Stream, lines: list[str]) -> None:
+        if not lines or id(stream.terminal) in self._mute:
+            return
+        text = "".join(f"[rank {self.ranks[stream.local_rank]}] {line}\n" for line in lines)
+        try:
+            try:
+                stream.terminal.write(text)
+            except UnicodeEncodeError as error:
+                stream.terminal.write(text.encode(error.encoding, "replace").decode(error.encoding))
+            stream.terminal.flush()
+        except (OSError, ValueError):  # closed, for example by `| head`: the ranks go on, and so do their logs
+            self._mute.add(id(stream.terminal))
+
+    def _log(self, stream: _Stream, data: bytes) -> None:
+        if self.log_dir is None:
+            return
+        rank = self.ranks[stream.local_rank]
+        path = self.log_dir / f"training_rank_{rank}.log"
+        try:
+            if rank not in self._logs:
+                self._logs[rank] = None
+                self._logs[rank] = path.open("ab", buffering=0)
+            if (log := self._logs[rank]) is not None:
+                log.write(data)
+        except OSError as error:  # a full disk must not stop the training
+            notice(f"{path} is no longer written: {error}")
+            self._logs[rank] = None

@@ -1,0 +1,202 @@
+"""How the nodes of a launch meet, as torch's elastic agent wants it: in the order of their node_rank.
+
+Nothing that is read is unpickled. (Torch's c10d rendezvous unpickles what lies in its store, which asks nobody who he
+is.) The launchers talk through the door of node 0 (see `exogym.machines.launch.meeting`); one node alone has nobody to
+talk to. For every attempt node 0 opens a fresh store for the ranks, on its loopback: nothing is left in it from an
+attempt that failed. The keys of the launchers begin with the number of the attempt, for the same reason.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+
+from exogym.core.base.shelf import unpacked
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError
+from exogym.machines.launch.door import SECRET, listen
+from exogym.machines.launch.meeting import LEFT, LOOPBACK, Host, Link, Relay
+
+NAME = "exogym"
+FAREWELL_S = 10
+
+
+@dataclass
+class Node:
+    """What a node brings to the meeting, and what it learns there: the number of the attempt, counted from 0."""
+
+    rank: int
+    address: str
+    port: int
+    start_timeout_s: int
+    attempt: int = -1
+
+
+class OrderedRendezvous(RendezvousHandler):
+    """The meeting of `nnodes` nodes, in the order of `node.rank`.
+
+    Raises:
+        RendezvousConnectionError: node 0 cannot listen, or the others do not reach it, or it has another secret.
+        ArgumentError: (on every node) two nodes claim the same rank.
+    """
+
+    def __init__(self, node: Node, nnodes: int):
+        self.node, self.nnodes = node, nnodes
+        self.server: TCPStore | None = None
+        self.host: Host | None = None
+        self.link: Link | None = None
+        self.relay: Relay | None = None
+        self._next: Future[Any] | None = None  # whether another node waits for the next attempt
+        if nnodes == 1:
+            return
+        try:
+            self._come(os.environ.get(SECRET, ""))
+        except OSError as error:
+            self.shutdown()
+            raise RendezvousConnectionError(str(error)) from error
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _come(self, secret: str) -> None:
+        node, port = self.node, self.node.port
+        if node.rank == 0:
+            if not secret:
+                notice(
+                    f"{SECRET} is not set, so whoever reaches port {port} of {node.address} can disturb this run: give "
+                    "it the same long random text on all nodes"
+                )
+            self.host = Host(node.address, port, secret)
+            port = self.host.port
+        else:
+            self.relay = Relay(node.address, port, secret, node.start_timeout_s)
+        self.link = Link(node.address, port, secret, node.rank, node.start_timeout_s)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self.node.attempt += 1
+        if self.node.rank == 0:
+            self._open_store()
+        store: Store = HashStore()
+        if self.link is not None:
+            try:
+                self._meet(self.link)
+            except RuntimeError as error:  # torch's errors of a store are such
+                raise RendezvousConnectionError(str(error)) from error
+            store = PrefixStore(f"exogym/{self.node.attempt}", self.link.store)
+        port = self.relay.port if self.relay is not None else self.server.port if self.server is not None else 0
+        return RendezvousInfo(store, self.node.rank, self.nnodes, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _open_store(self) -> None:
+        """Have a fresh store for the ranks, at the port that was asked for where this is the only node."""
+        self.server = None
+        try:
+            listener = listen(LOOPBACK, self.node.port if self.nnodes == 1 else 0)
+        except OSError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        self.server = TCPStore(
+            LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+            timeout=timedelta(seconds=self.node.start_timeout_s), master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        if self.host is not None:
+            self.host.store_port = self.server.port
+
+    def _meet(self, link: Link) -> None:
+        """Wait until all nodes have come to this attempt."""
+        store, n = link.store, self.nnodes
+        before = f"exogym/{self.node.attempt}"
+        place = store.add(f"{before}/came", 1) - 1
+        if place >= n:
+            raise ArgumentError(
+                f"nnodes={n} nodes are there already: this one, node_rank={self.node.rank}, is too many"
+            )
+        store.set(f"{before}/claim/{place}", str(self.node.rank))
+        all_came = store.later("get", [f"{before}/claim/{i}" for i in range(n)])
+        left = store.later("get", [LEFT])
+        wait([all_came, left], self.node.start_timeout_s, FIRST_COMPLETED)
+        if not all_came.done() and not left.done():
+            raise RendezvousTimeoutError(f"only {store.add(f'{before}/came', 0)} of {n} came")
+        if not all_came.done():
+            raise RendezvousClosedError(f"{unpacked(_said(left)[0]).decode()} has ended")
+        claims = sorted(int(unpacked(text)) for text in _said(all_came))
+        if claims != list(range(n)):
+            store.set(f"{before}/seen/{place}", "")
+            seen = store.later("get", [f"{before}/seen/{i}" for i in range(n)])
+            wait([seen], FAREWELL_S)  # the meeting goes with its node, so nobody leaves before all know
+            raise ArgumentError(
+                f"the {n} nodes gave node_rank={', '.join(map(str, claims))}: each of 0 to {n - 1} is wanted once"
+            )
+        self._next = store.later("get", [f"exogym/{self.node.attempt + 1}/came"])
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return NAME
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        self.shutdown()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._next is not None and self._next.done() and bool(_said(self._next)))
+
+    def get_run_id(self) -> str:
+        return NAME
+
+    def shutdown(self) -> bool:
+        self.server = None
+        for end in (self.link, self.relay, self.host):
+            if end is not None:
+                end.close()
+        self.link = self.relay = self.host = None
+        return True
+
+
+def _said(asked: Future[Any]) -> Any:
+    """Return the answer, which is there."""
+    try:
+        return asked.result(0)
+    except RuntimeError as error:
+        raise RendezvousConnectionError(str(error)) from error
+
+
+def _create(parameters: RendezvousParameters) -> OrderedRendezvous:
+    return OrderedRendezvous(parameters.get("node"), parameters.max_nodes)
+
+
+def register() -> None:
+    """Make the handler known to torch's launcher under `NAME`; a second time changes nothing."""
+    rendezvous_handler_registry.register(NAME, _create)
+
+
+def check_address(master: str) -> None:
+    """Refuse an address that leads nowhere.
+
+    >>> check_address("127.0.0.1")
+
+    Raises:
+        ArgumentError: no machine of that name.
+    """
+    try:
+        socket.getaddrinfo(master, 9, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ArgumentError(f"master_addr={master!r} leads to no machine: {error}") from None

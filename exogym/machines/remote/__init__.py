@@ -1,0 +1,16 @@
+"""Real hosts over SSH: the hosts file, the look at the hosts before a run, the launcher, and the trainer on top."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = ["Check", "Host", "HostsConfig", "NetworkTrainer", "SSHLauncher", "check_hosts"]
+
+if TYPE_CHECKING:
+    from exogym.machines.remote.hosts import Host, HostsConfig
+    from exogym.machines.remote.inspection import Check
+    from exogym.machines.remote.launcher import SSHLauncher
+    from exogym.machines.remote.network_trainer import NetworkTrainer
+    from exogym.machines.remote.preflight import check_hosts
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -1,0 +1,188 @@
+"""The line to one host while a run goes on there: what it prints comes in, a sign of life goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import IO, TextIO
+
+from exogym.core.progress import notice, readable_bytes
+from exogym.machines.remote import ssh
+from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
+from exogym.machines.remote.health import Board
+from exogym.machines.remote.orders import Order
+
+# What torch says of every host that has no name in the network, and, with a stack trace, of each that leaves after the
+# master at the end of a run: true, and of no consequence. (A rank that has failed is named by the host's launcher.)
+HARMLESS = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
+HARMLESS_BLOCK = re.compile(r"TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
+IN_BLOCK = re.compile(
+    r"Exception raised from |frame #\d+: |<omitting python frames>|$"
+)  # the empty line is the last one
+RANK = re.compile(r"\[rank (\d{1,9})\] ?(.*)", re.S)
+# The line of a host's launcher on the rank that failed; not that of one that only lost its connection to it.
+FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*); what it printed is ", re.S)
+
+
+class Logs:
+    """What the hosts print: on the terminal under the host's name, and in files of the run's folder.
+
+    Args:
+        folder: gets `training_rank_{rank}.log` with what a rank printed, and `host_{number}.log` with what the host's
+            own launcher or ssh said. Of each host `most_bytes` are kept.
+        echo: whether to print it here too.
+
+    Attributes:
+        first: (number of the host, what its launcher said) of the rank that failed first, once one has.
+    """
+
+    def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
+        self.folder, self.echo, self.most_bytes = folder, echo, most_bytes
+        self._budgets: dict[int, Budget] = {}
+        self._full: set[int] = set()  # hosts of which no more is kept
+        self.first: tuple[int, str] | None = None
+        self._files: dict[str, IO[str] | None] = {}
+        self._lock = threading.Lock()
+        self._deaf: set[int] = set()  # terminal streams that nobody reads any more
+        self._blocks: set[tuple[int, int, str]] = set()  # host, stream and file in which a harmless block goes on
+
+    def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
+        """Take a line that host `number` printed; with `ranks`, only these have files by their name."""
+        found = RANK.match(line)
+        if found is not None and ranks is not None and int(found[1]) not in ranks:
+            found = None
+        name = f"training_rank_{found[1]}.log" if found else f"host_{number}.log"
+        text = found[2] if found else line
+        with self._lock:
+            if self._has_room(number, address, len(text.encode("utf-8", "replace")) + 1):
+                self._write(name, text + "\n")
+            if self.first is None and found is None and (failed := FAILED.match(line)):
+                self.first = number, failed[1]
+            if (
+                not self._is_harmless((number, id(terminal), name), text)
+                and self.echo
+                and id(terminal) not in self._deaf
+            ):
+                try:
+                    print(f"[{address}] {line}", file=terminal, flush=True)
+                except (OSError, ValueError):
+                    self._deaf.add(id(terminal))
+
+    def _has_room(self, number: int, address: str, count: int) -> bool:
+        if number in self._full:
+            return False
+        if self._budgets.setdefault(number, Budget(self.most_bytes)).take(count):
+            return True
+        self._full.add(number)
+        why = f"{address} has printed {readable_bytes(self.most_bytes)}: no more of it is kept in {self.folder}"
+        self._write(f"host_{number}.log", f"exogym: {why}\n")
+        notice(why)
+        return False
+
+    def _is_harmless(self, source: tuple[int, int, str], text: str) -> bool:
+        inside = source in self._blocks and IN_BLOCK.match(text) is not None
+        if HARMLESS_BLOCK.search(text) or (inside and text):
+            self._blocks.add(source)
+            return True
+        self._blocks.discard(source)
+        return inside or HARMLESS.search(text) is not None
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            if name not in self._files:
+                self._files[name] = None
+                self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
+            if (file := self._files[name]) is not None:
+                file.write(text)
+        except OSError as error:  # a full disk here must not stop the training there
+            notice(f"{self.folder / name} is no longer written: {error}")
+            self._files[name] = None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
+class Channel:
+    """Runs an order on its host.
+
+    Args:
+        number: of the host in the file.
+        board: takes the host's reports.
+        ended: called with this channel, in another thread, once the order has ended; `status` holds its exit status.
+    """
+
+    def __init__(self, number: int, order: Order, logs: Logs, board: Board, ended: Callable[[Channel], None]):
+        self.number, self.order, self.logs, self.board, self._ended = number, order, logs, board, ended
+        self.status: int | None = None
+        board.started(order)
+        self.process = ssh.start(order.host, "guard", order.given(board.asked_of(order)))
+        assert self.process.stdin is not None
+        self._input: int | None = self.process.stdin.fileno()
+        os.set_blocking(self._input, False)
+        self._lock = threading.Lock()
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
+        for thread in [*self._readers, threading.Thread(target=self._wait, daemon=True)]:
+            thread.start()
+
+    def beat(self) -> None:
+        """Give the host a sign of life."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._input is not None:
+                os.write(self._input, b".")
+
+    def stop(self) -> None:
+        """Ask the host to end its part."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._input is not None:
+                self._input = None
+                assert self.process.stdin is not None
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        """Cut the line; the host ends its part by itself."""
+        self.stop()
+        self.process.kill()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; say whether it has come."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        for reader in self._readers:
+            reader.join(timeout_s)
+        return True
+
+    def _read(self, stream: IO[bytes], terminal: TextIO) -> None:
+        mark, begun, ranks = self.board.mark.encode(), b"", self.order.ranks
+        while raw := stream.readline(LINE_BYTES):
+            before, found, report = raw.partition(mark)
+            if found:  # behind what may be half a line that a rank printed
+                self.board.take(self.order, report.decode("utf-8", "replace"))
+                begun = (begun + before)[:LINE_BYTES]
+                continue
+            line = (begun + raw).decode("utf-8", "replace").rstrip("\r\n")
+            begun = b""
+            self.logs.take(self.number, self.order.host.address, line, terminal, ranks)
+        if begun:
+            text = begun.decode("utf-8", "replace")
+            self.logs.take(self.number, self.order.host.address, text, terminal, ranks)
+        stream.close()
+
+    def _wait(self) -> None:
+        status = self.process.wait()
+        for reader in self._readers:
+            reader.join()
+        self.stop()
+        self.status = status if status >= 0 else 128 - status
+        self._ended(self)

@@ -1,0 +1,43 @@
+"""The engine of hosts that come and go: some rows in each process, of which only the members of a generation meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from exogym.core.communicator import Wire
+from exogym.core.engine import EngineOptions
+from exogym.core.engine.hangs import watched
+from exogym.core.engine.protocol import Result
+from exogym.errors import ArgumentError
+from exogym.machines.remote.elastic.member import Generation, Member
+from exogym.machines.remote.elastic.wire import ElasticWire
+
+
+class Elastic:
+    """Runs where `member` is one; it is given to a trainer, since only a member can say so.
+
+    Args:
+        member: this process.
+        size: how many processes the run has when all are there.
+        generation: the one that was joined before anything was trained; None: others are training already.
+    """
+
+    shares_memory, runs_again, keeps_rows, is_here = False, False, True, True
+
+    def __init__(self, member: Member, size: int, generation: Generation | None):
+        self.member, self.size, self.generation = member, size, generation
+
+    def applies(self, options: EngineOptions) -> bool:
+        return True
+
+    def processes(self, options: EngineOptions) -> int:
+        if options.meshes:
+            raise ArgumentError(
+                "min_hosts with node=: those that remain would have to split their models anew; leave min_hosts out, "
+                "and give max_restarts= and save_dir="
+            )
+        return self.size
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        with watched(options.hang_s, self.member.rank):
+            return body(ElasticWire(self.member, options.placement, self.generation, options.native))

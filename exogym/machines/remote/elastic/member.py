@@ -1,0 +1,301 @@
+"""A process as a member of a run, and the process group of the generation that it takes part in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from exogym.core.base import pulse
+from exogym.core.base.shelf import LineStore
+from exogym.core.engine.sockets import Sockets, shut, sockets
+from exogym.core.engine.world import join_group, leave_group
+from exogym.core.progress import notice
+from exogym.errors import WorkerError
+from exogym.machines.launch.door import Refused, knock
+from exogym.machines.remote.onhost.guard import TRY_AGAIN
+from exogym.machines.remote.orders import SILENCE_S
+
+MEMBERSHIP = "membership"  # what one comes to its door for
+DONE = "done"  # why a run is over that has come to its end
+HEARTBEAT_S = 2.0
+RETRY_S, TRIES = 0.5, 5
+MEET_S = 90.0  # for the members of a generation to connect to each other
+NEVER = 2**62
+FOREVER = timedelta(days=30)  # who waits too long for another is found out by the membership server
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Those who train together from `step` on (None: from the start).
+
+    Attributes:
+        members, newcomers: ranks in the run; newcomers are members that know nothing yet.
+        source: the member whose state they take.
+    """
+
+    number: int
+    members: list[int]
+    step: int | None
+    newcomers: list[int]
+    source: int
+
+
+class Member:
+    """This process, of that rank in the run, to the membership server at `address` and `port`.
+
+    Attributes:
+        fresh: whether no training went on when this process came; again: whether some had been before.
+        over: why there is nothing to do any more, or None.
+        waiting: whether newcomers wait to be let in.
+
+    Raises:
+        WorkerError: nobody answered within `timeout_s`.
+    """
+
+    def __init__(
+        self, address: str, port: int, rank: int, secret: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
+    ):
+        self.rank, self.silence_s = rank, silence_s
+        self.waiting = False
+        self.cut: str | None = None  # why the membership server is out of reach
+        self.group = Group()
+        self._generations: queue.Queue[Generation | None] = queue.Queue()
+        self._sending = threading.Lock()
+        try:
+            self._socket = knock(address, port, secret, MEMBERSHIP, timeout_s)
+        except Refused as error:
+            raise WorkerError(
+                f"the membership server at {address} port {port} refused rank {rank}: {error}; end it, or give another "
+                "master_port"
+            ) from error
+        except OSError as error:
+            raise WorkerError(
+                f"the membership server at {address} port {port} does not answer within {timeout_s:g} s: {error}"
+            ) from error
+        self._file = self._socket.makefile("rb")
+        self._say({"say": "hello", "rank": rank})
+        self._socket.settimeout(silence_s)
+        line = self._heard()
+        welcome = json.loads(line)
+        self.fresh, self.again, self.over = welcome["fresh"], welcome["again"], welcome["over"]
+        for work in (self._listen, self._heartbeat):
+            threading.Thread(target=work, name="exogym-membership", daemon=True).start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the present generation has ended, because someone is lost."""
+        return self.cut is not None or self.group.has_ended
+
+    @pulse.waits
+    def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Generation:
+        """Wait for the next generation and join its process group; return it.
+
+        Args:
+            kind: "fresh" (at the start), "alone" (to join others), "member" (of the generation before).
+            anchors: steps that this process can go back to.
+            planned: whether all members come here at the same step.
+
+        Raises:
+            WorkerError: the run is over, or the server is lost, or the same members fail to meet again and again.
+            SystemExit: the run has come to its end, without this process.
+        """
+        failed: list[list[int]] = []
+        while True:
+            self.group.leave()
+            self.waiting = False
+            self._say({"say": "ready", "kind": kind, "anchors": list(anchors), "planned": planned})
+            generation = self._generations.get()
+            if self.over == DONE:
+                raise SystemExit(0)
+            if generation is None:
+                raise WorkerError(self.over or self.cut or "the membership server has ended")
+            with contextlib.suppress(RuntimeError):  # torch's own errors of the network are such
+                self.group.join(LineStore(functools.partial(self._ask, generation.number)), generation, self.rank)
+                return generation
+            failed.append(generation.members)
+            if failed.count(generation.members) >= TRIES:
+                ranks = ", ".join(map(str, generation.members))
+                raise WorkerError(
+                    f"ranks {ranks} did not reach each other, {TRIES} times: see that no firewall stands between their "
+                    "hosts (exogym doctor tries all ways)"
+                )
+            time.sleep(RETRY_S * len(failed))
+            planned = False  # a member was lost meanwhile; all stand where they stood
+
+    def training(self) -> None:
+        """Say that training begins."""
+        self._say({"say": "training"})
+
+    def stopped(self) -> None:
+        """Say that the run was asked to stop, and has."""
+        self._say({"say": "stopped"})
+
+    def finished(self) -> None:
+        """Say that the run has come to its end, of which all members know."""
+        self._say({"say": "finished"})
+
+    def _heard(self) -> bytes:
+        try:
+            if line := self._file.readline():
+                return line
+            why = "it closed the connection"
+        except OSError as error:
+            why = str(error)
+        raise WorkerError(f"the membership server is lost before it said anything: {why}")
+
+    def _say(self, what: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(json.dumps(what).encode() + b"\n")
+        except OSError as error:
+            self._cut(f"the membership server cannot be reached: {error}")
+
+    def _ask(self, number: int, what: dict[str, Any]) -> None:
+        self._say(what | {"generation": number})
+
+    def _heartbeat(self) -> None:
+        while self.cut is None:
+            time.sleep(HEARTBEAT_S)
+            self._say({"say": "heartbeat"})
+
+    def _listen(self) -> None:
+        try:
+            for line in self._file:
+                self._hear(json.loads(line))
+            self._cut("the membership server has ended this process's part, or is gone")
+        except TimeoutError:
+            self._cut(f"the membership server has not been heard for {self.silence_s:g} s")
+        except (OSError, ValueError) as error:
+            self._cut(f"the membership server is lost: {error}")
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        kind = said.pop("hear")
+        if kind == "lost":
+            self.group.sever(said["number"])
+        elif kind == "waiting":
+            self.waiting = True
+        elif kind == "store":
+            self.group.hear(said)
+        elif kind == "generation":
+            self._generations.put(Generation(**said))
+        elif kind == "over":
+            self.over = said["why"]
+            self._generations.put(None)
+
+    def _cut(self, why: str) -> None:
+        if self.cut is None:
+            self.cut = why
+            self.group.sever(NEVER)
+            self._generations.put(None)
+
+
+@contextlib.contextmanager
+def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Member]:
+    """Be a member inside, and leave at the end; end the process where nothing is to be done.
+
+    Raises:
+        WorkerError: the run is over, without having come to its end.
+        SystemExit: 0 where it has come to its end; `TRY_AGAIN` where the membership server is out of reach.
+    """
+    member = None
+    try:
+        member = Member(address, port, rank, secret)
+        if member.over == DONE:
+            notice("nothing is left to do here: the run has come to its end")
+            raise SystemExit(0)
+        if member.over is not None:
+            raise WorkerError(f"the run is over: {member.over}")
+        yield member
+    except WorkerError as error:
+        if member is not None and member.cut is None:
+            raise
+        notice(f"rank {rank} is cut off from the others: {error}")
+        raise SystemExit(TRY_AGAIN) from error
+    except (KeyboardInterrupt, SystemExit):
+        if member is not None and member.over is None:
+            member.stopped()
+        raise
+    finally:
+        if member is not None:
+            member.group.leave()
+
+
+class Group:
+    """The process group of a generation: torch's default one, over gloo, which can be cut off from another thread.
+
+    Neither gloo's operations nor its meeting can be ended by torch (`abort` does not wake who waits), so `sever` shuts
+    down the connections that were opened since the meeting began; whoever waits on one gets an error at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = -1  # of the generation that this process takes part in, or is about to
+        self._ended = -1  # the last generation that is known to have ended
+        self._before: Sockets = set()
+        self._own: Sockets | None = None
+        self._store: LineStore | None = None  # in which the members meet
+
+    def join(self, store: LineStore, generation: Generation, rank: int) -> None:
+        """Meet the other members of the generation.
+
+        Raises:
+            RuntimeError: one of them is lost, or out of reach for `MEET_S`.
+        """
+        limit = threading.Timer(MEET_S, self.sever, [generation.number])
+        limit.start()
+        try:
+            self._meet(store, generation, rank)
+        finally:
+            limit.cancel()
+
+    def _meet(self, store: LineStore, generation: Generation, rank: int) -> None:
+        with self._lock:
+            self._before, self._own, self._number, self._store = sockets(), None, generation.number, store
+            if self._ended >= generation.number:
+                raise RuntimeError("a member was lost")
+        join_group(
+            "gloo", store=dist.PrefixStore(f"generation/{generation.number}", store),
+            rank=generation.members.index(rank), world_size=len(generation.members), timeout=FOREVER,
+        )  # fmt: skip
+        dist.barrier()
+        with self._lock:
+            self._own = sockets() - self._before
+
+    def hear(self, said: dict[str, Any]) -> None:
+        """Take what the membership server answers to what the members ask of each other."""
+        if self._store is not None:
+            self._store.hear(said)
+
+    def leave(self) -> None:
+        """End the group."""
+        with self._lock:
+            self._number = -1
+        with contextlib.suppress(RuntimeError):
+            leave_group()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this group is of a generation that has ended."""
+        return 0 <= self._number <= self._ended
+
+    def sever(self, number: int) -> None:
+        """The generations up to `number` have ended: cut the connections if this group is of one."""
+        with self._lock:
+            self._ended = max(self._ended, number)
+            if not self.has_ended:
+                return
+            if self._store is not None:
+                self._store.fail("a member was lost")
+            theirs = sockets() - self._before
+            for descriptor, inode in theirs if self._own is None else theirs & self._own:
+                shut(descriptor, inode)

@@ -1,0 +1,393 @@
+"""The membership server: decides who takes part in a run whose hosts may be lost and come back.
+
+`python -m exogym.machines.remote.elastic.membership` runs on the master beside the training processes. Each process,
+named by its rank in the run, keeps one connection to it, which came through a `Door`, so that both know that the other
+belongs to this run. On it both sides send lines of JSON:
+
+    rank -> {"say": "hello", "rank"}    {"say": "heartbeat"}
+            {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
+            {"say": "ready", "kind": "fresh" | "alone" | "member", "anchors": [steps], "planned": bool}
+    server -> {"hear": "welcome", "fresh", "again", "over"}    {"hear": "heartbeat"}    {"hear": "waiting"}
+            {"hear": "generation", "number", "members", "step", "newcomers", "source"}
+            {"hear": "lost", "number": of the generation that has ended}    {"hear": "over", "why"}
+
+and, while the members of a generation connect to each other, what a `Shelf` is asked and answers, with its number.
+
+A generation is the time in which the same ranks train together. It ends when a host is lost: its connections close, or
+are silent for `silence_s`. Then all others are told, say "ready" with the steps to which they can go back, and the next
+generation begins at the last step that all of them know. A host that comes back waits until the members are ready by
+plan, at a moment when they all stand at the same step. Only this process decides, so no two groups ever go on apart
+from each other. The quorum, `min_hosts`, is how many hosts there must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from exogym.core.base.shelf import SENSELESS, Shelf
+from exogym.core.base.streams import STDERR
+from exogym.machines.launch.door import SECRET, Door, listen
+from exogym.machines.remote.elastic.member import DONE, MEMBERSHIP
+from exogym.machines.remote.orders import SILENCE_S
+
+GATHER_S = 60.0  # after a total loss, how long those who are back wait for the others
+LOOK_S = 0.2
+NAME_S, SEND_S = 10.0, 10.0
+LONGEST_LINE = 1 << 20  # bytes
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection of one of ours, which has yet to say who it is where `rank` is None."""
+
+    connection: socket.socket
+    heard: float
+    rank: int | None = None
+    rest: bytes = b""
+
+
+@dataclass
+class Membership:
+    """Who is there, who trains, and what is to be told to whom; knows no sockets.
+
+    Args:
+        slots: processes of each host; their ranks are numbered through.
+        quorum: with fewer hosts the run is over (`min_hosts`).
+        gather_s: how long the first generation waits for all.
+
+    >>> membership = Membership([1, 1], quorum=1, gather_s=300)
+    >>> for rank in (0, 1):
+    ...     _ = membership.hello(rank), membership.ready(rank, {"kind": "fresh"}, now=0.0)
+    >>> {k: membership.told[0][1][k] for k in ("number", "members", "newcomers", "source")}
+    {'number': 0, 'members': [0, 1], 'newcomers': [0, 1], 'source': 0}
+    """
+
+    slots: Sequence[int]
+    quorum: int
+    gather_s: float
+    members: set[int] = field(default_factory=set)
+    there: set[int] = field(default_factory=set)
+    lost: bool = False  # whether a member was lost since the generation began
+    generation: int = -1
+    over: str | None = None
+    told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)  # the ranks with which the generation began
+    _trained: bool = False
+    _gathering: float | None = None  # since when the first process of a fresh generation waits
+
+    def __post_init__(self) -> None:
+        self.host_of = [host for host, count in enumerate(self.slots) for _ in range(count)]
+
+    @property
+    def size(self) -> int:
+        return len(self.host_of)
+
+    def hello(self, rank: int) -> dict[str, Any]:
+        """The process of that rank has come; return what it is told."""
+        self.there.add(rank)
+        return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
+
+    def leave(self, rank: int) -> list[int]:
+        """That process is gone, or has not been heard; return the ranks of its host, which are lost with it.
+
+        A host is lost as a whole: its launcher ends all its processes when one has failed.
+        """
+        gone = [other for other in self.there if self.host_of[other] == self.host_of[rank]]
+        was_member = bool(self.members & set(gone))
+        for other in gone:
+            self.there.discard(other)
+            self.members.discard(other)
+            self._ready.pop(other, None)
+        if was_member and self.over is None:
+            self._end_generation()
+        return gone
+
+    def ready(self, rank: int, said: dict[str, Any], now: float) -> None:
+        """That process waits for the next generation."""
+        if rank not in self.there:
+            return
+        if self.over is not None:
+            self._tell([rank], {"hear": "over", "why": self.over})
+            return
+        self._ready[rank] = said
+        if rank in self.members:
+            if said["kind"] != "member":  # it got nothing of what the others have
+                self.members.discard(rank)
+            if not self.lost and not (said["kind"] == "member" and said["planned"]):
+                self._end_generation()  # it could not reach another one
+        if said["kind"] == "fresh" and self._gathering is None:
+            self._gathering = now
+        self.look(now)
+        if rank in self._ready and said["kind"] == "alone":
+            self._tell(self.members, {"hear": "waiting"})
+
+    def training(self) -> None:
+        """The members train; should all be lost, those who come then are not the first."""
+        self._trained = True
+
+    def finished(self) -> None:
+        """A member has trained to the end, so all have; who comes now, or waits to be let in, has nothing to do."""
+        if self.over is None:
+            self._end(DONE)
+
+    def stopped(self) -> None:
+        """A member was asked to stop, so all have stopped where they stood."""
+        if self.over is None:
+            self._end("it was stopped")
+
+    def look(self, now: float) -> None:
+        """Begin the next generation, if all is there that it needs."""
+        if self.over is not None:
+            return
+        if not self.members:
+            self._look_for_a_start(now)
+            return
+        underway = any(self._ready.get(rank, {}).get("kind") == "member" for rank in self.members)
+        late = {rank for rank, said in self._ready.items() if said["kind"] == "fresh"}
+        self._refuse(late if underway else late - self._begun, "the run has begun without this process")
+        if all(rank in self._ready for rank in self.members):
+            kept = sorted(self.members)
+            if len(self._hosts(kept)) < self.quorum:
+                self._end(
+                    f"{len(self._hosts(kept))} hosts are left, and min_hosts={self.quorum}: lower it, or give "
+                    "save_dir and retries"
+                )
+                return
+            step = min(max(self._ready[rank]["anchors"]) for rank in kept)
+            newcomers = [] if self.lost else self._whole({s for s in self._ready if self._ready[s]["kind"] == "alone"})
+            self._begin(sorted([*kept, *newcomers]), newcomers, step, kept[0])
+
+    def _look_for_a_start(self, now: float) -> None:
+        alone = {rank for rank, said in self._ready.items() if said["kind"] == "alone"}
+        self._refuse(alone, "the run that this process was to join has ended")
+        if not self._ready:
+            self._gathering = None
+            return
+        waited = now - self._gathering if self._gathering is not None else 0.0
+        limit = self.gather_s if self.generation < 0 else GATHER_S
+        whole = self._whole(set(self._ready))
+        if len(whole) == self.size or (waited > limit and len(self._hosts(whole)) >= self.quorum):
+            self._begin(whole, whole, None, whole[0])
+        elif waited > limit:
+            self._end(f"{len(self._hosts(whole))} hosts came within {limit:g} s, and min_hosts={self.quorum}")
+
+    def _begin(self, members: list[int], newcomers: list[int], step: int | None, source: int) -> None:
+        self.generation += 1
+        self.members, self._begun, self.lost, self._gathering = set(members), set(members), False, None
+        self._tell(
+            members,
+            {
+                "hear": "generation", "number": self.generation, "members": members, "step": step,
+                "newcomers": newcomers, "source": source,
+            },
+        )  # fmt: skip
+        for rank in members:
+            del self._ready[rank]
+        if any(said["kind"] == "alone" for said in self._ready.values()):
+            self._tell(members, {"hear": "waiting"})
+
+    def _end_generation(self) -> None:
+        self.lost = True
+        self._tell(self.members, {"hear": "lost", "number": self.generation})
+
+    def _refuse(self, ranks: set[int], why: str) -> None:
+        """Have those processes, which wait, end; they are started again."""
+        for rank in sorted(ranks):
+            del self._ready[rank]
+            self._tell([rank], {"hear": "over", "why": why})
+
+    def _end(self, why: str) -> None:
+        self.over = why
+        self._tell(self.there, {"hear": "over", "why": why})
+
+    def _whole(self, ranks: set[int]) -> list[int]:
+        """Return those of `ranks` whose host is there with all its ranks, ascending."""
+        return sorted(
+            s for s in ranks if all(o in ranks for o in range(self.size) if self.host_of[o] == self.host_of[s])
+        )
+
+    def _hosts(self, ranks: Sequence[int]) -> set[int]:
+        return {self.host_of[rank] for rank in ranks}
+
+    def _tell(self, ranks: Sequence[int] | set[int], what: dict[str, Any]) -> None:
+        self.told += [(rank, what) for rank in sorted(ranks)]
+
+
+class MembershipServer:
+    """Carries what `membership` says to the processes and what they say to it, on `address` and `port` (0: a free one).
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, membership: Membership, address: str, port: int, secret: str, silence_s: float = SILENCE_S):
+        self.membership, self.silence_s = membership, silence_s
+        listener = listen(address, port)
+        self.selector = selectors.DefaultSelector()
+        self.door = Door(self.selector, listener, secret, {MEMBERSHIP: self._welcome})
+        self.port = self.door.port
+        self.stopping = False
+        self.lines: dict[int, Line] = {}
+        self.unnamed: set[Line] = set()  # those of ours that have not said who they are
+        self._shelf, self._shelf_of = Shelf[Line](), -1  # where the members of that generation meet
+
+    def serve(self) -> None:
+        """Serve until the run has come to its end, or `stopping` is set, and all have left."""
+        try:
+            while self.lines or not (self.stopping or self.membership.over == DONE):
+                for key, _ in self.selector.select(LOOK_S):
+                    key.data()
+                now = time.monotonic()
+                self.door.tidy()
+                for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
+                    self._lose(line, f"has not been heard for {self.silence_s:g} s")
+                for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
+                    self._close(line)
+                self.membership.look(now)
+                self._tell()
+        finally:
+            for line in [*self.lines.values(), *self.unnamed]:
+                self._close(line)
+            self.door.close()
+            self.selector.close()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        connection.settimeout(SEND_S)
+        line = Line(connection, time.monotonic())
+        self.unnamed.add(line)
+        self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, line))
+
+    def _hear(self, line: Line) -> None:
+        if line not in self.unnamed and (line.rank is None or self.lines.get(line.rank) is not line):
+            return  # it was closed by what another one said
+        try:
+            data = line.connection.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data or len(line.rest) + len(data) > LONGEST_LINE:
+            self._lose(line, "is gone")
+            return
+        if line.rank is not None:
+            line.heard = time.monotonic()
+        *whole, line.rest = (line.rest + data).split(b"\n")
+        for text in whole:
+            try:
+                self._take(line, json.loads(text))
+            except SENSELESS:
+                self._lose(line, "says what nobody understands")
+            if line.rank is None or self.lines.get(line.rank) is not line:
+                return  # it was lost, or refused
+
+    def _take(self, line: Line, said: dict[str, Any]) -> None:
+        if line.rank is None:
+            rank = said["rank"]
+            if rank not in range(self.membership.size):
+                self._close(line)
+                return
+            if rank in self.lines:
+                self._lose(self.lines[rank], "has been started again")
+            line.rank, line.heard = rank, time.monotonic()
+            self.unnamed.discard(line)
+            self.lines[rank] = line
+            self._send(line, self.membership.hello(rank))
+        elif said["say"] == "heartbeat":
+            self._send(line, {"hear": "heartbeat"})
+        elif said["say"] == "store":
+            self._ask_shelf(line, said)
+        elif said["say"] == "ready":
+            self.membership.ready(line.rank, said, time.monotonic())
+        elif said["say"] == "training":
+            self.membership.training()
+        elif said["say"] == "stopped":
+            self.membership.stopped()
+        elif said["say"] == "finished":
+            self.membership.finished()
+
+    def _ask_shelf(self, line: Line, said: dict[str, Any]) -> None:
+        if said["generation"] != self.membership.generation or line.rank not in self.membership.members:
+            return  # it is told, or was, that its generation has ended
+        if self._shelf_of != self.membership.generation:
+            self._shelf, self._shelf_of = Shelf(), self.membership.generation
+        for other, what in self._shelf.take(line, said):
+            if other in self.lines.values():  # and has not gone meanwhile
+                self._send(other, what)
+
+    def _lose(self, line: Line, why: str) -> None:
+        self._close(line)
+        if line.rank is None or self.lines.get(line.rank) is not line:
+            return
+        if self.membership.over is None:
+            _say(f"rank {line.rank} {why}")
+        for rank in self.membership.leave(line.rank):
+            self._close(self.lines.pop(rank))
+        if self.membership.over is None and self.membership.lost:
+            _say(f"going on without it: {len(self.membership.members)} of {self.membership.size} ranks are left")
+
+    def _close(self, line: Line) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(line.connection)
+        self.unnamed.discard(line)
+        line.connection.close()
+
+    def _tell(self) -> None:
+        while self.membership.told:
+            rank, what = self.membership.told.pop(0)
+            if what["hear"] == "generation" and rank == what["members"][0] and what["step"] is not None:
+                back = f"; back is rank {', '.join(map(str, what['newcomers']))}" if what["newcomers"] else ""
+                _say(f"{len(what['members'])} of {self.membership.size} ranks go on from step {what['step']}{back}")
+            if rank in self.lines:
+                self._send(self.lines[rank], what)
+
+    def _send(self, line: Line, what: dict[str, Any]) -> None:
+        try:
+            line.connection.sendall(json.dumps(what).encode() + b"\n")
+        except OSError:
+            self._lose(line, "cannot be reached")
+
+
+def _say(text: str) -> None:
+    print(f"exogym: {text}", file=STDERR, flush=True)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m exogym.machines.remote.elastic.membership", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--slots", required=True, help="processes of each host, as in 1,2,1")
+    parser.add_argument("--min_hosts", type=int, required=True)
+    parser.add_argument("--start_timeout", type=float, required=True)
+    given = parser.parse_args(words)
+    membership = Membership([int(count) for count in given.slots.split(",")], given.min_hosts, given.start_timeout)
+    try:
+        server = MembershipServer(membership, given.address, given.port, os.environ[SECRET])
+    except OSError as error:
+        sys.exit(
+            f"the membership server cannot listen at {given.address} port {given.port}: {error}; give another "
+            "master_port"
+        )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        server.stopping = True  # the processes, which are asked to end too, may still have to save the run
+
+    signal.signal(signal.SIGTERM, stop)
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Training that goes on when hosts are lost, and takes back those that return.
+
+Every process keeps copies of where its nodes stood at the last two moments of rest. When a member is lost, those who
+remain go back to the last of these moments that all of them know, and from the next step on the nodes of the
+lost one are away, as `Faults` would have it; so the same run can be had in simulation, from the outages that were
+written down. Who comes back is let in at a moment of rest and takes the others' state, as in simulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import Wire, ship
+from exogym.core.fleet.state import Tensors
+from exogym.core.record.run_folder import RunFolder
+from exogym.core.saving.checkpoint import differences
+from exogym.core.saving.checkpoint_files import Snapshot
+from exogym.core.saving.keepers import check_folder, everywhere, find_keepers, holding
+from exogym.core.saving.snapshots import put_back, snapshot_of
+from exogym.core.training.assembly import assemble, constants
+from exogym.core.training.loop import TrainingLoop
+from exogym.core.training.options import FitOptions
+from exogym.core.training.resuming import FREE
+from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
+from exogym.faults import Outages
+from exogym.machines.remote.elastic.engine import Elastic
+from exogym.machines.remote.elastic.member import Generation
+from exogym.machines.remote.elastic.wire import ElasticWire, Lost
+from exogym.machines.remote.world import same_start, sum_of
+from exogym.trainer import LocalTrainer
+
+if TYPE_CHECKING:
+    from exogym.core.training.subject import Subject
+
+ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
+KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another
+TRIES = 3  # generations without a step forward, with the same members, before that counts as an error of its own
+
+
+def check(options: FitOptions) -> None:
+    """Refuse what cannot go on with fewer hosts.
+
+    Raises:
+        ArgumentError: an option or a strategy.
+    """
+    strategy = options.strategy
+    if strategy.driven_by != "rounds":
+        raise ArgumentError(
+            f"min_hosts with {type(strategy).__name__}: going on without lost nodes needs a strategy of communication "
+            "modules (DiLoCo, FedAvg, SPARTA, DDP, ...); leave min_hosts out, or take one of these"
+        )
+    for name in ("faults", "network", "balance", "max_memory_usage"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(f"min_hosts and {name} do not go together: leave one out")
+    if options.compute == "auto":
+        raise ArgumentError("min_hosts needs compute='loop' or 'vmap': a host that joins later must not choose anew")
+
+
+class _Planned(Exception):
+    """All members stand at the same step, and newcomers wait."""
+
+
+class ElasticTrainer(LocalTrainer):
+    """A `LocalTrainer` in a process that is a member of a run whose processes come and go.
+
+    Args:
+        subject: model, data and loss.
+        engine: what makes this process one.
+    """
+
+    def __init__(self, subject: Subject, engine: Elastic):
+        super().__init__(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
+        self.engine, self.member = engine, engine.member
+        self.is_main = False  # of those who came to the end together
+
+    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
+        assert isinstance(wire, ElasticWire)
+        check(options)
+        options = dataclasses.replace(options, faults=Outages())
+        recovery = self._join(options, device, wire) if wire.generation is None else self._begin(options, device, wire)
+        loop = recovery.loop
+        self.history, self.description = loop.history, loop.description
+        try:
+            loop.run()
+        finally:
+            self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
+            self.is_main = loop.wire.is_main
+            away = recovery.outages.as_absent()
+            self.description["outages"] = {str(node): [list(span) for span in spans] for node, spans in away.items()}
+            loop.end()
+
+    def _begin(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
+        """Put the run together with the others who begin it; where one of them is lost, all do so again."""
+        while True:
+            try:
+                wire.or_lost(lambda: same_start(self.model))
+                recovery = Recovery(assemble(self.subject, options, device, self.max_stretch, wire), wire)
+                break
+            except Lost:
+                wire.take_part(self.member.ready("fresh"))
+        step, there = recovery.loop.step, wire.present
+        if step and not set(recovery.up(step)) & set(there):
+            raise CheckpointError(
+                f"the checkpoint of step {step} holds no rows of the nodes {there}, which were away then, and the "
+                "hosts of the others are not there: start them too"
+            )
+        return recovery
+
+    def _join(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
+        """Put this process's part together alone, and join those who are training."""
+        alone = dataclasses.replace(
+            options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
+            logger=options.logger if self.member.rank == 0 else None,
+            progress=options.progress if self.member.rank == 0 else False,
+        )  # fmt: skip
+        loop = assemble(self.subject, alone, device, self.max_stretch, wire)
+        if options.save_dir is not None:
+            loop.save_into(Path(options.save_dir), options.checkpoint_interval)
+            check_folder(Path(options.save_dir))
+        described = loop.description
+        wire.take_part(self.member.ready("alone"))
+        recovery = Recovery(loop, wire)
+        recovery.join()
+        if options.run_dir is not None and self.member.rank == 0:
+            # It was lost, and the others went back to the step before its nodes were away: what it told holds up to it.
+            (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
+            loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
+        return recovery
+
+
+class Recovery:
+    """Takes `loop` through its run over `wire`, whoever is lost or comes back."""
+
+    def __init__(self, loop: TrainingLoop, wire: ElasticWire):
+        self.loop, self.wire, self.member = loop, wire, wire.member
+        assert loop.outages is not None
+        self.outages = loop.outages
+        self.anchors: dict[int, Snapshot] = {}
+        self.joined = False
+        self._stood: list[Any] = []  # step and members of the last generations in which nobody came forward
+        loop.take_over(self.carry, self.at_rest)
+
+    def carry(self, run: Callable[[], bool]) -> bool:
+        """Train to the end, or to where a signal stops all; say whether it is the end."""
+        if not self.joined:
+            self._anchor()
+            self._note_who_is_there()
+            self.member.training()
+        while True:
+            try:
+                if not self.joined:
+                    self.joined = True
+                    self.wire.barrier()  # nobody trains before all can be told to stop
+                finished = run()
+                if finished:
+                    self.loop.keep_outcome()
+                self.wire.barrier()  # nobody leaves before all have come so far, and need nobody any more
+                return finished
+            except Lost as lost:
+                self._regroup(lost)
+            except _Planned:
+                self._regroup(None)
+
+    def at_rest(self) -> None:
+        """All stand at the same step, and nothing is in flight."""
+        loop = self.loop
+        if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
+            self._note_who_is_there()  # back since a stretch that was taken up in the middle
+        if loop.step - max(self.anchors) >= ANCHOR_STEPS:
+            self._anchor()
+            if not loop.driver.losses.under_way and self.wire.agree(self.member.waiting):
+                raise _Planned
+
+    def join(self) -> None:
+        """Take the state of the others, in the generation that the wire is in; then the next ones."""
+        rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop).rows.items()}
+        while True:
+            try:
+                self._receive(rows)
+                break
+            except Lost:
+                generation = self.member.ready("alone")
+                self.wire.take_part(generation)
+        self.joined = True
+
+    # Inside
+
+    def _anchor(self) -> None:
+        found = snapshot_of(self.loop)
+        rows = {rank: _copy(state) for rank, state in found.rows.items()}
+        meta = json.loads(json.dumps(found.meta))
+        self.anchors[self.loop.step] = Snapshot(rows, _copy(found.shared), meta)
+        for step in sorted(self.anchors)[:-KEPT_ANCHORS]:
+            del self.anchors[step]
+
+    def _regroup(self, lost: Lost | None) -> None:
+        """Go on in the next generation, where nothing that this process knows is unknown to another.
+
+        Raises:
+            WorkerError: the same members have failed together again and again.
+        """
+        while True:
+            generation = self.member.ready("member", sorted(self.anchors), planned=lost is None)
+            assert generation.step is not None
+            standing = [generation.step, generation.members]
+            self._stood = [*self._stood, standing] if standing in self._stood[-1:] else [standing]
+            if len(self._stood) > TRIES:
+                raise WorkerError(
+                    f"the same ranks failed {TRIES} times after step {generation.step}; what they printed says why: "
+                    f"{lost}"
+                ) from lost
+            self.wire.take_part(generation)
+            try:
+                self._settle(generation)
+                return
+            except Lost as again:
+                lost = again
+
+    def _settle(self, generation: Generation) -> None:
+        """Stand where the generation begins, and tell the newcomers."""
+        assert generation.step is not None
+        anchor = self.anchors[generation.step]
+        self._stand(anchor)
+        if generation.newcomers:
+            self._share(generation, anchor)
+        self._begin()
+
+    def _share(self, generation: Generation, anchor: Snapshot | None) -> Snapshot:
+        """Return the `anchor` of the source, without rows, in the newcomers.
+
+        In it lies, too, what all share and a newcomer has otherwise: pretrained weights that it has read do not travel.
+        """
+        at = generation.members.index(generation.source)
+        meta = self.wire.tell(None if anchor is None else anchor.meta, at)
+        constants = self._constants()
+        sums = self.wire.gather({name: sum_of(x) for name, x in constants.items()})
+        far = [name for name, own in sums[at].items() if any(there.get(name) != own for there in sums)]
+        shared = {} if anchor is None else anchor.shared | {name: constants[name] for name in far}
+        source, *takers = (self.wire.nodes_of[rank][0] for rank in (generation.source, *generation.newcomers))
+        return Snapshot({}, ship(self.wire, shared, source, takers), meta)
+
+    def _constants(self) -> Tensors:
+        """Return what all nodes share and no row holds, by names that the shared state does not have."""
+        found = constants(self.loop.worker.model, self.loop.fleet)
+        return {f"constant {name}": x for name, x in found.items()}
+
+    def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
+        """Take what the source of the generation sends, and stand there with rows that are still to be brought back."""
+        assert self.wire.generation is not None
+        own, told = self.loop.description, self._share(self.wire.generation, None)
+        meta = told.meta
+        free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
+        theirs, mine = ({k: x for k, x in y.items() if k not in free} for y in (meta["description"], own))
+        unlike = differences(theirs, mine)
+        if unlike:
+            lines = "\n  ".join(unlike)
+            raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
+        with torch.no_grad():
+            for name, x in self._constants().items():
+                if name in told.shared:
+                    x.copy_(told.shared.pop(name))
+        self._stand(Snapshot(rows, told.shared, meta))
+        self.loop.take_description(meta["description"])
+        self._begin()
+
+    def _begin(self) -> None:
+        """All members stand at the same step: note who is there, and who keeps which folder of checkpoints."""
+        agenda = self.loop.agenda
+        self.wire.barrier()
+        self._note_who_is_there()
+        if agenda.save_dir is not None:
+            folder = Path(agenda.save_dir)
+            everywhere(self.wire, lambda: check_folder(folder))
+            keepers = holding(folder, self.wire, find_keepers(folder, self.wire), agenda.keepers)
+            self.loop.save_into(folder, agenda.checkpoint_interval, keepers)
+
+    def _stand(self, anchor: Snapshot) -> None:
+        loop = self.loop
+        logged, began = loop.reports.logged, bool(self.anchors)
+        wall_s = loop.wall_s() if began else anchor.meta["wall_s"]
+        copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
+        put_back(loop, copy)
+        loop.carry_on(logged, wall_s)
+        self.anchors = {anchor.meta["step"]: anchor}
+
+    def _note_who_is_there(self) -> None:
+        """From the next step on the nodes of the members are there; in a stretch that has begun nobody comes back."""
+        step, there = self.loop.step, self.wire.present
+        stayed = [node for node in self.up(step) if node in there]
+        self.outages.note(step, there if not self.loop.driver.losses.under_way else stayed)
+        self.loop.driver.meet(stayed)
+
+    def up(self, step: int) -> list[int]:
+        """Return the nodes that were there for `step`."""
+        assert self.loop.driver.attendance is not None
+        return self.loop.driver.attendance.up(step)
+
+
+def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}

@@ -1,0 +1,235 @@
+"""How the hosts of a run are, as a file in its folder on the controller.
+
+    hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; what happened
+
+What hosts say comes over the connections that are there. It is not trusted: only known names with numbers are taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.core.base.processes import described, is_alive
+from exogym.core.progress import notice, readable_bytes
+from exogym.core.record.run_folder import read_object
+from exogym.core.record.schema import FILES, is_finite
+from exogym.machines.remote.budget import TOLD_BYTES
+from exogym.machines.remote.orders import Order
+
+NAME, TOKEN = "hosts.json", ".controller"
+EVERY_S = 2.0  # between two reports of a host
+SILENT_S = 15.0  # who has not reported for so long is silent
+WRITE_S = 0.5
+MOST_EVENTS = 200
+FIGURES = ("cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps", "tx_bps")
+GPU_FIGURES = ("use", "memory_bytes", "memory_total_bytes")
+Row = dict[str, Any]
+
+
+class Board:
+    """What is known of the hosts of a launch.
+
+    Args:
+        folder: of the launch, on the controller.
+        mirror: run folder below it that rank 0's host sends what it writes of; None: none. Its files take at most
+            `told_bytes`.
+        there: its path below the project's folder on that host.
+
+    Attributes:
+        mark: what a report's line begins with.
+    """
+
+    def __init__(
+        self, folder: Path, mirror: Path | None = None, there: str | None = None, told_bytes: int = TOLD_BYTES
+    ):
+        self.folder, self.mirror, self.there, self.told_bytes = folder, mirror, there, told_bytes
+        self._is_full = False
+        self.mark = f"exogym-{secrets.token_hex(8)}: "
+        self._hosts: dict[int, Row] = {}  # by the first rank
+        self._events: list[Row] = []
+        self._lock = threading.Lock()
+        self._written, self._trouble = 0.0, False
+        if mirror is not None:
+            mirror.mkdir(parents=True, exist_ok=True)
+            (mirror / TOKEN).write_text(self.mark)
+
+    def asked_of(self, order: Order) -> Row | None:
+        """Return what the host of an order is told about reports; None: it is to give none."""
+        if not order.ranks:
+            return None
+        sends = self.mirror is not None and order.ranks[0] == 0
+        mirror = {"folder": self.there, "names": list(FILES), "token_file": TOKEN, "token": self.mark}
+        return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
+
+    def started(self, order: Order) -> None:
+        """A host begins its part, or begins it again."""
+        if not order.ranks:
+            return
+        address = order.host.address
+        with self._lock:
+            before = self._hosts.get(order.ranks[0])
+            restarts = 0 if before is None else before["restarts"] + 1
+            self._hosts[order.ranks[0]] = {
+                "address": address, "device": order.host.device, "ranks": list(order.ranks), "state": "starting",
+                "restarts": restarts, "heard_s": None,
+            }  # fmt: skip
+            self._event("started" if before is None else "started again", address)
+
+    def take(self, order: Order, text: str) -> None:
+        """Take what a host reports, the rest of a line behind the mark."""
+        try:
+            said = json.loads(text)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(said, dict) or not order.ranks:
+            return
+        if isinstance(said.get("health"), dict):
+            with self._lock:
+                self._heard(order, said["health"])
+        elif self.mirror is not None and order.ranks[0] == 0:
+            self._keep(said)
+
+    def ended(self, order: Order, state: str, why: str | None = None) -> None:
+        """The part of a host is over: "done", "failed" or "lost"."""
+        host = self._hosts.get(order.ranks[0]) if order.ranks else None
+        if host is None:
+            return
+        with self._lock:
+            host["state"] = state
+            self._event(state, order.host.address, **({} if why is None else {"why": why}))
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        with self._lock:
+            for host in self._hosts.values():
+                if host["state"] in ("starting", "running"):
+                    host["state"] = "stopped"
+            self._write(ended=True)
+        if self.mirror is not None:
+            with contextlib.suppress(OSError):
+                (self.mirror / TOKEN).unlink()
+
+    def _heard(self, order: Order, said: Row) -> None:
+        host = self._hosts.get(order.ranks[0])
+        if host is None:
+            return
+        host |= figures(said, FIGURES) | {"heard_s": time.time()}
+        gpus = said.get("gpus")
+        if isinstance(gpus, list):
+            host["gpus"] = [_gpu(gpu) for gpu in gpus[:64] if isinstance(gpu, dict)]
+        steps = said.get("steps")
+        if isinstance(steps, dict):
+            host["processes"] = _processes(order.ranks, steps)
+        if host["state"] == "starting":
+            host["state"] = "running"
+            self._event("running", order.host.address)
+        elif time.monotonic() >= self._written + WRITE_S:
+            self._write()
+
+    def _event(self, kind: str, address: str, **told: Any) -> None:
+        self._events = [*self._events, {"at_s": round(time.time(), 3), "kind": kind, "host": address, **told}]
+        self._events = self._events[-MOST_EVENTS:]
+        self._write()
+
+    def _write(self, ended: bool = False) -> None:
+        self._written = time.monotonic()
+        value = {
+            "process": described(), "written_s": time.time(), "ended": ended, "hosts": list(self._hosts.values()),
+            "events": self._events,
+        }  # fmt: skip
+        try:
+            with replacing(self.folder / NAME) as file:
+                file.write(json.dumps(value, indent=1) + "\n")
+        except OSError as error:  # a full disk here must not stop the training there
+            if not self._trouble:
+                notice(f"{self.folder / NAME} is no longer written: {error}")
+            self._trouble = True
+
+    def _keep(self, said: Mapping[str, Any]) -> None:
+        """Write a part of a file of the run's folder, as it comes; what does not fit is left to the end of the run."""
+        name, at, text = said.get("file"), said.get("at"), said.get("text")
+        if name not in FILES or type(at) is not int or not isinstance(text, str) or self.mirror is None:
+            return
+        path = self.mirror / str(name)
+        beside = path if path.suffix == ".jsonl" else path.with_name(f".{name}.coming")
+        with contextlib.suppress(OSError, ValueError):
+            size = beside.stat().st_size if beside.exists() else 0
+            if at and at != size:
+                return
+            if not at:
+                beside.unlink(missing_ok=True)
+            if not self._has_room(len(text)):
+                return
+            with open(beside, "ab") as file:
+                file.write(text.encode("latin-1"))
+            if beside is not path and said.get("whole") is True:
+                os.replace(beside, path)
+
+    def _has_room(self, count: int) -> bool:
+        assert self.mirror is not None
+        names = [*FILES, *(f".{name}.coming" for name in FILES)]
+        there = sum(path.stat().st_size for path in map(self.mirror.joinpath, names) if path.exists())
+        if there + count <= self.told_bytes:
+            return True
+        if not self._is_full:
+            notice(f"{self.mirror} holds {readable_bytes(there)}: what the host tells of the run is no longer written")
+        self._is_full = True
+        return False
+
+
+def read_hosts(folder: str | os.PathLike[str]) -> Row:
+    """Return how the hosts of a run are; {} where none were watched.
+
+    A host of a run whose controller is gone, and one that has not reported for a while, says so by its state, "unknown"
+    or "silent".
+    """
+    found = read_object(Path(folder) / NAME)
+    hosts: list[Row] | None = found.get("hosts")
+    if hosts is None:
+        return {}
+    process = found.get("process") or {}
+    here = not found.get("ended") and "pid" in process and is_alive(process)
+    now = time.time()
+    for host in hosts:
+        heard_s = host.get("heard_s")
+        host["quiet_s"] = None if heard_s is None else max(now - heard_s, 0.0)
+        if host.get("state") in ("starting", "running") and here is False:
+            host["state"] = "unknown"
+        elif host.get("state") == "running" and (host["quiet_s"] or 0.0) > SILENT_S:
+            host["state"] = "silent"
+    return {"hosts": hosts, "events": found.get("events") or []}
+
+
+def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
+    """Return those of the names that have a number.
+
+    >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
+    {'cores': 2}
+    """
+    return {
+        name: said[name] for name in names
+        if is_finite(said.get(name))
+    }  # fmt: skip
+
+
+def _gpu(said: Row) -> Row:
+    return figures(said, GPU_FIGURES) | {"name": "".join(x for x in str(said.get("name"))[:80] if x.isprintable())}
+
+
+def _processes(ranks: Sequence[int], said: Row) -> list[Row]:
+    """Return of each rank of a host its last step, new starts, and seconds since its last sign of life."""
+    found = []
+    for local, rank in enumerate(ranks):
+        row = said.get(str(local))
+        if isinstance(row, list) and len(row) == 3 and all(map(is_finite, row)):
+            found.append({"rank": rank, "step": row[0], "restarts": row[1], "quiet_s": row[2]})
+    return found

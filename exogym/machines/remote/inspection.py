@@ -1,0 +1,317 @@
+"""The inspection of one host: what is looked at there, and the remedy for each thing that is wrong."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.core.progress import readable_bytes
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.onhost.probe import package_sum, packages, source_sums
+from exogym.machines.remote.session import Session, Unanswered
+
+PYTHON = (3, 11)
+LEAST_DISK_BYTES = 1_000_000_000
+MOST_CLOCK_S = 5.0
+SHOWN_FILES = 3
+WAY = "way to the others"
+OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can go on with them"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table: what was looked at on a host, whether it is well, what was seen, and what to do.
+
+    >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
+    >>> check.ok, check.remedy
+    (False, 'remove old runs')
+    """
+
+    host: str
+    check: str
+    ok: bool
+    seen: str
+    remedy: str = ""
+
+
+class Controller:
+    """What the hosts are held against: this machine's versions and the project's files.
+
+    Args: see `check_hosts`.
+    """
+
+    def __init__(self, project: str, sync: bool, save_dir: str | None, code: bool):
+        self.project, self.sync, self.save_dir = project, sync, save_dir
+        try:
+            self.sums = source_sums(project) if code and not sync else None
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"the project's folder {project!r}: {error}") from None
+        here = packages(["torch", "exogym"])
+        self.torch, self.exogym = here["torch"] or "", here["exogym"]
+        self.exogym_sum = package_sum("exogym")
+        self.token = secrets.token_hex(8)
+        self.token_is_written = threading.Event()
+
+
+class Inspection:
+    """Asks one host; `checks` grows.
+
+    Attributes:
+        place: the address and port at which the other hosts should reach it; None where that is not known.
+    """
+
+    def __init__(self, config: HostsConfig, index: int, here: Controller, answer_s: float):
+        self.config, self.here, self.index, self.answer_s = config, here, index, answer_s
+        self.host = config.hosts[index]
+        self.folder = self.host.path or here.project
+        self.checks: list[Check] = []
+        self.place: tuple[str, int] | None = None
+        self._session: Session | None = None
+
+    # The three parts, each of which all hosts do at the same time
+
+    def look(self) -> None:
+        """Look at the host itself."""
+        try:
+            self._session = Session(self.host, self.answer_s)
+            self._python()
+            self._clock()
+            self._torch()
+            self._exogym()
+            self._project()
+            self._disk()
+            self._device()
+            self._address()
+            if self.here.sync and not self.host.is_local:
+                self._rsync()
+            if self.here.save_dir is not None and len(self.config.hosts) > 1:
+                self._save_dir()
+        except Unanswered:
+            self._unanswered()
+        except ExoGymError as error:  # no such Python on this machine
+            self._note("python", False, str(error), f"name one that is there in {self._field('python', 'python_env')}")
+        finally:
+            if self.index == 0:
+                self.here.token_is_written.set()
+
+    def reach(self, places: dict[int, tuple[str, int]]) -> None:
+        """See whether the host can connect to the `places` of the others."""
+        if self._session is None or self.index not in places:
+            return
+        targets = [place for i, place in places.items() if i != self.index]
+        try:
+            found = self._answer(WAY, "", "connect", others=targets)
+        except Unanswered:
+            return self._unanswered()
+        if found is not None:
+            trouble = "; ".join(f"{address}, {why}" for address, why in found["failed"].items())
+            self._note(
+                WAY, not trouble, trouble or f"reaches {', '.join(address for address, _ in targets)}",
+                f"let the hosts connect to each other on port {self.config.master_port} and on those above 1023 "
+                "(firewall), and give the addresses that they have in one network",
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """Take back what was left on the host, and end the connection."""
+        if self._session is None:
+            return
+        try:
+            if self.index == 0 and self.here.save_dir is not None:
+                self._session.ask("remove", path=self._token_file, folder=self.folder)
+        except Unanswered:
+            self._unanswered()
+        else:
+            self._session.end()
+
+    def abort(self) -> None:
+        """End the connection at once, also while another thread waits for an answer."""
+        if self._session is not None:
+            self._session.process.kill()
+
+    # What is looked at
+
+    def _python(self) -> None:
+        found = self._ask("python")
+        self._note("login", True, "this machine, without ssh" if self.host.is_local else "by ssh, host key known")
+        seen = ".".join(map(str, found["version"]))
+        self._note(
+            "python", tuple(found["version"]) >= PYTHON, f"{seen} ({found['executable']})",
+            f"install Python {PYTHON[0]}.{PYTHON[1]} or later there (here it is {platform.python_version()}) and name "
+            f"it in {self._field('python', 'python_env')}",
+        )  # fmt: skip
+
+    def _clock(self) -> None:
+        best_s, off_s = float("inf"), 0.0
+        for _ in range(3):
+            before = time.time()
+            there = self._ask("time")
+            after = time.time()
+            if after - before < best_s:
+                best_s, off_s = after - before, there - (before + after) / 2
+        self._note(
+            "clock", abs(off_s) <= MOST_CLOCK_S, f"{off_s:+.2f} s from this machine's",
+            "have both clocks set by network time: timedatectl set-ntp true (Linux), Settings, Date & Time (macOS)",
+        )  # fmt: skip
+
+    def _torch(self) -> None:
+        wanted = _public(self.here.torch)
+        remedy = f"{self.host.interpreter} -m pip install torch=={wanted}, there"
+        found = self._answer("torch", remedy, "packages", names=["torch"])
+        if found is not None:
+            seen = found["torch"]
+            same = seen is not None and _public(seen) == wanted
+            self._note("torch", same, _beside(seen or "not installed", same, self.here.torch), remedy)
+
+    def _exogym(self) -> None:
+        remedy = (
+            f"install there what is here, in the environment of {self.host.interpreter}: the same version from the "
+        )
+        remedy += "same source"
+        found = self._answer("exogym", remedy, "packages", names=["exogym"])
+        code = None if found is None else self._answer("exogym", remedy, "exogym", folder=self.folder)
+        if found is not None and code is not None:
+            seen, here = (found["exogym"], code["sum"]), (self.here.exogym, self.here.exogym_sum)
+            text = "not installed" if code["sum"] is None else f"{seen[0]} (code {seen[1]})"
+            self._note("exogym", seen == here, _beside(text, seen == here, f"{here[0]} (code {here[1]})"), remedy)
+
+    def _project(self) -> None:
+        here = self.here.sums
+        if here is None:
+            return
+        remedy = "copy the project there (--sync does it; in Python, sync=True), or name its folder in "
+        remedy += self._field("path", "project_path")
+        found = self._answer("project", remedy, "project", folder=self.folder)
+        if found is None:
+            return
+        there = found["sums"]
+        unlike = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
+        text = f"{self.folder}: its {len(there)} Python files are those of here"
+        if unlike:
+            shown = ", ".join(f"{path} ({_difference(path, there, here)})" for path in unlike[:SHOWN_FILES])
+            more = f" and {len(unlike) - SHOWN_FILES} more" if len(unlike) > SHOWN_FILES else ""
+            text = f"{self.folder} is not as here: {shown}{more}"
+        self._note("project", not unlike, text, remedy)
+
+    def _disk(self) -> None:
+        found = self._answer("disk", "", "disk", folder=self.folder)
+        if found is not None:
+            enough, writable = found["free_bytes"] >= LEAST_DISK_BYTES, found["writable"]
+            text = (
+                f"{readable_bytes(found['free_bytes'])} free in {found['path']}{'' if writable else ', not writable'}"
+            )
+            remedy = f"make room for {readable_bytes(LEAST_DISK_BYTES)} in a folder that the user there may write to"
+            self._note("disk", enough and writable, text, remedy)
+
+    def _device(self) -> None:
+        device = self.host.device
+        remedy = f"give a device that is there in {self._field('device')}, or install a torch that supports it"
+        found = self._answer("device", remedy, "device", device=device)
+        if found is not None:
+            kind, _, number = device.partition(":")
+            there = kind in ("auto", *found["kinds"]) and (not number or int(number) < found["gpus"])
+            seen = ", ".join(found["kinds"]) + (f", {found['gpus']} GPUs" if found["gpus"] else "")
+            self._note("device", there, device if device == "cpu" else f"{device}; torch sees {seen}", remedy)
+
+    def _address(self) -> None:
+        host = self.host
+        remedy = (
+            f"give the address that `ip addr` (macOS: ifconfig) shows there in {self._field('address')}; a name that "
+        )
+        remedy += "only ssh knows goes in ssh_host"
+        found = self._answer("address", remedy, "interface", address=host.address, is_loopback=host.is_loopback)
+        if found is None:
+            return
+        self._note("address", "interface" in found, found.get("missing") or f"on {found['interface']}", remedy)
+        if self.index == 0:
+            port = self.config.master_port
+            if self._listen("port", port, f"end what uses port {port} there, or give another one in master_port"):
+                self._note("port", True, f"{port} is free")
+        elif "interface" in found:
+            self._listen(WAY, 0, "")
+
+    def _listen(self, check: str, port: int, remedy: str) -> bool:
+        found = self._answer(check, remedy, "listen", address=self.host.address, port=port)
+        if found is not None and "taken" in found:
+            self._note(check, False, f"{port}: {found['taken']}", remedy)
+        elif found is not None:
+            self.place = (self.host.address, found["port"])
+        return self.place is not None
+
+    def _rsync(self) -> None:
+        found = self._answer("rsync", "", "rsync")
+        if found is not None:
+            path = found["path"]
+            self._note(
+                "rsync", path is not None, path or "not installed", "install rsync there, or copy by other means"
+            )
+
+    def _save_dir(self) -> None:
+        """See whether this host can write into `save_dir`, and whether what the master writes there is there too."""
+        token, folder = self.here.token, self.here.save_dir
+        remedy = "give a save_dir that the user there may write to; see that its disk is not full"
+        own = f"{folder}/.writable-{token}-{self.index}"
+        written = self._answer("save_dir", remedy, "file", path=own, folder=self.folder, text=token)
+        if written is None:
+            return
+        self._ask("remove", path=own, folder=self.folder)
+        if self.index > 0:
+            self.here.token_is_written.wait(self.answer_s)
+        text = token if self.index == 0 else None
+        found = self._answer("save_dir", remedy, "file", path=self._token_file, folder=self.folder, text=text)
+        if found is not None and self.index == 0:
+            self._note("save_dir", True, f"{folder} can be written")
+        elif found is not None:
+            shared = found["text"] == token
+            self._note("save_dir", True, f"{folder} is {'shared with the master' if shared else OWN_FOLDER}")
+
+    @property
+    def _token_file(self) -> str:
+        return f"{self.here.save_dir}/.shared-{self.here.token}"
+
+    # Lines
+
+    def _ask(self, question: str, **given: Any) -> Any:
+        assert self._session is not None
+        return self._session.ask(question, **given)
+
+    def _answer(self, check: str, remedy: str, question: str, **given: Any) -> Any:
+        """Return the host's answer; None, and a line, where it found none."""
+        found = self._ask(question, **given)
+        if isinstance(found, dict) and "error" in found:
+            self._note(check, False, found["error"], remedy)
+            return None
+        return found
+
+    def _note(self, check: str, ok: bool, seen: str, remedy: str = "") -> None:
+        self.checks.append(Check(self.host.address, check, ok, seen, "" if ok else remedy))
+
+    def _field(self, own: str, common: str | None = None) -> str:
+        where = "master" if self.index == 0 else f"workers[{self.index - 1}]"
+        return f"{where}.{own}" + (f" or {common}" if common else "")
+
+    def _unanswered(self) -> None:
+        session, self._session, self.place = self._session, None, None
+        assert session is not None
+        session.end()
+        check, seen, remedy = session.diagnosis()
+        self._note(check, False, seen, remedy)
+
+
+def _public(version: str) -> str:
+    """Return a version without the part that names the build: 2.13.0+cpu is 2.13.0."""
+    return version.partition("+")[0]
+
+
+def _beside(seen: str, same: bool, here: str) -> str:
+    return seen if same else f"{seen}; here {here}"
+
+
+def _difference(path: str, there: dict[str, str], here: dict[str, str]) -> str:
+    if path not in there:
+        return "missing there"
+    return "changed" if path in here else "only there"

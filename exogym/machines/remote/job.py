@@ -1,0 +1,23 @@
+"""`python -m exogym.machines.remote.job PROFILE`: the script that `exogym distributed-train` runs in each process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from exogym.machines.remote.network_trainer import NetworkTrainer
+from exogym.machines.remote.profile import Profile
+
+
+def main(words: Sequence[str]) -> None:
+    """Train what the profile, given as JSON, describes, in the world of this process."""
+    profile = Profile(**json.loads(words[0]))
+    model, train, val, task = profile.problem()
+    # Inside a world the hosts are given.
+    trainer = NetworkTrainer({"master": "localhost"}, model, train, val, min_hosts=profile.min_hosts)
+    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, val is not None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,282 @@
+"""Starts a script on all hosts of a hosts file, brings back what it prints, and leaves nothing running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from exogym.core.base.files import new_folder
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.machines.remote import ssh
+from exogym.machines.remote.budget import Budget
+from exogym.machines.remote.channel import Logs
+from exogym.machines.remote.fetching import fetch
+from exogym.machines.remote.health import Board
+from exogym.machines.remote.hosts import Host, HostsConfig
+from exogym.machines.remote.inspection import Check
+from exogym.machines.remote.orders import Order, inside, orders
+from exogym.machines.remote.preflight import ANSWER_S, check_hosts, require
+from exogym.machines.remote.sync import copies, sync_project, sync_words
+from exogym.machines.remote.watch import Watch, pause_s
+from exogym.machines.remote.world import LAUNCH, NETWORK, RETRY, RUNS
+
+
+class SSHLauncher:
+    """Runs scripts on the hosts of `hosts_config`.
+
+    Args:
+        hosts_config: a hosts file or a dict (see `HostsConfig.load`).
+        sync: copy the project's folder to the hosts first, with rsync.
+        max_restarts: times all processes are started again after one of them failed.
+        min_hosts: go on while so many hosts are left, and take in again those that come back; `max_restarts` then
+            counts for each host. For scripts whose training can do that (see `NetworkTrainer`). None: all are needed.
+        retries: times the whole run is started again, on all hosts, after a host was lost, with longer and longer
+            pauses; EXOGYM_NETWORK_RETRY tells the processes how often that was.
+        project: the project's folder here; the current one by default.
+        out: the folder in which each run gets a new one for its logs.
+        start_timeout_s: seconds within which the hosts' launchers must have met.
+        answer_s: seconds a host has for each answer before the run.
+        echo: whether to print here what the processes print.
+
+    Attributes:
+        folder: the folder of the last run; `finished`: the hosts whose part in it ended well.
+        first_failure: what the rank that failed first in it ended of, in words; None: nobody said.
+
+    >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
+    >>> launcher.config.slots
+    1
+    """
+
+    @checked
+    def __init__(
+        self,
+        hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+        *,
+        sync: bool = False,
+        max_restarts: int = 0,
+        min_hosts: int | None = None,
+        retries: int = 0,
+        project: str | os.PathLike[str] | None = None,
+        out: str | os.PathLike[str] = RUNS,
+        start_timeout_s: int = 300,
+        answer_s: float = ANSWER_S,
+        echo: bool = True,
+    ):
+        self.config = HostsConfig.load(hosts_config)
+        check_count("max_restarts", max_restarts, least=0)
+        check_count("start_timeout_s", start_timeout_s)
+        check_count("retries", retries, least=0)
+        if min_hosts is not None:
+            check_count("min_hosts", min_hosts)
+            if min_hosts > len(self.config.hosts):
+                raise ArgumentError(f"min_hosts={min_hosts}, but the hosts file has {len(self.config.hosts)}: lower it")
+        self.min_hosts, self.retries = min_hosts, retries
+        self.finished: list[Host] = []
+        self._budgets: dict[Host, Budget] = {}  # of what is fetched
+        self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
+        self.project = os.path.realpath(project or os.getcwd())
+        self.out, self.answer_s, self.echo = Path(out), answer_s, echo
+        self.folder: Path | None = None
+        self.first_failure: str | None = None
+
+    def check(self, save_dir: str | None = None) -> list[Check]:
+        """Look at all hosts (see `check_hosts`)."""
+        return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir, answer_s=self.answer_s)
+
+    def launch(
+        self,
+        script: str | os.PathLike[str],
+        *args: Any,
+        module: bool = False,
+        environment: Mapping[str, str] | None = None,
+        save_dir: str | None = None,
+        dry_run: bool = False,
+        folder: Path | None = None,
+        mirror: Path | None = None,
+    ) -> int:
+        """Run `script` with `args` in every slot of every host, wait, and return the exit code.
+
+        Each host is looked at first. Its processes find what torchrun's do in their environment, and EXOGYM_NETWORK=1.
+        What they print comes here under the host's address, and into files of `folder`.
+
+        Args:
+            script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
+            args: handed to the script, as text.
+            environment: added to the environment on all hosts.
+            save_dir: where the script keeps checkpoints, one folder for all hosts or each host's own.
+            dry_run: print every command that would be run, and run none.
+            folder: for the logs, instead of a new one in `out`.
+            mirror: below `folder`, the run folder that rank 0 writes on the master, as `runs/...` in the project's
+                folder; it is filled here while it is written there.
+
+        Returns:
+            0, or the exit code of the host that failed first.
+
+        Raises:
+            ArgumentError: no such script, or one outside the project's folder.
+            ExoGymError: the hosts are not ready; the message says what to do.
+            KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP take their usual effect then.)
+        """
+        target = os.fspath(script) if module else self._script(script)
+
+        launch = secrets.token_hex(8)
+
+        def parts(retry: int = 0) -> list[Order]:
+            told = {NETWORK: "1", LAUNCH: launch} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
+            return orders(
+                self.config, target, [str(word) for word in args], module=module, project=self.project,
+                environment=told, max_restarts=self.max_restarts, start_timeout_s=self.start_timeout_s,
+                min_hosts=self.min_hosts,
+            )  # fmt: skip
+
+        if dry_run:
+            print("\n".join(self.shown(parts())))
+            return 0
+        with _ended_by_signals():
+            self._prepare(save_dir, folder)
+            self.folder = folder or new_folder(self.out, Path(target).stem)
+            self._describe(target, args)
+            logs = Logs(self.folder, self.echo)
+            there = None if mirror is None else os.path.join(RUNS, mirror.relative_to(self.folder.parent))
+            board = Board(self.folder, mirror, there)
+            slots, hosts = self.config.slots, len(self.config.hosts)
+            count = f"{slots} process{'es' * (slots > 1)} on {hosts} host{'s' * (hosts > 1)}"
+            notice(f"the hosts are ready; starting {count}; logs in {from_here(self.folder)}")
+            try:
+                return self._run(parts, logs, board, save_dir)
+            finally:
+                board.close()
+                self.first_failure = None if logs.first is None else logs.first[1]
+                logs.close()
+        return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
+
+    def fetch(self, path: str, target: Path, host: Host | None = None) -> None:
+        """Copy the file `path` (below the project's folder) from `host` to `target` here, whole or not at all.
+
+        Args:
+            host: the master by default.
+
+        Raises:
+            ExoGymError: it is not there, is larger than what a host may fill here, or was damaged on the way.
+        """
+        host = host or self.config.master
+        budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
+        fetch(host, host.path or self.project, path, target, budget)
+
+    def shown(self, parts: Sequence[Order]) -> list[str]:
+        """Return, as text, every command that a run would have this machine run."""
+        lines = []
+        for host in self.config.hosts:
+            lines += [f"# {host.address}: onhost/probe.py on stdin, to look at the host"]
+            lines += [ssh.shown(host)]
+        for host in self.config.hosts if self.sync else ():
+            if copies(host, self.project):
+                lines += [f"# {host.address}: the project is copied", shlex.join(sync_words(host, self.project))]
+        return [*lines, *(part.shown() for part in parts)]
+
+    # Inside
+
+    def _script(self, script: str | os.PathLike[str]) -> str:
+        path = os.path.join(self.project, os.fspath(script))
+        if not os.path.isfile(path):
+            raise ArgumentError(f"there is no script {path!r}: give the path of a Python file in the project's folder")
+        return inside(self.project, path)
+
+    def _prepare(self, save_dir: str | None, folder: Path | None) -> None:
+        """Look at the hosts and copy the project; where that fails, an empty `folder` is not left behind."""
+        try:
+            require(self.check(save_dir))
+            if self.sync:
+                sync_project(self.config, self.project, self.answer_s)
+        except BaseException:
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    def _run(self, parts: Callable[[int], list[Order]], logs: Logs, board: Board, save_dir: str | None) -> int:
+        """Run the parts; where a host was lost, all again after a pause, as often as `retries` says."""
+        retry = 0
+        while True:
+            watch = Watch(parts(retry), logs, board, goes_on=self.min_hosts is not None)
+            code = watch.run()
+            self.finished = watch.finished
+            while code and watch.lost and retry < self.retries:
+                pause, retry = pause_s(retry), retry + 1
+                notice(f"starting again in {pause:g} s (retry {retry} of {self.retries})")
+                time.sleep(pause)
+                failed = [check for check in self.check(save_dir) if not check.ok]
+                if not failed:
+                    break
+                notice(f"{failed[0].host}: {failed[0].check}: {failed[0].seen}")
+            else:
+                return code
+
+    def _describe(self, target: str, args: tuple[Any, ...]) -> None:
+        hosts = [{"address": host.address, "slots": host.slots, "device": host.device} for host in self.config.hosts]
+        value = {
+            "script": target,
+            "args": list(map(str, args)),
+            "hosts": hosts,
+            "max_restarts": self.max_restarts,
+            "min_hosts": self.min_hosts,
+        }
+        assert self.folder is not None
+        (self.folder / "launch.json").write_text(json.dumps(value, indent=1))
+
+
+def from_here(folder: Path) -> Path:
+    """Return the shorter name of `folder` where it lies below the current one.
+
+    >>> from_here(Path.cwd() / "runs" / "train"), from_here(Path("/tmp/train"))
+    (PosixPath('runs/train'), PosixPath('/tmp/train'))
+    """
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+class _Ended(BaseException):
+    """A signal that asks this process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP become an exception; after the cleaning up they have the effect they had outside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread only
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Ended(number)
+
+    before: dict[int, Callable[..., Any] | int | None] = {}
+    for wanted in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(wanted) is not signal.SIG_IGN:
+            before[wanted] = signal.signal(wanted, interrupt)
+    caught = None
+    try:
+        yield
+    except _Ended as ended:
+        caught = ended.number
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+    if caught is not None:
+        sys.stdout.flush()
+        os.kill(os.getpid(), caught)

@@ -1,0 +1,413 @@
+"""`NetworkTrainer`: the training call of a script, carried out on the hosts of a hosts file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.balance import Balance
+from exogym.core.base.devices import resolve_device
+from exogym.core.base.files import new_folder
+from exogym.core.base.streams import STDERR
+from exogym.core.engine.world import join_world, local_device, world_size
+from exogym.core.mesh import NodeMesh
+from exogym.core.mesh.value import groups_of
+from exogym.core.progress import notice
+from exogym.core.record.metrics import Metric
+from exogym.core.training.options import FitOptions, folder_of_checkpoints, option_names
+from exogym.data.partition import Partitioner
+from exogym.errors import ArgumentError, WorkerError, check_count, checked
+from exogym.faults import Faults
+from exogym.machines.launch.door import SECRET
+from exogym.machines.remote import results
+from exogym.machines.remote.elastic import recovery as elastic
+from exogym.machines.remote.elastic.engine import Elastic
+from exogym.machines.remote.elastic.member import membership
+from exogym.machines.remote.elastic.recovery import ElasticTrainer
+from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.launcher import SSHLauncher, from_here
+from exogym.machines.remote.watching import WatchedTrainer
+from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
+from exogym.network import Network
+from exogym.strategy.strategy import Strategy
+from exogym.trainer import LocalTrainer, Trainer
+
+ONE_FIT = (
+    "a script has one fit with min_hosts: who comes back in the middle of a later one could not know what came of the "
+    "earlier ones; put each into a script of its own"
+)
+_fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
+_folders: dict[str, Path] = {}  # the run's folder of the script that is running, made by its first fit
+
+
+class NetworkTrainer(Trainer):
+    """Trains on real hosts: `fit` runs the calling script again in every slot of every host, and waits for the result.
+
+    In the script that you start (on the controller) `fit` looks at the hosts, starts the script there through
+    `SSHLauncher`, waits, fetches the final model and the history, and returns. In a process on a host `fit` trains, as
+    `LocalTrainer` does in torchrun's world, and then ends the process: what follows `fit` runs on the controller only,
+    what precedes it runs everywhere. So every host reads the data by itself, and nothing is ever unpickled. The initial
+    weights are those that rank 0 made, on the master. A script may call `fit` several times: an earlier call gives the
+    processes of a later one what it gave the controller.
+
+    Under plain torchrun it is a `LocalTrainer`.
+
+    Args:
+        hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
+        model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
+        sync: copy the project's folder, which is the current one, to the hosts first, with rsync.
+        min_hosts: when hosts are lost, go on with those that remain, down to so many, and take back those that return
+            (see `exogym.machines.remote.elastic`): their nodes are away meanwhile, as with `Faults(absent=...)`. For
+            strategies of communication modules. None: the run needs all hosts.
+        nodes_per_host: how many nodes each host is. Its slots are the devices of these, so many for each, and share the
+            model out: `fit(node=)` says how, `NodeMesh(shard=)` if nothing is said, of a host with more slots a larger
+            one. None: each slot is a process of its own; with `node=`, so many slots of a host are a node as it has
+            devices.
+        retries: times the whole run is started again, after longer and longer pauses, when a host was lost (with
+            `min_hosts`: when too few are left); with `save_dir` from the last checkpoint.
+
+    Attributes:
+        hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
+        folder: of the last run: what it told of itself, logs of all ranks, final model, history, and measured.json,
+            what it saw of the hosts (`exogym.machines.remote.watching`): `exogym advise --network` starts from it.
+        outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
+            the same run in simulation, bit for bit.
+
+    >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
+    >>> trainer.hosts.slots
+    1
+    """
+
+    @checked
+    def __init__(
+        self,
+        hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+        model: nn.Module,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        metrics: dict[str, Metric] | None = None,
+        sync: bool = False,
+        min_hosts: int | None = None,
+        retries: int = 0,
+        nodes_per_host: int | None = None,
+    ):
+        super().__init__(model, train_dataset, val_dataset, loss_fn=loss_fn, metrics=metrics)
+        # A process that was started from the hosts file needs none.
+        self.hosts = None if _in_a_world() else HostsConfig.load(hosts_config)
+        self.sync, self.min_hosts, self.retries = sync, min_hosts, retries
+        if nodes_per_host is not None:
+            check_count("nodes_per_host", nodes_per_host)
+        self.nodes_per_host = nodes_per_host
+        self.folder: Path | None = None
+
+    @checked
+    def fit(
+        self,
+        strategy: Strategy,
+        *,
+        num_nodes: int | None = None,
+        node: NodeMesh | Sequence[NodeMesh] | None = None,
+        num_epochs: int | None = None,
+        max_steps: int | None = None,
+        batch_size: int = 32,
+        gradient_accumulation: int = 1,
+        minibatch_size: int | None = None,
+        max_memory_usage: float | None = None,
+        shuffle: bool = True,
+        partitioner: Partitioner | str | None = None,
+        val_size: int | None = None,
+        val_interval: int | None = None,
+        precision: str = "fp32",
+        autocast: bool = False,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        devices: Sequence[int] | None = None,
+        compute: str = "loop",
+        processes: int | str = 1,
+        engine: str | None = None,
+        cpus_per_process: int = 1,
+        reduction: str = "tree",
+        balance: Balance | str | None = None,
+        faults: Faults | None = None,
+        on_nonfinite: str = "raise",
+        network: Network | str | None = None,
+        step_seconds: Any = None,
+        timeline: bool = False,
+        final_sync: bool = True,
+        logger: Any = None,
+        log_interval: int = 1,
+        progress: bool | None = None,
+        callbacks: Sequence[Callable[..., Any]] = (),
+        save_dir: str | Path | None = None,
+        checkpoint_interval: int | None = None,
+        keep_checkpoints: int = 2,
+        resume: bool = False,
+        max_restarts: int = 0,
+        hang_s: float | None = 600.0,
+        run_dir: str | Path | None = None,
+        client_state_memory: float | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> nn.Module:
+        """Train on the hosts and return the final model, which is the model that was passed in, updated.
+
+        Args:
+            num_nodes: None: one for each slot of the hosts file, or for the slots that `node` takes. More are shared
+                out, as even as possible.
+            device: "auto": what the hosts file says of each host.
+            processes, engine, cpus_per_process: leave them out; the slots of the hosts file say how many there are.
+            logger, callbacks: run in rank 0, on the master; files they write stay there.
+            save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
+            run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
+                folder there, which comes to the controller with the results (see `exogym.core.record.run_folder`).
+            max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
+            strategy and the others: as for `LocalTrainer.fit`.
+
+        Raises:
+            ArgumentError: what `LocalTrainer.fit` refuses; and in a notebook or REPL, which has no script to run on the
+                hosts.
+            ExoGymError: the hosts are not ready; the message says what to do.
+            WorkerError: a host failed; what its processes printed is in `folder`.
+            KeyboardInterrupt: Ctrl-C, after all hosts have ended.
+        """
+        given = locals()
+        given = {name: given[name] for name in option_names()}
+        if engine is not None:
+            raise ArgumentError(
+                f"engine={engine!r} has hosts of its own: give it to LocalTrainer, without a hosts file"
+            )
+        given["save_dir"] = folder_of_checkpoints(given)
+        number, part = next(_fits), Part.of_this_process()
+        if part is not None:
+            return self._on_host(part, number, given)
+        return self._here(given) if _in_a_world() else self._on_controller(number, given)
+
+    @property
+    def outages(self) -> dict[int, list[tuple[int, int | None]]]:
+        found = self.description.get("outages", {})
+        return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
+
+    def _share_slots(self, slots: Sequence[int], given: dict[str, Any]) -> None:
+        """Let nodes be devices of hosts that have so many `slots`: fill in `node` and `num_nodes` of a fit.
+
+        Raises:
+            ArgumentError: a host whose slots are no whole number of nodes, or not as many as was said.
+        """
+        node, world = given["node"], sum(slots)
+        if self.nodes_per_host is not None:
+            if any(count % self.nodes_per_host for count in slots):
+                raise ArgumentError(
+                    f"nodes_per_host={self.nodes_per_host}, and the hosts have {', '.join(map(str, slots))} slots: "
+                    "give each as many for each of its nodes"
+                )
+            devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
+            if node is None and max(devices) > 1:
+                each = [NodeMesh(shard=size) for size in devices]
+                node = given["node"] = each if len(set(devices)) > 1 else each[0]
+            if node is not None and _sizes(node, world) != devices:
+                said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {_sizes(node, world)}"
+                raise ArgumentError(
+                    f"node={said} devices, but with nodes_per_host={self.nodes_per_host} nodes have "
+                    f"{', '.join(map(str, devices))} slots"
+                )
+        sizes = [1] * world if node is None else _sizes(node, world)
+        if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
+            said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {sizes}"
+            raise ArgumentError(
+                f"node={said} devices, and the hosts have {', '.join(map(str, slots))} slots: a node would be on two "
+                "hosts"
+            )
+        if given["num_nodes"] is None:
+            given["num_nodes"] = len(sizes)
+
+    # In a process of the world
+
+    def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
+        """Train as LocalTrainer does, or another one of the same subject."""
+        part, local_size = Part.of_this_process(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        told = () if part is None else part.slots
+        self._share_slots(told or [local_size] * max(1, world_size() // local_size), given)
+        local = local or self._another(LocalTrainer)
+        try:
+            return local.fit(**given)
+        finally:
+            self._take(results.Results(local.history, local.description, local.traffic))
+
+    def _another(self, kind: type[LocalTrainer]) -> LocalTrainer:
+        subject = self.subject
+        return kind(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
+
+    def _on_host(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+        """Train; where a controller waits for this very fit, leave it the results and end the process."""
+        self.folder = part.folder
+        if given["device"] == "auto":
+            given["device"] = part.device
+        if given["progress"] is None and part.progress:
+            given["progress"] = True
+        if part.membership is not None:
+            return self._as_a_member(part, number, given)
+        if world_size() > 1:
+            join_world(resolve_device(local_device(given["device"])))
+        if part.fit is not None and part.folder is not None and number < part.fit:
+            self._take(results.replay(part.folder, number, self.model))
+            return self.model
+        same_start(self.model)
+        if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
+            given["resume"] = True
+        self._write_run(part, number, given)
+        is_watched = world_size() > 1 and given["node"] is None and self.nodes_per_host is None
+        self._here(given, self._another(WatchedTrainer) if is_watched else None)
+        if part.fit is None or part.folder is None:
+            return self.model
+        if part.rank == 0:
+            self._leave_results(part.folder, number)
+        raise SystemExit(0)
+
+    def _write_run(self, part: Part, number: int, given: dict[str, Any], is_new: bool = True) -> None:
+        """Have rank 0 write the run's folder, where the controller waits for it and no other one was named."""
+        if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
+            given["run_dir"] = folder = results.run_folder_of(part.folder, number)
+            if is_new and not given["resume"]:
+                results.make_room(folder)
+
+    def _leave_results(self, folder: Path, number: int) -> None:
+        found = results.Results(self.history, self.description, self.traffic)
+        results.write(folder, number, self.model, found)
+
+    def _as_a_member(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+        """Train with those who are there."""
+        size, given["max_restarts"] = sum(part.slots), 0
+        assert part.membership is not None
+        given["num_nodes"] = given["num_nodes"] or size
+        with membership(*part.membership, part.rank, os.environ[SECRET]) as member:
+            if number > 1:
+                raise ArgumentError(ONE_FIT)
+            if member.fresh and member.again and given["save_dir"] is None:
+                raise WorkerError(
+                    "all processes were lost, and there is no checkpoint to go on from: give save_dir "
+                    "and checkpoint_interval"
+                )
+            if member.fresh and given["save_dir"] is not None:
+                owns = part.owns(given["save_dir"])
+                given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
+            self._write_run(part, number, given, member.fresh)
+            generation = member.ready("fresh") if member.fresh else None
+            trainer = ElasticTrainer(self.subject, Elastic(member, size, generation))
+            self._here(given, trainer)
+            member.finished()
+            if part.folder is not None and (trainer.is_main or part.local_rank == 0):
+                self._leave_results(part.folder if trainer.is_main else results.aside(part.folder, part.rank), number)
+        if part.fit is None:
+            return self.model
+        raise SystemExit(0)
+
+    # On the controller
+
+    def _on_controller(self, number: int, given: dict[str, Any]) -> nn.Module:
+        assert self.hosts is not None
+        slots = self.hosts.slots
+        self._share_slots([host.slots for host in self.hosts.hosts], given)
+        restarts = given["max_restarts"]
+        if self.min_hosts is not None:
+            given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
+        options = FitOptions(**given)
+        if not options.meshes and options.num_nodes < slots:
+            raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
+        if options.meshes and self.min_hosts is not None:
+            raise ArgumentError(
+                "min_hosts with nodes of several devices: those that remain would have to split their models anew; "
+                "leave it out, and give retries= and a save_dir that all hosts share: all start again from the last "
+                "checkpoint when one is lost"
+            )
+        if options.meshes:
+            groups_of(options.meshes, slots)
+        if options.processes not in (1, "auto", slots):
+            raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
+        if self.min_hosts is not None:
+            elastic.check(options)
+            if number > 1:
+                raise ArgumentError(ONE_FIT)
+        script, is_module = calling_script()
+        self.folder = _folder_of(script)
+        launcher = SSHLauncher(
+            self.hosts, sync=self.sync, max_restarts=restarts, min_hosts=self.min_hosts,
+            retries=self.retries,
+        )  # fmt: skip
+        watched = options.progress is None and STDERR.isatty()
+        again = ""
+        if options.save_dir is not None and not options.resume:
+            again = "; the same fit with resume=True goes on from the last checkpoint"
+        try:
+            code = launcher.launch(
+                script, *sys.argv[1:], module=is_module, folder=self.folder,
+                environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
+                save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
+                mirror=results.run_folder_of(self.folder, number) if options.run_dir is None else None,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
+        if options.run_dir is None:
+            results.bring_run(launcher, self.folder, number)
+        if code:
+            what = launcher.first_failure or f"the run ended with exit code {code}"
+            raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")
+        results.bring(launcher, self.folder, number)
+        self._take(results.read(self.folder, number, self.model))
+        self.history.to_csv(self.folder / f"fit_{number}.history.csv")
+        step = max(self.history.column("step")[0].tolist(), default=0)
+        results.write_seen(self.folder, self.description, self.hosts.addresses)
+        notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
+        return self.model
+
+    def _take(self, found: results.Results) -> None:
+        self.history, self.description, self.traffic = found.history, found.description, found.traffic
+
+
+def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:
+    """Return the devices of each node; where there is one split for all, of as many as `world` processes make up."""
+    if isinstance(node, NodeMesh):
+        return [node.size] * (world // node.size)
+    return [mesh.size if isinstance(mesh, NodeMesh) else 1 for mesh in node]  # what is none is refused with the options
+
+
+def _in_a_world() -> bool:
+    """Say whether SSHLauncher, torchrun or a launcher like it started this process."""
+    if Part.of_this_process() is not None:
+        return True
+    return "RANK" in os.environ and ("TORCHELASTIC_RUN_ID" in os.environ or world_size() > 1)
+
+
+def _folder_of(script: str) -> Path:
+    if script not in _folders or not _folders[script].exists():
+        _folders[script] = new_folder(Path(RUNS).absolute(), Path(script).stem)
+    return _folders[script]
+
+
+def calling_script() -> tuple[str, bool]:
+    """Return the script that is running, as a path, or as the name of a module and True.
+
+    Raises:
+        ArgumentError: a notebook, a REPL or `python -c` is running.
+    """
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name.removesuffix(".__main__"), True
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.isfile(path):
+        raise ArgumentError(
+            "NetworkTrainer runs the calling script again on every host, and there is none here (a notebook, a REPL or "
+            "python -c): write the training into a file, train.py, and start it with python train.py; or train on this "
+            "machine with LocalTrainer"
+        )
+    return os.path.abspath(path), False

@@ -1,0 +1,184 @@
+"""Runs one command on a host and ends everything it started when the connection to the controller is gone.
+
+The controller holds the other end of stdin: it writes a byte every few seconds and closes it to stop. An end of file,
+or silence, ends the command: SIGTERM, and SIGKILL for whatever is left of it a while later, in other sessions too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+from exogym.machines.remote.onhost.health import Reports
+from exogym.machines.remote.onhost.interfaces import interface_of
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S, ALONE_S, SWEEP_S = 0.1, 3.0, 10.0
+CANNOT_START = 126
+SILENCE = "the controller has not been heard for too long"
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the way to the others was lost, which may be better another time
+
+
+def main(given: dict[str, Any], stream: IO[bytes]) -> int:
+    """Run the command that `given` describes, and return its exit status, 128 + the signal that killed it.
+
+    Where it was ended because the controller was not heard, `TRY_AGAIN`.
+
+    Args:
+        given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s (to
+            hear nothing for so long is to be alone), stop_s (from SIGTERM to SIGKILL) and reports (see `Reports`; None:
+            none are wanted).
+        stream: the connection to the controller.
+    """
+    environment = dict(os.environ, **given["environment"])
+    interface = "lo"
+    if given.get("address"):
+        try:
+            interface = interface_of(given["address"], given["is_loopback"])
+        except LookupError as error:
+            return _refuse(str(error))
+        environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=f"={interface}")
+    folder = os.path.abspath(os.path.expanduser(given["folder"]))
+    environment["EXOGYM_PROJECT"] = folder
+    _adopt_orphans()
+    reports = None
+    if given.get("reports"):
+        reports = Reports(given["reports"], folder, interface, lambda: _descendants(os.getpid()))
+        environment.update(reports.environment)
+    with _noted_signals() as noted, contextlib.ExitStack() as undo:
+        if reports is not None:
+            undo.callback(reports.close)
+        try:
+            child = subprocess.Popen(
+                [sys.executable, *given["words"]], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                start_new_session=True, preexec_fn=_end_with_parent,
+            )  # fmt: skip
+        except OSError as error:
+            return _refuse(f"the command cannot be started in {folder}: {error}")
+        if reports is not None:
+            reports.start()
+        reason = _watch(child, stream.fileno(), given["silence_s"], noted)
+        if reason:
+            _say(f"{reason}: ending what runs here")
+            _stop(child, given["stop_s"])
+        _sweep(child)
+    if reason == SILENCE:
+        return TRY_AGAIN
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _refuse(why: str) -> int:
+    _say(why)
+    return CANNOT_START
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # where nobody listens any more
+        print(f"exogym: {text}", file=sys.stderr, flush=True)
+
+
+def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted: list[int]) -> str | None:
+    """Wait for the child's end; return why it is to be ended earlier, or None."""
+    heard = time.monotonic()
+    while child.poll() is None:
+        if noted:
+            return f"signal {noted[0]}"
+        if select.select([source], [], [], LOOK_S)[0]:
+            if not os.read(source, 65536):
+                return "the controller stopped the run or is gone"
+            heard = time.monotonic()
+        elif time.monotonic() - heard > silence_s:
+            return SILENCE
+    return None
+
+
+def _stop(child: subprocess.Popen[bytes], stop_s: float) -> None:
+    """Ask the child to end, and wait, until it has, or is alone (torch's agent waits minutes for those elsewhere)."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    deadline = time.monotonic() + stop_s
+    busy = time.monotonic()
+    while child.poll() is None and time.monotonic() < min(deadline, busy + ALONE_S):
+        time.sleep(LOOK_S)
+        if _descendants(os.getpid()) - {child.pid}:
+            busy = time.monotonic()
+
+
+def _sweep(child: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the child and of all that descends from it."""
+    left = _descendants(os.getpid())
+    if child.poll() is None:
+        child.kill()
+        child.wait()
+    deadline = time.monotonic() + SWEEP_S
+    while left and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        # Without the adoption of orphans, those seen before count as long as they are there.
+        kept = set() if sys.platform == "linux" else left & {pid for pid, _ in _processes()}
+        left = kept | _descendants(os.getpid())
+
+
+def _descendants(root: int) -> set[int]:
+    """Return the processes that descend from `root`; where orphans are adopted, those of dead parents too."""
+    parents = dict(_processes())
+    found = {root}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        if not more:
+            return found - {root}
+        found |= more
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Yield (process, parent) of all processes here."""
+    if os.path.isdir("/proc/self"):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit():
+                    with open(f"/proc/{name}/stat", "rb") as file:
+                        yield int(name), int(file.read().rpartition(b")")[2].split()[1])
+        return
+    listing = subprocess.Popen(["ps", "-A", "-o", "pid=", "-o", "ppid="], stdout=subprocess.PIPE)
+    for line in listing.communicate()[0].splitlines():
+        pid, parent = map(int, line.split())
+        if pid != listing.pid:
+            yield pid, parent
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Inside, signals that ask this process to end are noted only."""
+    noted: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = [signal.signal(number, lambda got, frame: noted.append(got)) for number in numbers]
+    try:
+        yield noted
+    finally:
+        for number, handler in zip(numbers, before):  # noqa: B905 (an older Python may run this)
+            signal.signal(number, handler)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what the child's processes leave behind, so that none is lost from sight (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _end_with_parent() -> None:
+    """In the child: be asked to end when the guard is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,135 @@
+"""What a host is told to run, as one value that can also be shown (`--dry-run`)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from exogym.errors import ArgumentError
+from exogym.machines.launch.door import SECRET
+from exogym.machines.remote import ssh
+from exogym.machines.remote.hosts import Host, HostsConfig
+from exogym.machines.remote.world import DEVICE, FIRST_RANK, MEMBERSHIP, SLOTS
+
+SILENCE_S = 60.0  # who has heard nothing from the controller (or the membership server) for so long ends its part
+STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
+
+
+@dataclass(frozen=True)
+class Order:
+    """One host's part of a run.
+
+    Attributes:
+        ranks: of its processes; none: it is the membership server's (see `exogym.machines.remote.elastic`).
+        words: what its Python is given, `-m exogym.launch ...`.
+        folder: where it runs there; `~` stands for the home folder there.
+        environment: added to the environment there.
+        alone: no other host takes part, so its processes talk over its loopback.
+    """
+
+    host: Host
+    ranks: range
+    words: list[str]
+    folder: str
+    environment: dict[str, str] = field(default_factory=dict)
+    alone: bool = False
+
+    def given(self, reports: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what `onhost/guard.py` is given; `reports`: what it is to report (`remote.health`)."""
+        return {
+            "words": self.words, "folder": self.folder, "environment": self.environment,
+            "address": None if self.alone else self.host.address,
+            "is_loopback": self.host.is_loopback, "silence_s": SILENCE_S, "stop_s": STOP_S,
+            "reports": reports,
+        }  # fmt: skip
+
+    def shown(self) -> str:
+        """Return the command that this machine runs, and below it what the host runs, as text to read."""
+        if not self.ranks:
+            who = "the membership server"
+        else:
+            who = f"rank {self.ranks[0]}" + ("" if len(self.ranks) == 1 else f" to {self.ranks[-1]}")
+        shown = {name: "..." if name == SECRET else shlex.quote(value) for name, value in self.environment.items()}
+        variables = [f"{name}={value}" for name, value in shown.items()]
+        if not self.alone:
+            variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
+        return "\n".join(
+            [
+                f"# {self.host.address}, {who}: onhost/guard.py on stdin, which runs:",
+                ssh.shown(self.host),
+                f"    cd {shlex.quote(self.folder)}",
+                f"    {' '.join(variables)} {shlex.join([self.host.interpreter, *self.words])}",
+            ]
+        )
+
+
+def orders(
+    config: HostsConfig,
+    script: str,
+    args: Sequence[str],
+    *,
+    module: bool,
+    project: str,
+    environment: dict[str, str],
+    max_restarts: int,
+    start_timeout_s: int,
+    min_hosts: int | None = None,
+) -> list[Order]:
+    """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
+
+    With `min_hosts` each host's agent watches over its own processes only, and the first order is the membership
+    server's, on the master.
+
+    Args:
+        script: path inside the project, or the name of a module.
+        project: the project's folder here, and on the hosts that name no other.
+    """
+    found = []
+    master, port = config.master, config.master_port
+    secret = {SECRET: secrets.token_hex(32)}
+    slots = ",".join(str(host.slots) for host in config.hosts)
+    environment = environment | secret | {SLOTS: slots}
+    if min_hosts is not None:
+        environment = environment | {MEMBERSHIP: f"{master.address} {port}"}
+        words = ["-m", "exogym.machines.remote.elastic.membership", "--address", master.address, "--port", str(port)]
+        words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
+        found.append(Order(master, range(0), words, master.path or project, secret))
+    for index, host in enumerate(config.hosts):
+        own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
+        words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
+        if min_hosts is not None:
+            words += ["--first_rank", str(config.ranks(index)[0])]
+            own[FIRST_RANK] = str(config.ranks(index)[0])
+        else:
+            words += ["--nnodes", str(len(config.hosts))]
+        if min_hosts is None and len(config.hosts) > 1:
+            words += ["--node_rank", str(index), "--master_addr", master.address, "--master_port", str(port)]
+        words += ["--max_restarts", str(max_restarts), "--start_timeout", str(start_timeout_s)]
+        words += ["-m", script] if module else [script]
+        words += ["--", *args]
+        alone = min_hosts is None and len(config.hosts) == 1
+        found.append(Order(host, config.ranks(index), words, host.path or project, own | environment, alone))
+    return found
+
+
+def inside(project: str, script: str | os.PathLike[str]) -> str:
+    """Return the path of `script` relative to the project's folder, which is what is alike on all hosts.
+
+    >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
+    './train.py'
+
+    Raises:
+        ArgumentError: it lies elsewhere.
+    """
+    root, path = Path(os.path.realpath(project)), Path(os.path.realpath(script))
+    if not path.is_relative_to(root):
+        raise ArgumentError(
+            f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, which is what the hosts have: "
+            "start it from the project's folder (or name that as project= of SSHLauncher)"
+        )
+    return os.path.join(".", path.relative_to(root))

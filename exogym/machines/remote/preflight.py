@@ -1,0 +1,81 @@
+"""Looks at every host before anything is started there, and says what to do about what is wrong.
+
+All hosts are asked at once, each over one connection. A host is asked on only while that makes sense: without a login
+nothing is said of its Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from exogym.errors import ArgumentError, ExoGymError, checked
+from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.inspection import Check, Controller, Inspection
+
+ANSWER_S = 60.0
+
+
+@checked
+def check_hosts(
+    hosts_config: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig,
+    *,
+    project: str | os.PathLike[str] | None = None,
+    sync: bool = False,
+    save_dir: str | None = None,
+    code: bool = True,
+    answer_s: float = ANSWER_S,
+) -> list[Check]:
+    """Look at all hosts at once; return the lines of the table, host by host, in the order of the file.
+
+    Args:
+        hosts_config: see `HostsConfig.load`.
+        project: the project's folder here; the current one by default.
+        sync: whether the project is about to be copied to the hosts: then it need not be there, but rsync must.
+        save_dir: a folder for checkpoints, which every host must be able to write; shared, or each host's own.
+        code: whether the project's Python files must be the same there as here.
+        answer_s: seconds that a host has for each answer.
+
+    Raises:
+        ArgumentError: the hosts file is wrong, or names a file that is not there.
+
+    >>> [check.check for check in check_hosts({"master": {"address": "localhost", "device": "cpu"}}, code=False)]
+    ['login', 'python', 'clock', 'torch', 'exogym', 'disk', 'device', 'address', 'port']
+    """
+    config = HostsConfig.load(hosts_config)
+    _check_files(config)
+    here = Controller(os.path.abspath(project or os.getcwd()), sync, save_dir, code)
+    inspections = [Inspection(config, i, here, answer_s) for i in range(len(config.hosts))]
+    with ThreadPoolExecutor(len(inspections)) as pool:
+        try:
+            list(pool.map(Inspection.look, inspections))
+            places = {i: inspection.place for i, inspection in enumerate(inspections) if inspection.place is not None}
+            if len(places) > 1:
+                list(pool.map(lambda inspection: inspection.reach(places), inspections))
+            list(pool.map(Inspection.end, inspections))
+        except BaseException:  # Ctrl-C above all
+            for inspection in inspections:
+                inspection.abort()
+            raise
+    return [check for inspection in inspections for check in inspection.checks]
+
+
+def _check_files(config: HostsConfig) -> None:
+    """Refuse a key or ssh config that is not on this machine: ssh would do without it, and may find another way in."""
+    for host in config.hosts:
+        for field, path in (("ssh_key_path", host.key), ("ssh_config_path", host.ssh_config)):
+            if path is not None and not host.is_local and not os.path.isfile(path):
+                raise ArgumentError(
+                    f"{field}={path!r} (for {host.address}): there is no such file on this machine; name one that is "
+                    "there, or leave the field out: then your SSH config says"
+                )
+
+
+def require(checks: Sequence[Check]) -> None:
+    """Raise ExoGymError, with a line for each failure and its remedy, unless all is well."""
+    failed = [check for check in checks if not check.ok]
+    if failed:
+        lines = [f"{check.host}: {check.check}: {check.seen}. To do: {check.remedy}" for check in failed]
+        raise ExoGymError("the hosts are not ready (exogym doctor shows all):\n  " + "\n  ".join(lines))

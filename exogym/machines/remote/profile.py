@@ -1,0 +1,274 @@
+"""`[distributed:NAME]` profiles of a config file: a training run in a few lines of text.
+
+[medium]
+task = shakespeare
+lr = 0.003
+
+[distributed:diloco-medium]
+base_profile = medium
+strategy = diloco:outer_lr=0.4
+communication_interval = 100
+hosts_config = distributed_hosts.json
+steps = 2000
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exogym.balance import Balance
+from exogym.core.base import rng
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError, check_count, nearest
+from exogym.strategy.registry import STRATEGIES, parse_strategy, value_of
+from exogym.strategy.strategy import Strategy
+from exogym.study.tasks import Task, load_task
+
+PREFIX = "distributed:"
+DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
+EVALUATIONS = 10  # of a run, beside the one at its start; some more where they do not divide the steps
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What to train, how, and on which hosts; the fields are those of a profile.
+
+    Attributes:
+        task: one of `exogym.tasks`, as "digits" or "whisper", or `module:function` of the project: the function has no
+            argument and returns a `Task`, or (make_model, train, val), where `make_model()` draws from torch's
+            generator and its model returns its own loss.
+        data: file or folder of an embedded task's data.
+        task_options: of an embedded task, as "lora_rank=8, window_s=10".
+        strategy: as on the command line; communication_interval: its H.
+        hosts_config: the hosts file, from the config file's folder on.
+        balance: "nodes", "batch" or "steps": share the load out by the speeds of the hosts.
+        nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
+        save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
+        min_hosts, retries: as for `NetworkTrainer`.
+    """
+
+    task: str
+    strategy: str = "diloco"
+    communication_interval: int | None = None
+    hosts_config: str | None = None
+    data: str | None = None
+    task_options: str | None = None
+    nodes: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    balance: str | None = None
+    seed: int = 0
+    save_dir: str | None = None
+    checkpoint_interval: int | None = None
+    max_restarts: int = 0
+    min_hosts: int | None = None
+    retries: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("communication_interval", "nodes", "steps", "batch_size", "checkpoint_interval", "min_hosts"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_count("max_restarts", self.max_restarts, least=0)
+        check_count("retries", self.retries, least=0)
+        if self.lr is not None and not 0 < self.lr < float("inf"):
+            raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
+        for name in ("checkpoint_interval", "max_restarts", "resume"):
+            if name == "max_restarts" and self.min_hosts is not None:
+                continue  # a host that starts again takes the others' state
+            if getattr(self, name) and self.save_dir is None:
+                raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
+        if self.balance is not None:
+            Balance(self.balance)
+        if options_of(self.task_options) and ":" in self.task:
+            raise ArgumentError(f"task_options are of tasks like digits; {self.task} takes no argument")
+        self.make_strategy(None)
+
+    def make_strategy(self, task: Task | None) -> Strategy:
+        """Return the strategy, with the task's settings where the profile has none.
+
+        Raises:
+            ArgumentError: an unknown strategy or option, or an interval that it does not have.
+        """
+        name, *options = (part.strip() for part in self.strategy.split(":"))
+        defaults: dict[str, Any] = {"lr": self.lr}
+        if task is not None:
+            taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
+            defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
+        if self.communication_interval is not None:
+            if any(option.startswith("H=") for option in options):
+                raise ArgumentError(f"communication_interval and strategy={self.strategy!r} both give H: give it once")
+            if name.lower() in STRATEGIES and "H" not in inspect.signature(STRATEGIES[name.lower()]).parameters:
+                raise ArgumentError(f"communication_interval: {name} communicates at every step; leave it out")
+            defaults["H"] = self.communication_interval
+        return parse_strategy(self.strategy, **defaults)
+
+    def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
+        """Return (model, train, val, task), the weights drawn from the seed; the task is None for a user's three.
+
+        Raises:
+            ArgumentError: no such task, module or function, or one that returns something else.
+        """
+        if ":" not in self.task:
+            task = load_task(self.task, self.data, **options_of(self.task_options))
+            return task.make_model(self.seed), task.train, task.val, task
+        module, _, function = self.task.partition(":")
+        try:
+            made = getattr(importlib.import_module(module), function)()
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise ArgumentError(
+                f"task={self.task!r}: {error}; wanted module:function, of a module in the project's folder"
+            ) from error
+        if isinstance(made, Task):
+            return made.make_model(self.seed), made.train, made.val, made
+        if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+            raise ArgumentError(
+                f"task={self.task!r} returned a {type(made).__name__}, wanted an exogym.tasks.Task or (make_model, "
+                "train, val)"
+            )
+        cpu = torch.device("cpu")
+        with rng.preserved_state(cpu):
+            rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
+            return made[0](), made[1], made[2], None
+
+    def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
+        """Return what `NetworkTrainer.fit` is given beside the strategy; `evaluates`: there is a validation set."""
+        steps = self.steps or (task.steps if task else DEFAULT_STEPS)
+        return {
+            "num_nodes": self.nodes, "max_steps": steps,
+            "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
+            "balance": self.balance, "partitioner": task.partitioner if task else None,
+            "val_interval": val_interval(steps) if evaluates else None, "save_dir": self.save_dir,
+            "checkpoint_interval": self.checkpoint_interval, "max_restarts": self.max_restarts, "resume": self.resume,
+        }  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def val_interval(steps: int) -> int:
+    """Return every how many steps a run of a profile is evaluated.
+
+    >>> val_interval(40), val_interval(5)
+    (4, 1)
+    """
+    return max(1, steps // EVALUATIONS)
+
+
+def evaluations_of(steps: int) -> int:
+    """Return how often a run of a profile is evaluated: at its start, at every interval, and at its end.
+
+    >>> evaluations_of(40), evaluations_of(19), evaluations_of(5)
+    (11, 20, 6)
+    """
+    return 1 + -(-steps // val_interval(steps))
+
+
+def options_of(text: str | None) -> dict[str, Any]:
+    """Return the options in a text like "lora_rank=8, window_s=10": numbers, true, false, none, or texts.
+
+    Raises:
+        ArgumentError: a part without a value, or an option twice.
+
+    >>> options_of("lora_rank=8, word_errors=false")
+    {'lora_rank': 8, 'word_errors': False}
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, (text or "").split(","))):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value or name in found:
+            raise ArgumentError(f"task_options={text!r}: {part!r} should be option=value, and each option given once")
+        found[name] = value_of(value)
+    return found
+
+
+KINDS = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str}
+KNOWN = {field.name: str(field.type) for field in fields(Profile) if field.name != "resume"}
+
+
+def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> Profile:
+    """Return the profile `[distributed:name]` of a config file, else `[name]`; what it lacks comes from `base_profile`.
+
+    A base may be any section; what is not a profile's field there belongs to other programs, and a notice says so.
+
+    Raises:
+        ArgumentError: no such file or profile, or a field that is unknown or wrong.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        with open(path, encoding="utf-8") as file:
+            parser.read_file(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"the config file {os.fspath(path)!r} cannot be read ({error}): name one with --config"
+        ) from None
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{os.fspath(path)}: {error}") from None
+    section = next((there for there in (PREFIX + name, name) if there in parser), None)
+    if section is None:
+        profiles = [known.removeprefix(PREFIX) for known in parser.sections() if known.startswith(PREFIX)]
+        hint = nearest(name, profiles) if profiles else f"write a section [{PREFIX}{name.removeprefix(PREFIX)}]"
+        raise ArgumentError(f"{os.fspath(path)} has no profile {name!r}: {hint}")
+    given = _with_bases(parser, section, Path(path).name)
+    values: dict[str, Any] = {key: _value(f"[{section}] {key}", key, text) for key, text in given.items()}
+    if "task" not in values:
+        raise ArgumentError(
+            f"[{section}] has no task: give task = digits, mnist, shakespeare, cifar10, whisper or module:function"
+        )
+    if "hosts_config" in values:
+        values["hosts_config"] = str(Path(path).parent / Path(values["hosts_config"]).expanduser())
+    try:
+        return Profile(**values, resume=resume)
+    except ArgumentError as error:
+        raise ArgumentError(f"[{section}] {error}") from None
+
+
+def _with_bases(parser: Mapping[str, Mapping[str, str]], section: str, file: str) -> dict[str, str]:
+    """Return the fields of a section over those of its bases."""
+    chain: list[str] = []
+    found: dict[str, str] = {}
+    at: str | None = section
+    while at is not None:
+        if at in chain:
+            raise ArgumentError(f"{file}: base_profile goes round in a circle: {' -> '.join([*chain, at])}")
+        chain.append(at)
+        own = dict(parser[at])
+        base = own.pop("base_profile", None)
+        strange = [key for key in own if key not in KNOWN]
+        if strange and at.startswith(PREFIX):
+            raise ArgumentError(
+                f"{file}: [{at}] has no field {strange[0]!r}: {nearest(strange[0], [*KNOWN, 'base_profile'])}"
+            )
+        if strange:
+            notice(f"[{at}] of {file}: not used here: {', '.join(strange)}")
+        found = {key: text for key, text in own.items() if key in KNOWN} | found
+        if base is None:
+            return found
+        at = next((name for name in (base, PREFIX + base) if name in parser), None)
+        if at is None:
+            raise ArgumentError(
+                f"{file}: [{chain[-1]}] base_profile = {base}: there is no such section: {nearest(base, parser)}"
+            )
+    raise AssertionError
+
+
+def _value(where: str, key: str, text: str) -> Any:
+    kind = KINDS[KNOWN[key]]
+    try:
+        value = kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ArgumentError(f"{where} = {text!r}; wanted {wanted}") from None
+    if value == "":
+        raise ArgumentError(f"{where} is empty; give a value or leave the field out")
+    return value

@@ -1,0 +1,150 @@
+"""A connection to one host that answers questions, and what it means when it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import subprocess
+import threading
+from typing import Any
+
+from exogym.machines.remote import ssh
+from exogym.machines.remote.hosts import Host
+from exogym.machines.remote.onhost.probe import MARK
+
+NOT_THERE, NOT_A_PROGRAM = 127, 126  # exit statuses of a shell
+
+
+class Unanswered(Exception):
+    """The host gave no answer; `Session.diagnosis` says what is known."""
+
+
+class Session:
+    """Starts `onhost/probe.py` on a host and asks it.
+
+    Args:
+        host: whom to ask.
+        answer_s: seconds within which each answer must come.
+    """
+
+    def __init__(self, host: Host, answer_s: float):
+        self.host, self.answer_s = host, answer_s
+        self.process = ssh.start(host, "probe", {})
+        self.answered = self.late = False
+        self._errors = ""
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+
+    def ask(self, question: str, **given: Any) -> Any:
+        """Return the answer; {"error": text} where the host could not find it.
+
+        Raises:
+            Unanswered: the connection is gone, or the answer late.
+        """
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(self.answer_s, self._give_up)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps({"ask": question} | given).encode() + b"\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                text = line.decode("utf-8", "replace")
+                if text.startswith(MARK):  # and not what a login script printed
+                    self.answered = True
+                    return json.loads(text[len(MARK) :])
+        except (OSError, ValueError):
+            pass
+        finally:
+            timer.cancel()
+        raise Unanswered
+
+    def _give_up(self) -> None:
+        self.late = True
+        self.process.kill()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self._errors = self.process.stderr.read().decode("utf-8", "replace")
+
+    def end(self) -> None:
+        """End the connection."""
+        process = self.process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(self.answer_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+    def diagnosis(self) -> tuple[str, str, str]:
+        """Return which check failed, what was seen, and the remedy, once the session has ended without an answer."""
+        if self.late:
+            return "reachable", f"no answer within {self.answer_s:g} s", "look at the host's load and its network"
+        if self.answered:
+            return "connection", f"lost: {_last(self._errors)}", "look at the network and at the host's own log"
+        status = self.process.returncode
+        if status == ssh.SSH_FAILED and not self.host.is_local:
+            return diagnose(self.host, self._errors)
+        python = self.host.interpreter
+        if status in (NOT_THERE, NOT_A_PROGRAM):
+            return "python", f"{python}: {_last(self._errors)}", _PYTHON
+        return "python", f"{python} ended with status {status}: {_last(self._errors)}", _PYTHON
+
+
+_PYTHON = "name a Python 3.11 or later that is there, in python_env or the host's own python"
+# What ssh says, in lower case; the check that it tells of; the remedy.
+_SIGNS = (
+    (
+        "identification has changed",
+        "host key",
+        "if the host was set up anew, and only then: ssh-keygen -R {name}; then run {by_hand} once and compare the "
+        "fingerprint",
+    ),
+    (
+        "host key verification failed",
+        "host key",
+        "run {by_hand} once in a terminal, compare the fingerprint with the host's own (ssh-keygen -lf on it), accept",
+    ),
+    (
+        "permission denied",
+        "login",
+        "allow the key there: ssh-copy-id -i KEY {target}; or name another one in ssh_key_path, or user in ssh_user. "
+        "{by_hand} must work without asking",
+    ),
+    ("could not resolve", "reachable", "give its IP address, or the name that ssh knows it by in ssh_host"),
+    (
+        "connection refused",
+        "reachable",
+        "start the ssh server there (macOS: Settings, Sharing, Remote Login; Debian: apt-get install openssh-server), "
+        "or give its port in ssh_port",
+    ),
+    ("", "reachable", "see that it is on and in this network: {by_hand}"),
+)
+
+
+def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
+    """Return which check failed, what was seen, and the remedy, from what ssh printed on its stderr.
+
+    >>> diagnose(Host("h", "h"), "ssh: connect to host h port 22: Connection refused")[:2]
+    ('reachable', 'ssh: connect to host h port 22: Connection refused')
+    """
+    said = errors.lower()
+    user = [] if host.user is None else ["-l", host.user]
+    by_hand = shlex.join(["ssh", *ssh.identity(host), *user, host.ssh_host])
+    target = host.ssh_host if host.user is None else f"{host.user}@{host.ssh_host}"
+    name = host.ssh_host if host.port is None else f"'[{host.ssh_host}]:{host.port}'"
+    check, remedy = next((check, remedy) for sign, check, remedy in _SIGNS if sign in said)
+    return check, _last(errors), remedy.format(by_hand=by_hand, target=target, name=name)
+
+
+def _last(text: str) -> str:
+    """Return the last line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "nothing was said"

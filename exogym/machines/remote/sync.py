@@ -1,0 +1,104 @@
+"""Copies the project to the hosts with rsync over ssh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from exogym.errors import ArgumentError, ExoGymError
+from exogym.machines.remote import ssh
+from exogym.machines.remote.hosts import Host, HostsConfig
+from exogym.machines.remote.session import Session, Unanswered
+
+EXCLUDED = (
+    *(".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
+    *("*.egg-info", ".ipynb_checkpoints", ".DS_Store"),
+    *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
+)
+
+STATUSES = {  # of rsync's manual, with the usual cause
+    1: "an option is unknown to one of the two rsyncs: install the same version on both",
+    2: "the two rsyncs do not understand each other: install the same version on both",
+    3: "a folder is missing or may not be opened, here or there",
+    5: "the two rsyncs did not begin to talk; a login there that prints text disturbs it",
+    10: "the connection was lost",
+    11: "a file could not be read or written, mostly because the disk there is full",
+    12: "the connection ended early: rsync is missing there or was killed, a full disk, or a login that prints text",
+    13: "one of the two rsyncs had an error of its own",
+    14: "one of the two rsyncs could not start a process, or lost it",
+    20: "it was interrupted",
+    22: "the memory here or there is not enough",
+    23: "some files were not copied: mostly files that may not be read here or written there",
+    24: "files disappeared here while they were copied: leave the folder alone meanwhile, and try again",
+    30: "the other side said nothing for too long",
+    35: "the other side did not answer in time",
+    127: "there is no rsync there: install it",
+    255: "ssh could not connect, or lost the connection",
+}
+
+
+def copies(host: Host, project: str) -> bool:
+    """Say whether the project must be copied to `host`: not to the folder in which it is."""
+    return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
+
+
+def sync_words(host: Host, project: str) -> list[str]:
+    """Return the rsync command that copies the project's folder to `host`; nothing there is deleted.
+
+    >>> sync_words(Host("10.0.0.2", "10.0.0.2", path="~/whisper"), "/home/ann/whisper")[-3:]
+    ['--', '/home/ann/whisper/', '10.0.0.2:whisper/']
+    """
+    words = ["rsync", "--archive", "--compress", "--secluded-args"]
+    words += [f"--exclude={name}" for name in EXCLUDED]
+    target = (host.path or project).rstrip("/") + "/"
+    if host.is_local:
+        return [*words, "--", f"{project}/", os.path.expanduser(target)]
+    name = f"[{host.ssh_host}]" if ":" in host.ssh_host else host.ssh_host
+    there = target.removeprefix("~/") or "./"  # ssh's commands start in the home folder
+    return [*words, "--rsh", ssh.remote_shell(host), "--", f"{project}/", f"{name}:{there}"]
+
+
+def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
+    """Copy the project's folder to all hosts that have it elsewhere.
+
+    Raises:
+        ArgumentError: there is no rsync here.
+        ExoGymError: a copy failed; the message says where and why.
+    """
+    hosts = [host for host in config.hosts if copies(host, project)]
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        list(pool.map(lambda host: _copy(host, project, answer_s), hosts))
+
+
+def _copy(host: Host, project: str, answer_s: float) -> None:
+    session = Session(host, answer_s)
+    try:
+        made = session.ask("make", folder=host.path or project)
+    except Unanswered:
+        session.end()
+        raise ExoGymError(f"{host.address}: {': '.join(session.diagnosis())}") from None
+    session.end()
+    if "error" in made:
+        raise ExoGymError(f"{host.address}: the project's folder cannot be made: {made['error']}")
+    try:
+        done = subprocess.run(
+            sync_words(host, project), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise ArgumentError(
+            "there is no rsync on this machine: install it, or copy the project by other means"
+        ) from None
+    if done.returncode:
+        raise ExoGymError(f"{host.address}: {failure(done.returncode, done.stderr)}")
+
+
+def failure(status: int, said: str) -> str:
+    """Return in words how rsync ended, what its status usually means, and what it said.
+
+    >>> failure(11, "")
+    'rsync ended with status 11: a file could not be read or written, mostly because the disk there is full'
+    """
+    meaning = "killed by a signal" if status < 0 else STATUSES.get(status, "man rsync says what this status means")
+    said = said.strip()
+    return f"rsync ended with status {status}: {meaning}" + (f". It said: {said}" if said else "")

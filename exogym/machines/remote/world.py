@@ -1,0 +1,148 @@
+"""A process of a launched run: what it was told through its environment, and how all of them come to start alike."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from exogym.core.base.files import replacing
+from exogym.core.communicator import Wire, ship
+from exogym.core.engine.wire import ProcessWire, place
+from exogym.core.engine.world import world_size
+from exogym.core.saving.checkpoint_files import list_checkpoints
+from exogym.errors import ModelError
+
+MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
+NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
+PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
+RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
+RUNS = "runs"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What `SSHLauncher` told this process.
+
+    Attributes:
+        rank: of this process.
+        fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
+        folder: where rank 0 leaves the results, or None.
+        device: of this host; progress: whether to show some; restarts: how often all were started again.
+        membership: (address, port) of the membership server where hosts may be lost and come back, else None.
+        slots: processes of each host, there.
+        local_rank: of this process on its host.
+        launch: names the launch, with all its new starts.
+    """
+
+    rank: int
+    fit: int | None
+    folder: Path | None
+    device: str
+    progress: bool
+    restarts: int
+    membership: tuple[str, int] | None = None
+    slots: tuple[int, ...] = ()
+    local_rank: int = 0
+    launch: str = ""
+
+    @classmethod
+    def of_this_process(cls) -> Part | None:
+        """Return it, or None where this process was started otherwise.
+
+        >>> Part.of_this_process() is None
+        True
+        """
+        given = os.environ
+        if given.get(NETWORK) != "1" or "RANK" not in given:
+            return None
+        folder = Path(given[PROJECT]) / RUNS / given[RUN] if RUN in given else None
+        address, _, port = given.get(MEMBERSHIP, "").rpartition(" ")
+        return cls(
+            rank=int(given["RANK"]) + int(given.get(FIRST_RANK, "0")),
+            fit=int(given[FIT]) if FIT in given else None,
+            folder=folder,
+            device=given.get(DEVICE, "auto"),
+            progress=given.get(PROGRESS) == "1",
+            restarts=int(given.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(given.get(RETRY, "0")),
+            membership=(address, int(port)) if port else None,
+            slots=tuple(map(int, given[SLOTS].split(","))) if SLOTS in given else (),
+            local_rank=int(given.get("LOCAL_RANK", "0")),
+            launch=given.get(LAUNCH, ""),
+        )
+
+    def owns(self, save_dir: str | os.PathLike[str]) -> bool:
+        """Say whether the checkpoints in `save_dir` are of this very launch; at its first start leave a mark of it.
+
+        Without one, a new start after a failure could go on from those of an earlier run.
+        """
+        mark = Path(save_dir) / ".launch"
+        with contextlib.suppress(OSError):  # a folder that cannot be written is refused later, with what to do
+            if not self.restarts and not list_checkpoints(mark.parent):
+                with replacing(mark) as file:
+                    file.write(self.launch)
+            return mark.read_text("utf-8") == self.launch
+        return False
+
+
+def same_start(model: nn.Module) -> None:
+    """Give the model of every process the numbers of rank 0's; what is not initialised yet follows from the seed.
+
+    Only what differs anywhere is sent, as sums over it say: pretrained weights that each host has read stay where they
+    are.
+
+    Raises:
+        ModelError: the script built another model here than on rank 0.
+    """
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    tensors = {name: x for name, x in _tensors(model) if not isinstance(x, lazy)}
+    if world_size() == 1:
+        return
+    here = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
+    there = tell(here)
+    if here != there:
+        unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
+        raise ModelError(
+            f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
+            "have the same data and arguments"
+        )
+    own = [sum_of(x) for x in tensors.values()]
+    differs = torch.tensor([[a != b for a, b in zip(own, tell(own), strict=True)]], dtype=torch.uint8)
+    anywhere = _wire().rows(differs, range(world_size())).any(0).tolist()
+    with torch.no_grad():
+        for name, x in send({name: x for (name, x), far in zip(tensors.items(), anywhere, strict=True) if far}).items():
+            tensors[name].copy_(x)
+
+
+def sum_of(x: Tensor) -> str:
+    """Return a checksum of the numbers in `x`."""
+    return hashlib.blake2b(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rank 0's named `tensors` in every process."""
+    return ship(_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
+
+
+def tell(value: Any) -> Any:
+    """Return rank 0's `value` (JSON-able) in every process."""
+    return _wire().tell(value)
+
+
+def _wire() -> Wire:
+    """Return a wire between the processes of this world, each with a row."""
+    world = world_size()
+    return ProcessWire(place(world, world)) if world > 1 else Wire([0])

@@ -1,0 +1,105 @@
+"""What a run leaves for its user: for a speech model a folder that transformers opens, and how to use either."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exogym.errors import ExoGymError
+from exogym.study.tasks import whisper_task
+
+if TYPE_CHECKING:
+    from exogym.models.whisper import WhisperModelWrapper
+
+MODEL = "model"  # the folder, in that of the run
+WORSE = 0.05  # of all words: more that are wrong than before training are worth a warning
+TOKENS = ("language", "timestamps")
+
+
+def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
+    """Return what to tell the user of a trained model: how to use it, and what it lost.
+
+    Of the task "whisper" the model is written to a folder beside `file`, as transformers reads it, with its adapters
+    merged and its whole window of 30 s. It is then held against running speech (`general` of `whisper_task`).
+
+    Args:
+        task, data, options: of the run's profile.
+        file: the model file that the run left.
+
+    Raises:
+        ExoGymError: the folder cannot be written.
+
+    >>> for line in hand_over("digits", None, {"hidden": 8}, Path("runs/one/fit_1.model.safetensors")):
+    ...     print(line)
+    to use it, in Python:
+        from exogym import load_model
+        from exogym.study.tasks import load_task
+        model = load_model(load_task('digits', hidden=8).make_model(), 'runs/one/fit_1.model.safetensors')
+    """
+    if task == "whisper":
+        return _speech(options, file)
+    if ":" in task:
+        return [
+            "to use it, in Python:",
+            "    from exogym import load_model",
+            f"    load_model(your_model, {str(file)!r})",
+        ]
+    given = ", ".join([repr(task), *([repr(data)] if data else []), *(f"{key}={options[key]!r}" for key in options)])
+    return [
+        "to use it, in Python:", "    from exogym import load_model", "    from exogym.tasks import load_task",
+        f"    model = load_model(load_task({given}).make_model(), {str(file)!r})",
+    ]  # fmt: skip
+
+
+def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
+    from exogym.models.whisper import WhisperModelWrapper
+
+    known = {name: of.default for name, of in inspect.signature(whisper_task).parameters.items()} | dict(options)
+    weights, tokens = known["weights"], {name: known[name] for name in TOKENS}
+    trained = WhisperModelWrapper.from_trained(file, weights, **tokens)
+    folder = file.parent / MODEL
+    trained.save_pretrained(folder)
+    lines = [
+        f"the model alone, adapters merged, as transformers reads it: {folder}", "to use it, in Python:",
+        "    import transformers, exogym.data.speech",
+        f"    hear = transformers.pipeline('automatic-speech-recognition', {str(folder)!r})",
+        "    print(hear(exogym.data.speech.read_audio('recording.wav')[0])['text'])",
+    ]  # fmt: skip
+    if known["general"] is not None:
+        before = WhisperModelWrapper.from_weights(weights, **tokens)
+        after = WhisperModelWrapper.from_weights(folder, **tokens)
+        lines += lost(before, after, known["general"])
+    return lines
+
+
+def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) -> list[str]:
+    """Return how well running speech is understood before and after training, and a warning if it got worse.
+
+    Args:
+        before, after: both with the window of 30 s.
+        general: see `exogym.data.speech.general_speech`. Without texts the words that `before` hears are taken to be
+            right.
+    """
+    from exogym.data.speech import general_speech
+    from exogym.models.whisper import WordErrors
+
+    try:
+        sample = general_speech(general, before.tokens.encode)
+        heard = before.transcribe(sample.clips)
+        texts = heard if sample.texts is None else sample.texts
+        was, now = WordErrors.of(texts, heard).rate, after.errors_on(sample.clips, texts).rate
+    except ExoGymError as error:
+        return [f"whether it still understands running speech was not checked: {error}"]
+    found = f"running speech ({sample.origin}), word error rate: {was:.4f} before, {now:.4f} after"
+    if sample.texts is None:
+        found = f"running speech ({sample.origin}): {now:.1%} of the words are others than before training"
+    if now <= was + WORSE:
+        return [found]
+    return [
+        found,
+        "warning: the model lost running speech while it learned your clips. Mix running speech into them "
+        "(--task-options 'general=FOLDER, replay=0.5', a folder with a manifest), take a lower rate (--lr, a third of "
+        "this one), or fewer steps",
+    ]

@@ -1,0 +1,132 @@
+"""The folder of a run that the wizard prepared: what repeats it by hand, and how it went."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.errors import ArgumentError
+from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.profile import PREFIX, Profile, load_profile
+from exogym.network import readable_seconds
+
+HOSTS, CONFIG, SCRIPT, MEASURED = "distributed_hosts.json", "config.ini", "train.py", "measured.json"
+PROFILE = "wizard"
+TEXT = '''"""{what}, on the computers of {hosts}; the same run as `{command}`."""
+
+from exogym.machines.remote.network_trainer import NetworkTrainer
+from exogym.errors import run_script
+from exogym.machines.remote.profile import load_profile
+
+
+def main() -> None:
+    profile = load_profile("{config}", "{profile}")
+    model, train, val, task = profile.problem()
+    trainer = NetworkTrainer(
+        "{hosts}", model, train, val, sync={sync}, min_hosts=profile.min_hosts, retries=profile.retries
+    )
+    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, val is not None))
+
+
+run_script(main)
+'''
+
+
+@dataclass(frozen=True)
+class Session:
+    """A folder with a hosts file, a profile, and a script that trains what the profile says.
+
+    Attributes:
+        sync: whether the folder is copied to the hosts before each run.
+    """
+
+    folder: Path
+    profile: Profile
+    hosts: HostsConfig
+    sync: bool
+
+    @property
+    def command(self) -> str:
+        """The command that trains it, in the folder."""
+        return f"exogym distributed-train {PROFILE}{' --sync' if self.sync else ''}"
+
+
+def make_session(folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool) -> Session:
+    """Write a session's files, and return it.
+
+    Args:
+        fields: of the profile, but for `hosts_config`; None is left out.
+        hosts: content of a hosts file.
+
+    Raises:
+        ArgumentError: the folder has such files of another session, or a field is wrong.
+    """
+    place = Path(folder)
+    there = [name for name in (CONFIG, SCRIPT) if (place / name).exists()]
+    if there:
+        raise ArgumentError(f"{place} has a {there[0]} already: give another folder with --folder")
+    parser = configparser.ConfigParser(interpolation=None)
+    given = {name: str(value) for name, value in fields.items() if value is not None}
+    parser[PREFIX + PROFILE] = given | {"hosts_config": HOSTS}
+    place.mkdir(parents=True, exist_ok=True)
+    with replacing(place / CONFIG) as file:
+        parser.write(file)
+    try:
+        profile = load_profile(place / CONFIG, PROFILE)
+    except ArgumentError:
+        (place / CONFIG).unlink()
+        raise
+    with replacing(place / HOSTS) as file:
+        json.dump(hosts, file, indent=2)
+        file.write("\n")
+    session = Session(place, profile, HostsConfig.load(place / HOSTS), sync)
+    what = f"{fields['task']} by {fields['strategy']}"
+    with replacing(place / SCRIPT) as file:
+        file.write(
+            TEXT.format(what=what, hosts=HOSTS, command=session.command, config=CONFIG, profile=PROFILE, sync=sync)
+        )
+    return session
+
+
+@dataclass(frozen=True)
+class Taken:
+    """How long a run took, from its run folder, beside what was estimated.
+
+    Attributes:
+        seconds: from the start of training to its end; of the last start, where it was started again.
+        total_s: from the order until the results were here.
+    """
+
+    estimated_s: float
+    seconds: float
+    total_s: float
+
+    @classmethod
+    def of(cls, folder: Path, estimated_s: float, total_s: float) -> Taken | None:
+        """Return it for a run folder; None where that does not say when the run began and ended."""
+        at: dict[str, float] = {}
+        try:
+            for line in (folder / "events.jsonl").read_text("utf-8").splitlines():
+                event = json.loads(line)
+                at[event["kind"]] = float(event["at_s"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if not {"start", "done"} <= at.keys():
+            return None
+        return cls(estimated_s, at["done"] - at["start"], total_s)
+
+    def __str__(self) -> str:
+        """Return it in words.
+
+        >>> print(Taken(estimated_s=40.0, seconds=50.0, total_s=59.0))
+        training took 50 s where 40 s were estimated, 25 % more; 59 s with starting and copying
+        """
+        off = self.seconds / self.estimated_s - 1
+        more = f"{abs(off):.0%}".replace("%", " %") + (" more" if off >= 0 else " less")
+        took, wanted, total = map(readable_seconds, (self.seconds, self.estimated_s, self.total_s))
+        return f"training took {took} where {wanted} were estimated, {more}; {total} with starting and copying"

@@ -1,0 +1,10 @@
+"""A door: `exogym.remote` hands on the names of `exogym.machines.remote`."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.machines.remote import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.machines.remote")

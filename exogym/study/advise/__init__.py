@@ -1,0 +1,26 @@
+"""Which strategy suits a network: predictions by formula, and by a short simulation.
+
+`advise` predicts seconds, bytes and waiting for a model of any size, `simulate` also trains a small task and says which
+strategy came to a loss first. `plans` has what each strategy sends.
+
+>>> advice: Advice = advise(parameters=1e8, num_nodes=8, network="100Mbps,20ms", step_seconds=0.5)
+>>> row: Row = advice.rows[0]
+>>> row.utilisation + row.waiting_share, advice.recommended in advice.rows
+(1.0, True)
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = ["Advice", "Failures", "Plan", "Row", "Traffic", "advise", "plan_of", "required_bandwidth", "simulate"]
+
+if TYPE_CHECKING:
+    from exogym.network import required_bandwidth
+    from exogym.strategy.traffic import Plan, Traffic
+    from exogym.study.advise.failures import Failures
+    from exogym.study.advise.plans import plan_of
+    from exogym.study.advise.prediction import Advice, Row, advise
+    from exogym.study.advise.simulation import simulate
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -1,0 +1,610 @@
+"""Which strategy suits a network: predicted seconds, bytes and utilisation, from formulas alone.
+
+A strategy is reduced to the collectives it repeats (`Traffic`), from the byte formulas of its module; the network
+prices them. With T the step of the slowest node and c the cost of a collective that is due every E steps and may be
+under way for tau of them,
+
+    seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
+    utilisation      = mean step of a node / seconds per step
+
+Where each node goes at its own pace, node w takes R_w = H_w T_w + c_w + q_w for a round of H_w steps, q_w being what it
+waits for a quorum, 0 for a quorum of one. N local steps of whichever nodes are a step of the fleet:
+
+    seconds per step = N / sum over w of H_w / R_w
+    utilisation      = mean over w of H_w T_w / R_w
+
+Where groups of nodes meet on lines that differ, c is the mean time that a turn loses, over many draws of the groups.
+
+Where a server asks some of the nodes in each round, S_r of the N, rounds of H steps are drawn as the strategy draws
+them. A round begins when the one before has ended, and nodes that sit it out do not compute:
+
+    seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
+    utilisation      = sum over r and i in S_r of H T_i / (N times all of these seconds)
+
+The slowest node decides whether a strategy is good enough. That is the node with the longest step T_w; where each node
+goes at its own pace, the node with the longest T_w + c_w / H_w.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from exogym.core.base.rng import numpy_generator
+from exogym.core.clock import DEVICES, Device, StepTime, seconds_of
+from exogym.core.clock.devices import DEFAULT_UTILISATION
+from exogym.core.clock.steps import TICKS_PER_S
+from exogym.core.communicator.ledger import FACTORS
+from exogym.core.mesh import NodeMesh
+from exogym.core.mesh.traffic import Talk, talk_of_layers
+from exogym.core.progress import readable_bytes
+from exogym.core.training.driver import AGREEMENTS
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.network import Network, readable_seconds
+from exogym.network.pricing import LATE, Members
+from exogym.strategy import Strategy
+from exogym.strategy.traffic import Plan, Traffic
+from exogym.study.advise.failures import Failures
+from exogym.study.advise.plans import plan_of
+
+DEFAULT_STRATEGIES = (
+    "ddp",
+    "demo",
+    "diloco:H=10",
+    "diloco:H=100",
+    "diloco:H=500",
+    "fedavg:H=10",
+    "sparta:p_sparta=0.005",
+    "sparta_diloco:H=100:p_sparta=0.005",
+    "async_diloco:H=100:dylu=true",
+    "streaming_diloco:H=100:fragment_sync_delay=1:bits=4",
+    "diloco:H=100:eager=true",
+)
+# What collectives took over what was predicted of them, by formula and from probes: on links that others measured
+# (docs/predictions.md), warm ones
+SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
+MEETINGS = 400  # groups drawn, of all turns, where some nodes meet and lines differ
+ARRIVALS = 1000  # at a server, or 8 of each node if that is more, from which the wait for a quorum is taken
+LEAST_SAMPLES, DRAWS = 4, 200_000  # stretches where steps differ by chance, and steps drawn, of all nodes and stretches
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is predicted for one strategy.
+
+    Attributes:
+        seconds_per_step: of the fleet; where nodes wait for each other never under the slowest node's step.
+        tx_bytes_per_step: that a node sends, mean over nodes.
+        waiting_share: share of a node's time, mean over nodes, in which it waits for others or the wire.
+        utilisation: share in which it computes; the two sum to 1.
+        speedup: examples per second over those of the fastest node alone.
+        goodput: share of its time that a node spends on computing what is kept, with failures; None without.
+        speedup_range: least and most of it, if collectives take as much more or less as `SPREAD` says.
+        couples_every: steps after which all of the model has been exchanged once, and has arrived.
+        algorithms: how each collective is carried out.
+        meets_target: whether the slowest node computes for the target share of its time.
+        can_train: False of a `Plan` that says so: there is only the formula.
+        simulated_steps, final_loss: steps of a simulation and its validation loss; None where there was none.
+        target_s: predicted seconds until the simulation came to the target loss; None where it did not.
+    """
+
+    strategy: str
+    seconds_per_step: float
+    tx_bytes_per_step: float
+    waiting_share: float
+    utilisation: float
+    speedup: float
+    couples_every: float
+    algorithms: tuple[str, ...]
+    meets_target: bool
+    can_train: bool = True
+    simulated_steps: int | None = None
+    final_loss: float | None = None
+    target_s: float | None = None
+    speedup_range: tuple[float, float] | None = None
+    goodput: float | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Rows, best first, and what was assumed; `print` it for a table.
+
+    Attributes:
+        rows: by seconds per step; after a simulation those that came to the target loss first, by when they did. Those
+            that cannot be trained here come last, in an order of their own.
+        recommended: by formula, of the strategies that meet the target and can be trained here the one that exchanges
+            the whole model most often, then the one that sends most: more communication keeps nodes closer together,
+            a rule of thumb about quality where the rest is arithmetic. Where none meets the target, the fastest. After
+            a simulation the first at the target loss, or where none came to it the one of lowest loss. `because` says
+            which it is. None where no strategy can be trained here.
+        because: why.
+        target_loss: of a simulation.
+    """
+
+    rows: list[Row]
+    recommended: Row | None
+    because: str
+    assumptions: list[str]
+    target_loss: float | None = None
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return headers and rows as text."""
+        simulated = self.target_loss is not None
+        headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        failing = any(row.goodput is not None for row in self.rows)
+        headers += ["goodput"] if failing else []
+        headers += ["steps/node", "validation loss", f"time to loss {self.target_loss:.4g}"] if simulated else []
+        rows = []
+        for row in self.rows:
+            mark = " *" if row is self.recommended else "" if row.can_train else " †"
+            cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
+            cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
+            cells += [f"{row.goodput:.1%}"] if row.goodput is not None else []
+            if simulated:
+                steps = "" if row.simulated_steps is None else str(row.simulated_steps)
+                loss = "" if row.final_loss is None else f"{row.final_loss:.4f}"
+                reached = "" if row.target_s is None else readable_seconds(row.target_s)
+                cells += [steps, loss, reached or ("not reached" if steps else "")]
+            rows.append([*cells, ", ".join(row.algorithms)])
+        return [*headers, "by"], rows
+
+    def notes(self) -> list[str]:
+        """Return the lines below the table: the recommendation, then each assumption."""
+        best = self.recommended
+        lines = [f"recommended: {'none' if best is None else best.strategy}", f"because {self.because}"]
+        if best is not None and best.speedup_range is not None:
+            least, most = best.speedup_range
+            lines.append(f"its speed-up over one node: {best.speedup:.3g}, likely from {least:.3g} to {most:.3g}")
+        lines += ["assumed:", *(f"- {a}" for a in self.assumptions)]
+        if any(not row.can_train for row in self.rows):
+            lines.append("- † not ranked: a formula alone, which cannot be trained here")
+        return lines
+
+    def __str__(self) -> str:
+        headers, rows = self.table()
+        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in (headers, *rows)
+        ]
+        return "\n".join([*lines, "", *self.notes()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON holds it: plain numbers, text, lists, and None for what is not known."""
+        rows = [asdict(row) | {"algorithms": list(row.algorithms)} for row in self.rows]
+        for row in rows:
+            row["speedup_range"] = row["speedup_range"] and list(row["speedup_range"])
+            row["couples_every"] = row["couples_every"] if math.isfinite(row["couples_every"]) else None
+        name = None if self.recommended is None else self.recommended.strategy
+        return {
+            "recommended": name, "because": self.because, "target_loss": self.target_loss, "rows": rows,
+            "assumptions": self.assumptions,
+        }  # fmt: skip
+
+
+@checked
+def advise(
+    *,
+    parameters: float,
+    num_nodes: int,
+    network: Network | str,
+    step_seconds: StepTime | Any = None,
+    speeds: Sequence[float] | None = None,
+    flops: float | None = None,
+    device: str | Device = "h100",
+    device_utilisation: float = DEFAULT_UTILISATION,
+    bytes_per_element: float = 4,
+    strategies: Sequence[str | Strategy | Plan] | None = None,
+    target_utilisation: float = 0.9,
+    algorithm: str = "cheapest",
+    failures: Failures | None = None,
+    node: NodeMesh | None = None,
+    layers: int | None = None,
+    activation_bytes: float | None = None,
+    batch_size: int | None = None,
+) -> Advice:
+    """Predict, for each strategy, how fast a fleet would train on a network.
+
+    Args:
+        parameters: P, trainable numbers of the model.
+        num_nodes: N.
+        network: a `Network`, or what `Network.parse` reads.
+        step_seconds: of a step: a `StepTime`, a number, text, or one per node.
+        speeds: of the nodes, over 0, where step_seconds is not a `StepTime`; 0.5 takes twice as long.
+        flops: of a step of a node instead, from which `device` and `device_utilisation` make seconds.
+        bytes_per_element: b on the wire: 4 for fp32, 2 for bf16.
+        strategies: text as on the command line ("diloco:H=20"); strategies; or `Plan`s of your own.
+        target_utilisation: share of its time that the slowest node must compute for a strategy to be good enough, over
+            0 and up to 1.
+        algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
+            name it in their events.
+        failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
+        node: each node is several devices: a step takes one of them step_seconds, and they share it out, wait for the
+            pipeline and talk over the mesh's own network (see `exogym.core.mesh.traffic`).
+        layers, activation_bytes: of the model, and what goes from a layer to the next for a node's whole batch; both
+            with tensor or stages in it. With shard alone layers may be given: each is gathered by itself.
+        batch_size: of a node, for the micro-batches of a pipeline; None: as many as there are to be, of one each.
+
+    Raises:
+        ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy whose
+            modules no formula is known for.
+
+    >>> advice = advise(parameters=1e8, num_nodes=8, network="lan-1g", step_seconds=0.2,
+    ...     strategies=["ddp", "diloco:H=100"])
+    >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
+    [('diloco:H=100', 0.26), ('ddp', 6.15)]
+    """
+    if not 0 < parameters < math.inf:
+        raise ArgumentError(f"parameters={parameters!r} must be a number of them, over 0")
+    if not 0 < bytes_per_element < math.inf:
+        raise ArgumentError(f"bytes_per_element={bytes_per_element!r} must be over 0")
+    if not 0 < target_utilisation <= 1:
+        raise ArgumentError(f"target_utilisation={target_utilisation!r} must be over 0 and up to 1")
+    check_count("num_nodes", num_nodes)
+    check_choice("algorithm", algorithm, ("cheapest", "recorded"))
+    if (step_seconds is None) == (flops is None):
+        raise ArgumentError("give the time of a step, step_seconds=, or its work, flops= (see exogym.clock.flops_of)")
+    network = Network.of(network)
+    links = network.at(0.0)
+    if flops is not None:
+        step_seconds = seconds_of(flops, device, device_utilisation)
+    if speeds is not None:
+        if isinstance(step_seconds, StepTime):
+            raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
+        if len(speeds) != num_nodes:
+            raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}")
+    time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
+    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
+        if count is not None and count != num_nodes:
+            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}")
+    if not time.seconds.all():
+        raise ArgumentError("step_seconds=0: a step must take time")
+    alone, talk = time, _talk(node, parameters, layers, activation_bytes, batch_size)
+    if talk is not None and node is not None:
+        time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
+
+    plans = [
+        given if isinstance(given, Plan) else plan_of(given, parameters, num_nodes, bytes_per_element)
+        for given in (DEFAULT_STRATEGIES if strategies is None else strategies)
+    ]
+    rows = [_row(plan, num_nodes, links, time, algorithm, target_utilisation) for plan in plans]
+    if failures is not None:
+        rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
+    by_time = sorted(zip(rows, plans, strict=True), key=lambda pair: (not pair[0].can_train, pair[0].seconds_per_step))
+    rows = [row for row, _ in by_time]
+    good = [row for row in rows if row.meets_target and row.can_train]
+    best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
+    lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if talk is not None and node is not None:
+        bubble = node.bubble(_examples(node, batch_size))
+        lines.insert(
+            2,
+            f"a node is {node.size} devices, {node}: one alone would take {readable_seconds(alone.mean_s(1).min())} a "
+            f"step; of theirs {bubble:.0%} is the pipeline's bubble and {readable_seconds(talk.seconds)} talk, over "
+            f"{node.network!r}",
+        )
+    if network.trace is not None:
+        lines.append("links change by a trace: reckoned with as they are at its beginning; a clock follows them")
+    lines += _of_probes(network, plans, num_nodes)
+    if any(map(_is_late, plans)):
+        lines.append(f"reckoned {'with' if network.late_overlaps else 'without'} overlap. {LATE}")
+    if failures is not None:
+        lines += [
+            str(failures),
+            "learners that meet wait for whichever stood still longest; a waiting one does not fail",
+        ]
+    if any(plan.local_steps for plan in plans):
+        lines.append("asynchronous nodes wait for a quorum or for no other; N local steps are a step of the fleet")
+    if flops is not None:
+        name = device if isinstance(device, str) else "the device"
+        peak = (DEVICES[device] if isinstance(device, str) else device).flops_per_s
+        lines.insert(1, f"{flops:.3g} operations a step on {name}: {device_utilisation:.0%} of {peak:.3g} per second")
+    slowest = "every node" if time.mean_s(num_nodes).min() == time.mean_s(num_nodes).max() else "the slowest node"
+    wanted = f"{slowest} computes for at least {target_utilisation:.0%} of the time"
+    because = f"{wanted}, and of such strategies this one exchanges the whole model most often"
+    if best is None:
+        best = next((row for row in rows if row.can_train), None)
+        because = f"{wanted} under no strategy that can be trained here"
+        because += "" if best is None else f"; {_caveat(best)}"
+    plan = next((plan for row, plan in by_time if row is best), None)
+    if plan is not None and _is_late(plan) and network.late_overlaps:
+        waiting = replace(plan, traffic=tuple(replace(t, overlap_steps=0) for t in plan.traffic))
+        because += _on_hosts(_row(waiting, num_nodes, links, time, algorithm, target_utilisation))
+    return Advice(rows, best, because, lines)
+
+
+def _talk(
+    node: NodeMesh | None, parameters: float, layers: int | None, activation_bytes: float | None, batch_size: int | None
+) -> Talk | None:
+    """Return what the devices of a node say in a step; None: it is one device.
+
+    Raises:
+        ArgumentError: what that depends on is not given, or given for nothing.
+    """
+    about = {"activation_bytes": activation_bytes, "batch_size": batch_size}
+    about |= {"layers": layers} if node is None else {}
+    if layers is not None:
+        check_count("layers", layers)
+    if node is None or node.tensor * node.depth == 1:
+        if given := [name for name, value in about.items() if value is not None]:
+            raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages in it: leave it out")
+        return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
+    if layers is None or activation_bytes is None:
+        raise ArgumentError(
+            f"node={node}: say layers= of the model and activation_bytes=, what goes from a layer to the next for the "
+            "batch of a node, as batch x tokens x width x 4"
+        )
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+        node.check_batch(batch_size)
+    if not 0 < activation_bytes < math.inf:
+        raise ArgumentError(f"activation_bytes={activation_bytes!r} must be bytes, more than 0")
+    return talk_of_layers(node, parameters, layers, activation_bytes, _examples(node, batch_size))
+
+
+def _examples(node: NodeMesh, batch_size: int | None) -> int:
+    """Return the examples of a node's step, or where nobody says so many that no cut of them is uneven."""
+    return batch_size or node.shard * (node.microbatches or 4 * node.depth)
+
+
+def _caveat(row: Row) -> str:
+    """Return what is to be known of the fastest strategy where none meets the target."""
+    text = f"this one is the fastest, {row.utilisation:.1%} of the time computing and {row.speedup:.3g} times one node"
+    return text + (" alone: the fleet is slower than that node" if row.speedup < 1 else " alone")
+
+
+def _is_late(plan: Plan) -> bool:
+    return any(traffic.overlap_steps for traffic in plan.traffic)
+
+
+def _on_hosts(row: Row) -> str:
+    """Return how a strategy that was chosen with overlap does on hosts; `row` is without."""
+    step = f"{readable_seconds(row.seconds_per_step)} a step, {row.utilisation:.1%} of the time computing"
+    return f"; on hosts, which wait for late averages, {step}"
+
+
+def _assumptions(
+    parameters: float, num_nodes: int, network: Network, time: StepTime, b: float, algorithm: str
+) -> list[str]:
+    steps = time.mean_s(num_nodes)
+    spread = "" if steps.min() == steps.max() else f" to {readable_seconds(float(steps.max()))}"
+    how = "the fastest algorithm known for it" if algorithm == "cheapest" else "the algorithm its event names"
+    return [
+        f"{num_nodes} nodes, {parameters:.4g} parameters of {b:g} bytes on the wire, {network!r}",
+        f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; packing and adding up take no time",
+        f"each collective by {how}; links are full duplex and carry nothing else",
+        "gradients are sent after the whole backward pass",
+        "buffers (BatchNorm's) and the last synchronisation are left out",
+        "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
+    ]
+
+
+def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
+    """Return what is to be known where the network was measured: what stands for what, and what was not probed."""
+    measurement = network.measurement
+    if measurement is None:
+        return []
+    kinds = ", ".join(measurement.probes) or "no collective"
+    lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
+    late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
+    lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
+    beyond = [
+        measurement.probes[t.kind].beyond(t.payload_bytes)
+        for plan in plans
+        for t in plan.traffic
+        if t.kind in measurement.probes and (t.members is None or t.members == num_nodes)
+    ]
+    return lines + [text for text in dict.fromkeys(beyond) if text is not None]
+
+
+def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
+    """Return the row of a strategy, with the range that its speed-up has as collectives take more or less."""
+    one = _row_of_rounds if plan.local_steps is not None else _row_of_fleet
+    low, high = SPREAD["formula" if network.measurement is None else "measured"]
+    most, row, least = (one(plan, num_nodes, network, time, algorithm, target, scale) for scale in (low, 1.0, high))
+    return replace(row, speedup_range=(least.speedup, most.speedup))
+
+
+def _with_goodput(row: Row, plan: Plan, num_nodes: int, failures: Failures) -> Row:
+    waits = plan.local_steps is None
+    steps = min((t.every_steps for t in plan.traffic), default=1.0) if waits else 1.0
+    share = failures.goodput(row.utilisation, steps * row.seconds_per_step, num_nodes, waits and bool(plan.traffic))
+    return replace(row, goodput=share)
+
+
+def _row_of_fleet(
+    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
+) -> Row:
+    stalls, sent, names = 0.0, 0.0, []
+    mean_s = time.mean_s(num_nodes)
+    every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
+    asked = [t for t in plan.traffic if plan.rounds is not None and t.members is not None]
+    if asked:
+        step_s, busy = _of_asked(plan, asked, num_nodes, network, time, scale)
+    else:
+        step_s, busy = _slowest_step_s(time, num_nodes, every), np.ones(num_nodes)
+    for traffic, times in Counter(plan.traffic).items():
+        count = min(num_nodes if traffic.members is None else traffic.members, num_nodes)
+        turns = _meetings(network, num_nodes, count) if traffic not in asked else []
+        way = _way(traffic, network, turns[0][0] if turns else count, algorithm)
+        alone_s = partial(_cost_s, traffic, network, way, traffic.every_steps * step_s, scale * times)
+        if traffic not in asked:
+            cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
+            overlap = min(traffic.overlap_steps, traffic.every_steps) if network.late_overlaps else 0
+            stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
+        of_all = float(busy.mean()) if traffic in asked else 1.0
+        factor = _tx_factor(traffic.kind, way, count)
+        sent += times * factor * traffic.payload_bytes * of_all / traffic.every_steps
+        names += [f"{way or 'ring'} {traffic.kind}"] * times
+    if num_nodes > 1 and math.isfinite(every):
+        stalls += scale * AGREEMENTS * network.message_s / every
+    seconds = step_s + stalls
+    computing = min(1.0, float((busy * mean_s).mean()) / seconds)
+    busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds
+    return Row(
+        plan.name, seconds, sent, 1 - computing, computing, float(busy.sum()) * float(mean_s.min()) / seconds,
+        plan.couples_every, tuple(names), busiest >= target, plan.can_train,
+    )  # fmt: skip
+
+
+def _of_asked(
+    plan: Plan, asked: Sequence[Traffic], num_nodes: int, network: Network, time: StepTime, scale: float
+) -> tuple[float, np.ndarray]:
+    """Return the seconds of a step where some nodes take part in a round, and (N,) the share of steps each takes."""
+    assert plan.rounds is not None
+    H = max(1, round(asked[0].every_steps))
+    steps, now_s = np.zeros(num_nodes, dtype=np.int64), np.zeros(num_nodes)
+    most = max(LEAST_SAMPLES, min(MEETINGS, 20 * DRAWS // num_nodes))
+    for turn, (groups, least_s) in enumerate(plan.rounds(time.mean_s(num_nodes)), 1):
+        counts = np.zeros(num_nodes, dtype=np.int64)
+        counts[[i for group in groups for i in group]] = H
+        begin_s = float(now_s.max())
+        now_s = now_s + time.ticks(steps, counts) / TICKS_PER_S
+        steps += counts
+        if least_s is not None:
+            now_s[:] = max(float(now_s.max()), begin_s + least_s)
+        for group in filter(None, groups):
+            here_s = float(now_s[group].max())
+            now_s[group] = here_s + sum(_cost_s(t, network, t.algorithm, here_s - begin_s, scale, group) for t in asked)
+        if least_s is not None:
+            now_s[:] = now_s.max()
+        if turn == most or (turn >= LEAST_SAMPLES and not time.is_fixed and steps.sum() > DRAWS):
+            break
+    return float(now_s.max()) / (turn * H), steps / (turn * H)
+
+
+def _cost_s(
+    traffic: Traffic, network: Network, way: str | None, idle_s: float, times: float, members: Members
+) -> float:
+    """Return `times` the seconds of a collective among `members`, whose lines were idle for `idle_s`."""
+    fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
+    cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
+    return times * (network.duration_s(cost) + network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s))
+
+
+def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
+    """Return the groups that meet in each of several turns, drawn anew; [] where it does not matter who meets.
+
+    Every node is in a group of `count`, but for those left over.
+    """
+    if count == num_nodes or not network.lines_differ:
+        return []
+    starts = range(0, num_nodes, count)
+    turns = []
+    for turn in range(max(1, MEETINGS // len(starts))):
+        order = numpy_generator(0, "who meets", turn).permutation(num_nodes).tolist()
+        turns.append([sorted(order[start : start + count]) for start in starts])
+    return turns
+
+
+def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], computing_s: np.ndarray) -> float:
+    """Return the seconds by which a turn takes longer than the slowest node computes.
+
+    Args:
+        turns: the groups of each; a group waits for no other one.
+        cost_s: seconds that a group sends.
+        computing_s: (N,) seconds that each node computes in a turn.
+    """
+    now_s = np.zeros(len(computing_s))
+    for groups in turns:
+        now_s += computing_s
+        for group in groups:
+            now_s[group] = now_s[group].max() + cost_s(group)
+    return float(now_s.max() / len(turns) - computing_s.max())
+
+
+def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -> str | None:
+    """Return how a collective is carried out; as exogym does it, an all-reduce that was measured is the exact one."""
+    if traffic.algorithm is not None:
+        return traffic.algorithm
+    if algorithm == "cheapest":
+        return network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
+    return "exact" if traffic.kind == "all_reduce" and network.measurement is not None else None
+
+
+def _row_of_rounds(
+    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
+) -> Row:
+    """Return the row of a strategy whose nodes go at their own pace: they push to a server, and pull from it."""
+    assert plan.local_steps is not None
+    T = time.mean_s(num_nodes)
+    H = plan.local_steps(T)
+    push, pull = plan.traffic
+    lines = range(num_nodes) if network.lines_differ else [0]
+
+    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server beside one node costs nothing
+        return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
+
+    to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
+    round_s = own_s = to_server_s + np.array([cost_s(pull, [node]) for node in lines])
+    if plan.quorum > 1:
+        round_s = _rounds_of_quorum(to_server_s, plan.quorum, lambda nodes: cost_s(pull, nodes))
+    seconds = num_nodes / float((H / round_s).sum())
+    computing = H * T / round_s
+    sent = float((push.payload_bytes / round_s).mean()) * seconds if num_nodes > 1 else 0.0
+    utilisation = min(1.0, float(computing.mean()))
+    slowest = int(np.argmax(own_s / H))
+    return Row(
+        plan.name, seconds, sent, 1 - utilisation, utilisation, num_nodes * float(T.min()) / seconds,
+        plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
+        float(computing[slowest]) >= target, plan.can_train,
+    )  # fmt: skip
+
+
+def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[list[int]], float]) -> np.ndarray:
+    """Return (N,) mean seconds of each node's round, where a server lets those go on together that have come.
+
+    Args:
+        to_server_s: (N,) seconds from the start of a node's round until its push has come.
+        quorum: how many must have come.
+        pull_s: seconds that nodes take to pull together.
+    """
+    here: list[int] = []
+    size, now_s = len(to_server_s), 0.0
+    rounds, ends_s = np.zeros(size), np.zeros(size)
+    on_their_way = sorted((float(to_server_s[node]), node) for node in range(size))
+    for _ in range(max(ARRIVALS, 8 * size)):
+        now_s, node = heapq.heappop(on_their_way)
+        here.append(node)
+        if len(here) < quorum or (on_their_way and on_their_way[0][0] <= now_s):  # who comes at that moment joins
+            continue
+        start_s = now_s + pull_s(here)
+        for other in here:
+            heapq.heappush(on_their_way, (start_s + float(to_server_s[other]), other))
+        rounds[here] += 1
+        ends_s[here] = start_s
+        here = []
+    return ends_s / rounds
+
+
+def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:
+    """Return the seconds per step of nodes that wait for the slowest of them after every `every` steps."""
+    if time.is_fixed:
+        return float(time.mean_s(num_nodes).max())
+    mean_s = float(time.mean_s(num_nodes).max())
+    steps = max(1, round(min(every, DRAWS / num_nodes / LEAST_SAMPLES)))
+    samples = max(LEAST_SAMPLES, DRAWS // (num_nodes * steps))
+    nodes = np.repeat(np.tile(np.arange(num_nodes), samples), steps)
+    drawn = np.arange(samples * steps).reshape(samples, 1, steps)
+    ticks = time.step_ticks(nodes, np.broadcast_to(drawn, (samples, num_nodes, steps)).ravel())
+    longest_s = ticks.reshape(samples, num_nodes, steps).sum(2).max(1).mean() / steps / TICKS_PER_S
+    late_s = max(0.0, float(longest_s) - mean_s)
+    return mean_s + late_s * math.sqrt(steps / max(every, steps))  # a mean over more steps spreads by the square root
+
+
+def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
+    """Return what a member sends, mean over members, as a multiple of its payload."""
+    if n == 1:
+        return 0.0
+    if kind == "broadcast":
+        return (n - 1) / n
+    if kind in ("exchange", "mix", "send"):
+        return 1.0
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual one first
+    return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0

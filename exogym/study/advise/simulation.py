@@ -1,0 +1,160 @@
+"""Which strategy comes to a loss first on a network: formulas, and a short run of each under a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from exogym.errors import ArgumentError, checked
+from exogym.network import Network
+from exogym.strategy.traffic import Plan
+from exogym.study.advise.plans import plan_of
+from exogym.study.advise.prediction import DEFAULT_STRATEGIES, Advice, Row, advise
+from exogym.study.compare import Standing, compare, measured_step_s, split_strategies
+from exogym.study.compare.comparison import Comparison
+from exogym.study.compare.entries import Setting, entries_of, setting_of
+from exogym.study.compare.forecast import check_timed, forecast_of
+from exogym.study.tasks import Task
+
+SHORT = 4  # a simulation takes so much less than the task's own number of steps
+LONGER = 4  # and a strategy that is fast on the network up to so many times as many as the others
+ROUNDS = 2  # that a strategy must have in the simulation, or it says nothing
+
+
+@checked
+def simulate(
+    task: Task,
+    *,
+    network: Network | str,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    num_nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 1,
+    strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
+    target_loss: float | None = None,
+    target_utilisation: float = 0.9,
+    processes: int | str = 1,
+    device: str = "auto",
+    watch: Callable[[Standing], object] | None = None,
+) -> Advice:
+    """Predict by formula, train each strategy for a short while, and say which came to a loss first on the network.
+
+    All take as many steps; those that then had less predicted time than the first at the target loss needed are
+    trained anew with as many steps as that time allows, at most four times as many. Strategies that only have a
+    formula, and those that would communicate less than twice, are not trained.
+
+    Args:
+        task: what to train; its model, measured step and settings stand for yours.
+        network, step_seconds, speeds, target_loss, processes, device, watch: as `exogym.compare.compare`.
+        num_nodes, batch_size: None: the task's.
+        steps: of each node; None: a quarter of the task's.
+        strategies: texts as for `advise`; options that they leave open are the task's.
+        target_utilisation: as `advise`.
+
+    Raises:
+        ArgumentError, DataError: before training.
+        TrainingError: no strategy came to its end.
+
+    >>> from exogym.tasks import load_task
+    >>> advice = simulate(load_task("digits"), network="wan,jitter=0", step_seconds="10ms", steps=200,
+    ...     strategies="ddp,diloco:H=10")
+    >>> advice.recommended.strategy, [row.final_loss is None for row in advice.rows]
+    ('diloco:H=10', [False, False])
+    """
+    setting = setting_of(
+        task, num_nodes, math.ceil(task.steps / SHORT) if steps is None else steps, batch_size, seeds, None
+    )
+    check_timed(network, step_seconds, speeds, target_loss, timeline=False)
+    plans = _plans(task, setting, strategies)
+    slow = [p.name for p in plans if min((t.every_steps for t in p.traffic), default=math.inf) * ROUNDS > setting.steps]
+    trained = [plan.name for plan in plans if plan.name not in slow]
+    if not trained:
+        raise ArgumentError(
+            f"none of strategies={','.join(plan.name for plan in plans)!r} communicates twice in "
+            f"steps={setting.steps}: name others, or give more steps"
+        )
+    forecast = forecast_of(
+        network, step_seconds, speeds, setting.nodes, lambda: measured_step_s(task, setting.batch_size, device)
+    )
+    advice = advise(
+        parameters=parameters_of(task), num_nodes=setting.nodes, network=forecast.network,
+        step_seconds=forecast.step_time, strategies=plans, target_utilisation=target_utilisation, algorithm="recorded",
+    )  # fmt: skip
+
+    def train(texts: Sequence[str], steps: int, target_loss: float | None) -> Comparison:
+        return compare(
+            task, texts, nodes=setting.nodes, steps=steps, batch_size=setting.batch_size, seeds=setting.seeds,
+            processes=processes, device=device, network=forecast.network, step_seconds=forecast.step_time,
+            target_loss=target_loss, watch=watch,
+        )  # fmt: skip
+
+    result = train(trained, setting.steps, target_loss)
+    rows = {row["strategy"]: row | {"steps": setting.steps} for row in result.rows}
+    for text in trained:  # those that had less predicted time than the first at the loss needed go on for as long
+        more = _steps_to_match(rows, text)
+        if more > setting.steps:
+            (again,) = train([text], more, result.target_loss).rows
+            rows[text] = again | {"steps": more}
+    left = [plan.name for plan in plans if plan.name not in trained]
+    return _with_losses(advice, result, rows, left)
+
+
+def _steps_to_match(rows: Mapping[str, Mapping[str, Any]], text: str) -> int:
+    """Return the steps that take a strategy as long as the first at the loss needed, at most four times its own."""
+    row, ends_s = rows[text], [row["target_s"] for row in rows.values() if row["target_s"] is not None]
+    if not ends_s or row["target_s"] is not None or not row["time_s"]:
+        return int(row["steps"])
+    return min(math.ceil(min(ends_s) / row["time_s"] * row["steps"]), LONGER * int(row["steps"]))
+
+
+def parameters_of(task: Task) -> int:
+    """Return how many trainable numbers the model of a task has."""
+    return sum(p.numel() for p in task.make_model().parameters() if p.requires_grad)
+
+
+def _plans(task: Task, setting: Setting, strategies: str | Sequence[str]) -> list[Plan]:
+    """Return what each strategy sends, with the task's own values where its text leaves them open."""
+    size, plans = parameters_of(task), []
+    for text in split_strategies(strategies):
+        (entry,) = entries_of([text], setting).values()
+        if entry.alone:
+            raise ArgumentError(f"strategies: {text!r} sends nothing, so there is nothing to advise: leave it out")
+        plans.append(replace(plan_of(entry.strategy, size, setting.nodes), name=text))
+    return plans
+
+
+def _with_losses(
+    advice: Advice, result: Comparison, found: Mapping[str, Mapping[str, Any]], left: Sequence[str]
+) -> Advice:
+    """Return the advice with what the simulation found, those that came to the target loss first."""
+
+    def joined(row: Row) -> Row:
+        if row.strategy not in found:
+            return row
+        own = found[row.strategy]
+        return replace(row, simulated_steps=own["steps"], final_loss=own["val_loss"], target_s=own["target_s"])
+
+    rows = sorted(
+        map(joined, advice.rows),
+        key=lambda row: (row.target_s is None, row.target_s or row.seconds_per_step),
+    )
+    target = f"a validation loss of {result.target_loss:.4g} ({result.description['forecast']['target']})"
+    best, because = rows[0], f"it came first to {target}"
+    if best.target_s is None:
+        best = min((row for row in rows if row.final_loss is not None), key=lambda row: row.final_loss or math.inf)
+        because = (
+            f"none came to {target}; this one came closest, {best.final_loss:.4g} after {best.simulated_steps} steps"
+        )
+    lines = [
+        f"simulated: {result.heading.partition('. Time')[0]}; strategies that had less time for these steps than the "
+        f"first at the loss needed had up to {LONGER} times as many; a longer run may end in another order"
+    ]
+    lines += [f"not simulated: {', '.join(left)}: by formula alone, or fewer than {ROUNDS} rounds"] if left else []
+    return replace(
+        advice, rows=rows, recommended=best, because=because,
+        target_loss=result.target_loss, assumptions=[*advice.assumptions, *lines],
+    )  # fmt: skip

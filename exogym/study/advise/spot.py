@@ -1,0 +1,107 @@
+"""What a run costs on spot machines, which are cheap and are taken away: time and money, in the two ways to go on.
+
+Each of N machines is taken away by itself, lambda times an hour on average, and another one takes its place after r
+seconds. Where all begin again from a checkpoint (of every c seconds; half of that is lost on average), a second of
+training takes
+
+    1 + N lambda (r + c / 2)
+
+seconds, and N machines are paid for all of it. Where the others go on (`min_hosts`), a machine is there for
+1 / (1 + lambda r) of the time. The steps take as long as they did, but fewer nodes take them: as many examples as
+without losses need (1 + lambda r) as long, and only those machines are paid that are there, so the money is the same.
+What the nodes that are away do to the loss is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from exogym.errors import ArgumentError
+from exogym.network import parse_seconds, readable_seconds
+from exogym.study.advise.prediction import Advice
+
+STEPS = 1000  # what is reckoned for
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """How often spot machines are taken away, and what they cost.
+
+    Args:
+        rate_per_h: lambda, of one machine an hour.
+        price_per_h: of one machine an hour, in any currency.
+        restart_s: r, from the loss until another machine computes; seconds or text. "5min"
+        checkpoint_s: c, between two checkpoints. "10min"
+
+    Raises:
+        ArgumentError: a number that cannot be.
+
+    >>> spot = Spot(rate_per_h=0.1, price_per_h=2.0, restart_s="6min", checkpoint_s="12min")
+    >>> again, on = spot.ways(seconds=3600.0, num_nodes=10)
+    >>> [round(x, 3) for x in (again.seconds / 3600, again.money, on.seconds / 3600, on.money)]
+    [1.2, 24.0, 1.01, 20.0]
+    """
+
+    rate_per_h: float
+    price_per_h: float
+    restart_s: Any = "5min"
+    checkpoint_s: Any = "10min"
+
+    def __post_init__(self) -> None:
+        for name in ("rate_per_h", "price_per_h"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ArgumentError(f"{name}={value!r} must be a number, 0 or more")
+        for name in ("restart_s", "checkpoint_s"):
+            object.__setattr__(self, name, parse_seconds(getattr(self, name), name))
+
+    def ways(self, seconds: float, num_nodes: int) -> tuple[Way, Way]:
+        """Return what training takes that would take so many seconds without losses: begun again, and going on."""
+        lost = self.rate_per_h / HOUR_S
+        again_s = seconds * (1 + num_nodes * lost * (self.restart_s + self.checkpoint_s / 2))
+        paid = self.price_per_h * num_nodes / HOUR_S
+        return Way(again_s, paid * again_s), Way(seconds * (1 + lost * self.restart_s), paid * seconds)
+
+    def table(self, advice: Advice, num_nodes: int) -> tuple[list[str], list[list[str]]]:
+        """Return headers and rows as text, for `STEPS` steps of each strategy."""
+        headers = [f"{STEPS} steps", "without losses", "money", "from checkpoints", "money", "going on", "money"]
+        rows = []
+        for row in advice.rows:
+            plain_s = STEPS * row.seconds_per_step
+            plain = Way(plain_s, self.price_per_h * num_nodes * plain_s / HOUR_S)
+            ways = (plain, *self.ways(plain_s, num_nodes))
+            rows.append([row.strategy, *(cell for way in ways for cell in way.texts())])
+        return headers, rows
+
+    def to_dict(self, advice: Advice, num_nodes: int) -> dict[str, dict[str, float]]:
+        """Return the same as numbers, by strategy."""
+        found = {}
+        for row in advice.rows:
+            again, on = self.ways(STEPS * row.seconds_per_step, num_nodes)
+            found[row.strategy] = {
+                "from_checkpoints_s": again.seconds, "from_checkpoints_money": again.money, "going_on_s": on.seconds,
+                "going_on_money": on.money,
+            }  # fmt: skip
+        return found
+
+    def __str__(self) -> str:
+        return (
+            f"each machine costs {self.price_per_h:g} an hour and is taken away {self.rate_per_h:g} times an hour; "
+            f"another one computes after {readable_seconds(self.restart_s)}, checkpoints are "
+            f"{readable_seconds(self.checkpoint_s)} apart. Going on: until as many examples are trained, with fewer "
+            "nodes meanwhile"
+        )
+
+
+@dataclass(frozen=True)
+class Way:
+    """Time and money of a run."""
+
+    seconds: float
+    money: float
+
+    def texts(self) -> tuple[str, str]:
+        return readable_seconds(self.seconds), f"{self.money:.4g}"

@@ -1,0 +1,27 @@
+"""The benchmark: methods on tasks, with more and more nodes, and the page that is written from what came out.
+
+A `Part` is a task with a number of nodes; `exogym.study.reproduce` trains its cells and keeps them, `exogym.compare`
+makes rows of them. `Results` are what the page shows: rows, and what is predicted for them on networks and devices.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from exogym.study.reproduce import Reproduction
+>>> scope = Scope(tasks=("digits",), nodes=(2, 4), methods=("ddp", "diloco:H=10"), steps={"digits": 20})
+>>> with tempfile.TemporaryDirectory() as folder:
+...     parts: list[Part] = parts_of(scope, Reproduction(folder), {}, leave_out=print)
+...     results = Results(Path(folder, "page.json"))  # none yet
+>>> [(part.task, part.nodes, list(part.cells)) for part in parts]
+[('digits', 2, ['ddp', 'diloco:H=10']), ('digits', 4, ['ddp', 'diloco:H=10'])]
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = ["FULL", "SHORT", "Part", "Results", "Scope", "parts_of"]
+
+if TYPE_CHECKING:
+    from exogym.study.benchmark.parts import FULL, SHORT, Part, Scope, parts_of
+    from exogym.study.benchmark.results import Results
+else:
+    __getattr__, __dir__ = lazily(__name__)

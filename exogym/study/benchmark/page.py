@@ -1,0 +1,200 @@
+"""The page of the benchmark, in Markdown: written from its results and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.core.progress import readable_bytes
+from exogym.network import readable_seconds
+from exogym.study.benchmark.plots import draw_scaling, draw_task, middle_of
+from exogym.study.benchmark.results import COUNTS, DEVICE, NETWORKS, SHARED, WIRE
+from exogym.study.compare.comparison import SINGLE, Comparison, markdown, spread_text
+
+# What the project's first plan said of its methods, before anything was measured.
+PLANNED = {
+    "ddp": ("1×", "100%", "fast networks"), "diloco": ("10-100×", "95-99%", "moderate limits"),
+    "sparta": ("100-1000×", "90-95%", "severe limits"), "fedavg": ("variable", "85-95%", "private data"),
+    "demo": ("50-500×", "90-98%", "research"),
+}  # fmt: skip
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+IN_HARDWARE = (0, 2)  # of SHARED
+ABOUT = """\
+The same model from the same weights on the same data, under several methods, with more and more nodes. All nodes
+together take the same number of examples in a step, whatever their number. So a table over numbers of nodes says what
+it costs to divide the work. **Reduction** is DDP's bytes sent over the method's. **Quality** is DDP's validation loss
+over the method's, with the same nodes: over 100 % is better than DDP. `single` is one of the nodes alone, with its
+share of the data. At the end all nodes meet once more, which is counted: in a short run that is much of what SPARTA
+sends. Numbers are mean ± standard deviation over {seeds}.
+
+`{command}` made this page and its results, {results}.
+The command says first how long it will take. It keeps each run when that has ended, so the same command goes on after
+Ctrl-C. `exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 where `--data` says
+where it is. To see that it runs here, without learning anything from it:
+
+```bash
+exogym benchmark --short --tasks digits --nodes 2
+```
+"""
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """Write the page and its pictures, which lie in images/ beside it."""
+    images = path.parent / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    for task, parts in _tasks(found).items():
+        draw_task(task, parts, path.parent / picture_of(path, task))
+    draw_scaling(found["scaling"], path.parent / picture_of(path, "scaling"))
+    with replacing(path) as file:
+        file.write(text_of(found, path))
+
+
+def picture_of(page: Path, name: str) -> str:
+    return f"images/{page.stem}_{name}.png"
+
+
+def text_of(found: Mapping[str, Any], page: Path) -> str:
+    """Return the page."""
+    tasks = _tasks(found)
+    seeds = max(part["seeds"] for parts in tasks.values() for part in parts)
+    results = page.with_suffix(".json").name
+    blocks = [
+        "# Benchmark\n",
+        ABOUT.format(
+            seeds="one seed" if seeds == 1 else f"{seeds} seeds",
+            command=found["command"],
+            results=f"[{results}]({results})",
+        ),
+        "## Methods\n",
+        _methods(tasks),
+    ]
+    for task, parts in tasks.items():
+        blocks += _task(task, parts, picture_of(page, task))
+    blocks += _devices(found["hardware"])
+    blocks += _counts(found["scaling"], picture_of(page, "scaling"))
+    versions = found["versions"]
+    blocks.append(
+        f"Trained with ExoGym {versions['exogym']}, torch {versions['torch']}, Python {versions['python']} on "
+        f"{versions['machine']}, one process, in {_hours(tasks)}.\n"
+    )
+    return "\n".join(blocks)
+
+
+def _tasks(found: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return task to its parts, by number of nodes."""
+    tasks: dict[str, list[Any]] = {}
+    for part in found["parts"].values():
+        tasks.setdefault(part["task"], []).append(part)
+    return tasks
+
+
+def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
+    """Return how long the training took; and its steps, at the rates that were measured apart from it."""
+    all_parts = [part for parts in tasks.values() for part in parts]
+    took = readable_seconds(sum(part["wall_s"] for part in all_parts))
+    steps_s = 0.0
+    for part in all_parts:
+        for row in part["rows"]:
+            if row["examples_per_s"] is None:
+                return took
+            examples = part["steps"] * part["batch_size"] * (1 if row["strategy"] == SINGLE else part["nodes"])
+            steps_s += row["seeds"] * examples / row["examples_per_s"]
+    return f"{took}; at the examples per second above its steps take {readable_seconds(steps_s)}"
+
+
+def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
+    """Return the table of all tasks: what was planned of a method, and from what to what it came out."""
+    rows: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for task, parts in tasks.items():
+        for part in parts:
+            for row in part["rows"]:
+                rows.setdefault(row["strategy"], []).append((task, row))
+    heads = ["method", "reduction, planned", "measured", "quality, planned", *(f"on {task}" for task in tasks)]
+    heads.append("planned for")
+    lines = []
+    for method, found in rows.items():
+        reduction, quality, use = PLANNED.get(method.partition(":")[0], ("", "", ""))
+        cut = _span([row["reduction"] for _, row in found], "{:.3g}×")
+        qualities = [_span([row["quality"] for name, row in found if name == task], "{:.0%}") for task in tasks]
+        lines.append([f"`{method}`", reduction, cut, quality, *qualities, use])
+    nodes = sorted({part["nodes"] for parts in tasks.values() for part in parts})
+    said = f"From the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
+    said += "*Planned* is what this project's first plan promised before anything was measured.\n"
+    return f"{said}\n{markdown(heads, lines)}\n"
+
+
+def _span(values: Sequence[float | None], form: str) -> str:
+    known = [form.format(x) for x in sorted(x for x in values if x is not None)]
+    return "" if not known else known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+
+
+def _task(task: str, parts: Sequence[Any], picture: str) -> Iterator[str]:
+    """Yield the section of a task: all measures of one part, then quality, bytes and examples per second of all."""
+    middle = middle_of(parts)
+    shown = Comparison(middle["heading"], middle["finding"], middle["rows"], {}, {})
+    yield f"## {TITLES.get(task, task.capitalize())}\n"
+    yield f"{shown.to_markdown()}\n"
+    yield f"![Validation loss against steps; quality against reduction, and against the number of nodes]({picture})\n"
+    heads = [f"{part['nodes']} nodes" for part in parts]
+    methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
+    found = {(row["strategy"], part["nodes"]): row for part in parts for row in part["rows"]}
+    for title, text in (
+        ("quality", lambda row: spread_text(row, "quality", "{:.1%}")),
+        ("validation loss", lambda row: spread_text(row, "val_loss", "{:.4f}")),
+        ("sent/node", lambda row: readable_bytes(row["tx_bytes"]) if row["tx_bytes"] is not None else ""),
+        ("examples/s, simulated here", lambda row: spread_text(row, "examples_per_s", "{:,.0f}")),
+    ):
+        cells = [
+            [text(found[m, part["nodes"]]) if (m, part["nodes"]) in found else "" for part in parts] for m in methods
+        ]
+        if any(map(any, cells)):
+            yield markdown([title, *heads], [[f"`{m}`", *line] for m, line in zip(methods, cells, strict=True)]) + "\n"
+    yield _rates(middle)
+
+
+def _rates(part: Mapping[str, Any]) -> str:
+    """Return the table of examples per second that are predicted on networks."""
+    heads = ["examples/s, predicted", *NETWORKS]
+    lines = [
+        [f"`{method}`", *("" if rates[name] is None else f"{rates[name]:,.0f}" for name in NETWORKS)]
+        for method, rates in part["predicted"].items()
+    ]
+    said = (
+        f"*Simulated here* is all nodes on one {part['device']}, one after the other, without waiting for any network; "
+        f"methods took turns, {part['seeds']} times over, apart from the training. Predicted, by the formulas of "
+        f"`exogym advise`, is {part['nodes']} real nodes that compute as fast as `single` did here, with a model of "
+        f"{part['parameters']:,} parameters and between them the network of that name.\n"
+    )
+    return f"{said}\n{markdown(heads, lines)}\n" if lines else ""
+
+
+def _devices(hardware: Mapping[str, Any]) -> Iterator[str]:
+    yield "## Hardware\n"
+    yield (
+        "Predicted, not measured: GPT-2 small (124M parameters), 4 nodes, a step on 8 windows of 1,024 tokens each, "
+        "devices at 40 % of their peak. A cell is the speed-up over one such device alone: "
+        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Under 1 the four are slower than one; 4 is the most "
+        "there can be. What loss they come to is another question, which the tables above are about.\n"
+    )
+    lines = [
+        [device, readable_seconds(each["step_s"]), *(_pair(each[name]) for name in NETWORKS)]
+        for device, each in hardware.items()
+    ]
+    yield markdown(["device", "a step", *NETWORKS], lines) + "\n"
+
+
+def _pair(speedups: Sequence[float]) -> str:
+    return " / ".join(f"{speedups[k]:.2g}" for k in IN_HARDWARE)
+
+
+def _counts(scaling: Mapping[str, Sequence[float]], picture: str) -> Iterator[str]:
+    yield "## Many nodes\n"
+    yield (
+        f"Predicted for the same model on `{DEVICE}`, nodes joined by `{WIRE}`: the speed-up over one node alone. What "
+        "DDP and DiLoCo send in a ring does not grow with the nodes; what DeMo's nodes receive does.\n"
+    )
+    lines = [[f"`{method}`", *(f"{scaling[str(n)][k]:.3g}" for n in COUNTS)] for k, method in enumerate(SHARED)]
+    yield markdown(["method", *(f"{n} nodes" for n in COUNTS)], lines) + "\n"
+    yield f"![Predicted speed-up against the number of nodes]({picture})\n"

@@ -1,0 +1,105 @@
+"""What the benchmark trains: methods, on tasks, with numbers of nodes.
+
+All nodes together take the same number of examples in a step, whatever their number: more nodes have smaller batches
+each. So a method's loss says what it costs to divide the work, and a run costs as much with 64 nodes as with two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from exogym.errors import ArgumentError, DataError
+from exogym.strategy.registry import STRATEGIES
+from exogym.study.compare.comparison import SINGLE
+from exogym.study.reproduce import Cell, Reproduction
+from exogym.study.reproduce.problems import problem
+from exogym.study.tasks import Data
+
+METHODS = (SINGLE, "ddp", "diloco:H=10", "diloco:H=30:outer_lr=0.7", "sparta:p_sparta=0.005", "fedavg:H=10", "demo")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is trained.
+
+    Attributes:
+        steps: of a task, where it is not the task's own number.
+    """
+
+    tasks: tuple[str, ...]
+    nodes: tuple[int, ...]
+    methods: tuple[str, ...]
+    steps: Mapping[str, int] = field(default_factory=dict)
+
+
+# of `exogym benchmark`: what docs/benchmark.md shows
+SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
+
+
+def _all_methods() -> tuple[str, ...]:
+    named = {method.partition(":")[0] for method in METHODS}
+    others = [name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.strategy.")]
+    return (*METHODS, *sorted({*others} - named))
+
+
+# of `exogym benchmark --full`: hours
+FULL = Scope(("digits", "mnist", "shakespeare", "cifar10"), (2, 4, 8, 16, 32, 64), _all_methods())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A task with a number of nodes; `cells` are the methods by their text."""
+
+    task: str
+    nodes: int
+    cells: Mapping[str, Cell]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.nodes}"
+
+
+def parts_of(
+    scope: Scope, work: Reproduction, data: Mapping[str, Data], leave_out: Callable[[str], object]
+) -> list[Part]:
+    """Return the parts of a scope that can be trained here, task by task.
+
+    Args:
+        data: task to its data, as `work` has it.
+        leave_out: called with why, for each task whose data are not here and each method that a part cannot have.
+    """
+    parts = []
+    for name in scope.tasks:
+        try:
+            task, _ = problem(name, data.get(name))
+        except DataError as error:
+            leave_out(str(error))
+            continue
+        together = task.nodes * task.batch_size
+        for nodes in scope.nodes:
+            shared = {"task": name, "nodes": nodes, "batch_size": max(1, together // nodes)}
+            part = Part(name, nodes, _possible(scope, shared, work, leave_out))
+            if len(part.cells) > 1:
+                parts.append(part)
+    return parts
+
+
+def _possible(
+    scope: Scope, shared: Mapping[str, Any], work: Reproduction, leave_out: Callable[[str], object]
+) -> dict[str, Cell]:
+    """Return the methods that can be trained; nodes of those without rounds are timed, all with the same speed."""
+    cells = {}
+    for method in scope.methods:
+        kind = STRATEGIES.get(method.partition(":")[0])
+        by_clock = kind is not None and kind.driven_by == "clock"
+        speeds = (1.0,) * shared["nodes"] if by_clock else None
+        cell = Cell(method, steps=scope.steps.get(shared["task"]), speeds=speeds, **shared)
+        try:
+            work.session(cell)
+        except ArgumentError as error:
+            leave_out(f"{shared['task']}, {shared['nodes']} nodes, {method}: {error}")
+            continue
+        cells[method] = cell
+    return cells

@@ -1,0 +1,102 @@
+"""The pictures of the benchmark's page, small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exogym.study.benchmark.results import COUNTS, DEVICE, SHARED, WIRE
+from exogym.study.compare.plots import COLOURS, LONER, STYLES, check_matplotlib
+from exogym.study.reproduce.plots import DOTS_PER_INCH, save_small
+
+MARKS, COLOURS_KEPT = "osD^vP*Xhp<>", 128
+ROWS = 17  # of the legend
+FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # of a logarithmic axis
+
+
+def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the losses of the middle part, quality against reduction, and quality against the number of nodes."""
+    methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
+    columns = 1 + (len(methods) - 1) // ROWS  # of the legend
+    figure, (losses, left, right) = _figure(9.9 + 1.7 * columns, 3.6, 3)
+    shown = middle_of(parts)
+    for k, method in enumerate(methods):
+        rows = [(part["nodes"], row) for part in parts for row in part["rows"] if row["strategy"] == method]
+        colour = LONER if method == "single" else COLOURS[k % len(COLOURS)]
+        look = {"color": colour, "marker": MARKS[k % len(MARKS)], "markersize": 5, "linewidth": 1.2}
+        style = STYLES[k // len(COLOURS) % len(STYLES)]
+        _draw_losses(losses, dict(rows).get(shown["nodes"]), look | {"linestyle": style, "markersize": 3})
+        rows = [(nodes, row) for nodes, row in rows if row["quality"] is not None]
+        if not rows:
+            continue
+        quality = [100 * row["quality"] for _, row in rows]
+        spread = [100 * (row["quality_std"] or 0.0) for _, row in rows]
+        sent = [row["reduction"] for _, row in rows]
+        if None not in sent:
+            left.errorbar(sent, quality, spread, linestyle="", capsize=2, **look)
+        right.errorbar([nodes for nodes, _ in rows], quality, spread, linestyle=style, capsize=2, label=method, **look)
+    losses.set_xlabel(f"step, with {shown['nodes']} nodes", fontsize=8)
+    losses.set_ylabel("validation loss", fontsize=8)
+    low, high = losses.dataLim.intervaly
+    if low > 0 and high > FAR * low:
+        losses.set_yscale("log")
+        losses.set_yticks([x for x in DECIMALS if low <= x <= high], minor=False)
+        losses.set_yticks([], minor=True)
+        losses.yaxis.set_major_formatter("{x:g}")
+    left.set_xscale("log")
+    left.set_xlabel("reduction: DDP's bytes / the method's", fontsize=8)
+    left.set_ylabel("quality, % of DDP's", fontsize=8)
+    right.set_xscale("log", base=2)
+    counts = [part["nodes"] for part in parts]
+    right.set_xticks(counts, [str(n) for n in counts])
+    right.set_xlabel("nodes, which share each step's examples", fontsize=8)
+    figure.legend(fontsize=7, frameon=False, loc="outside right center", ncols=columns)
+    figure.suptitle(f"{task}: what less communication costs", x=0.01, ha="left", fontsize=9)
+    save_small(figure, path, COLOURS_KEPT)
+
+
+def middle_of(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the part that is shown with all its measures: of four nodes, or the first."""
+    return next((part for part in parts if part["nodes"] == 4), parts[0])
+
+
+def _draw_losses(axes: Any, row: Mapping[str, Any] | None, look: Mapping[str, Any]) -> None:
+    """Draw the mean loss over the seeds against steps, but for the first evaluation, which is before any training."""
+    if row is None:
+        return
+    curve = row["curve"]
+    axes.errorbar(curve["steps"][1:], curve["val_loss"][1:], curve["val_loss_std"][1:], elinewidth=0.7, **look)
+
+
+def draw_scaling(scaling: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw the predicted speed-up of each method against the number of nodes."""
+    figure, (axes,) = _figure(6.4, 3.6, 1)
+    axes.plot(COUNTS, COUNTS, color=LONER, linestyle=":", linewidth=1.2, label="as many as there are nodes")
+    for k, method in enumerate(SHARED):
+        line = [scaling[str(nodes)][k] for nodes in COUNTS]
+        axes.plot(COUNTS, line, color=COLOURS[k], marker=MARKS[k], markersize=5, linewidth=1.2, label=method)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(COUNTS, [str(n) for n in COUNTS])
+    axes.set_xlabel("nodes", fontsize=8)
+    axes.set_ylabel("speed-up over one node", fontsize=8)
+    axes.legend(fontsize=7, frameon=False)
+    figure.suptitle(f"GPT-2 small on {DEVICE}, {WIRE} between the nodes: predicted", x=0.01, ha="left", fontsize=9)
+    save_small(figure, path, COLOURS_KEPT)
+
+
+def _figure(width: float, height: float, panels: int) -> tuple[Any, Any]:
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure((width, height), DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        axes.grid(True, color="#E6E6E6", linewidth=0.7)
+        axes.tick_params(labelsize=8, which="both")
+    return figure, all_axes

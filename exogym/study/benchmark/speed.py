@@ -1,0 +1,67 @@
+"""Throughput, measured apart from the training: in hours another load comes and goes, in a minute hardly.
+
+Methods take turns, as often as there are seeds. So each has a spread, and what slows this computer slows them all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from exogym.callbacks import Every
+from exogym.errors import TrainingError
+from exogym.study.benchmark.parts import Part
+from exogym.study.compare.entries import Entry
+from exogym.study.compare.session import FirstShard, Session
+from exogym.study.reproduce import Reproduction
+from exogym.trainer import LocalTrainer
+
+ROUND = 30  # steps: whole rounds of all methods of the default; the first of a turn is for caches to warm up
+LEAST_S = 0.4  # of a turn, which takes two rounds at least
+START_S = 0.2  # of a turn, about: a model, a data set and nodes
+
+
+def seconds_of_turns(part: Part, work: Reproduction) -> float:
+    """Return about how long `rates_of` takes."""
+    once = (work.run_seconds(cell) / work.session(cell).setting.steps * 2 * ROUND for cell in part.cells.values())
+    return len(work.seeds) * sum(START_S + max(LEAST_S, each) for each in once)
+
+
+def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
+    """Return label to the examples per second of all its nodes together here, of each turn.
+
+    A method that cannot be trained on the task is left out.
+    """
+    rates: dict[str, list[float]] = {label: [] for label in part.cells}
+    for _ in work.seeds:
+        for label in [*rates]:
+            session = work.session(part.cells[label])
+            (entry,) = session.entries.values()
+            try:
+                rates[label].append(_rate(session, entry))
+            except TrainingError:
+                del rates[label]
+    return rates
+
+
+def _rate(session: Session, entry: Entry) -> float:
+    """Return the examples per second of a method, from the second round on."""
+    setting, nodes = session.setting, 1 if entry.alone else session.setting.nodes
+    marks: list[tuple[int, float]] = []
+
+    def enough(loop: Any) -> bool:
+        marks.append((loop.step, time.perf_counter()))
+        return len(marks) > 1 and marks[-1][1] - marks[0][1] > LEAST_S
+
+    timing: Mapping[str, Any] = {}
+    if session.forecast is not None:
+        timing = session.forecast.fit_options(entry.alone, timeline=False)
+    trainer = LocalTrainer(session.task.make_model(), session.train, loss_fn=session.loss_fn)
+    trainer.fit(
+        entry.strategy, num_nodes=nodes, max_steps=1000 * ROUND, batch_size=setting.batch_size, device=session.place,
+        partitioner=FirstShard(session.split, setting.nodes) if entry.alone else session.split,
+        processes=1 if entry.alone else session.processes, progress=False, callbacks=[Every(ROUND, enough)], **timing,
+    )  # fmt: skip
+    (first, start), (last, end) = marks[0], marks[-1]
+    return (last - first) * nodes * setting.batch_size / (end - start)

@@ -1,0 +1,41 @@
+"""Comparisons: the same model, from the same weights, on the same data, under several strategies.
+
+`compare` trains them and gives a `Comparison` (`exogym.study.compare.comparison`); `measured_step_s` and
+`measured_evaluation_s` say how long a step and an evaluation take here.
+
+>>> seen = []
+>>> def watch(standing: Standing):
+...     seen.append((standing.label, standing.step, standing.steps))
+...     if standing.label == "ddp":
+...         raise KeyboardInterrupt
+>>> list(split_strategies("single,ddp"))
+['single', 'ddp']
+>>> try:
+...     compare("digits", "single,ddp", steps=10, seeds=1, watch=watch)
+... except ComparisonInterrupted as stopped:
+...     [(row["strategy"], row["seeds"]) for row in stopped.result.rows]  # runs that had ended
+[('single', 1), ('ddp', 0)]
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = [
+    "DEFAULT_STRATEGIES",
+    "ComparisonInterrupted",
+    "Standing",
+    "compare",
+    "measured_evaluation_s",
+    "measured_step_s",
+    "split_strategies",
+]
+
+if TYPE_CHECKING:
+    from exogym.study.compare.comparison import ComparisonInterrupted
+    from exogym.study.compare.entries import split_strategies
+    from exogym.study.compare.forecast import measured_evaluation_s, measured_step_s
+    from exogym.study.compare.run import DEFAULT_STRATEGIES, compare
+    from exogym.study.compare.session import Standing
+else:
+    __getattr__, __dir__ = lazily(__name__)

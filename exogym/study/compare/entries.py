@@ -1,0 +1,136 @@
+"""What is compared: the setting that all strategies share, and each strategy with what the table says of it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
+from exogym.strategy.strategy import Inner, Strategy
+from exogym.study.compare.comparison import SINGLE
+from exogym.study.tasks import Task
+
+# Evaluations of a run: enough to draw a curve, few enough to take a tenth of the fleet's time. An example evaluated
+# costs two thirds of one trained, and a step of a node no less than 16 trained.
+MOST_EVALUATIONS, LEAST_EVALUATIONS, SHARE, COST, STEP_EXAMPLES = 30, 10, 0.1, 2 / 3, 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all strategies share."""
+
+    nodes: int
+    steps: int
+    batch_size: int
+    seeds: tuple[int, ...]
+    inner_optim: str
+    lr: float
+    lr_scheduler: str
+    warmup_steps: int
+    max_norm: float | None
+    H: int
+    outer_lr: float | None
+    outer_momentum: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields; without the outer momentum where it is the strategies' own, as comparisons began."""
+        return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
+
+    def val_interval(self, val_examples: int) -> int:
+        """Return the steps between evaluations on `val_examples`."""
+        trained = self.steps * self.nodes * max(self.batch_size, STEP_EXAMPLES)
+        affordable = round(SHARE * trained / (COST * val_examples))
+        return math.ceil(self.steps / min(max(affordable, LEAST_EVALUATIONS), MOST_EVALUATIONS))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy to compare, with its name in sentences and what the table says of it."""
+
+    strategy: Strategy
+    title: str
+    notes: str
+    alone: bool
+
+
+def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strategy]) -> dict[str, str | Strategy]:
+    """Return label to text or strategy; the label of a text is the text.
+
+    Raises:
+        ArgumentError: none at all, or one twice.
+    """
+    if isinstance(strategies, Mapping):
+        return dict(strategies)
+    given = [strategies] if isinstance(strategies, Strategy) else strategies
+    texts: list[Any] = given.split(",") if isinstance(given, str) else list(given)
+    for text in texts:
+        if not isinstance(text, str):
+            kind = getattr(text, "__name__", type(text).__name__)
+            raise ArgumentError(f"strategies: {kind} has no name here: give a dict, as {{'mine': DiLoCoStrategy(H=5)}}")
+    labels = [text.strip() for text in texts]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each once")
+    if not any(labels):
+        raise ArgumentError(f"strategies={strategies!r} names none: give for example 'ddp,diloco'")
+    return {label: label for label in labels}
+
+
+def setting_of(task: Task, nodes: Any, steps: Any, batch_size: Any, seeds: Any, lr: Any) -> Setting:
+    chosen = {"nodes": nodes, "steps": steps, "batch_size": batch_size, "lr": lr}
+    chosen = {name: getattr(task, name) if value is None else value for name, value in chosen.items()}
+    for name in ("nodes", "steps", "batch_size"):
+        check_count(name, chosen[name])
+    if isinstance(seeds, int):
+        check_count("seeds", seeds)
+        seeds = range(seeds)
+    if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
+        raise ArgumentError(f"seeds={seeds!r}: give how many, or different whole numbers")
+    shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
+    return Setting(**chosen, **shared, seeds=tuple(seeds))
+
+
+def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:
+    defaults = {name: getattr(setting, name) for name in DEFAULTS}
+    common = Inner(setting.inner_optim, setting.lr, None, setting.max_norm, setting.lr_scheduler, setting.warmup_steps)
+    entries = {}
+    for label, given in split_strategies(strategies).items():
+        notes = []
+        if isinstance(given, Strategy):
+            entry = Entry(given, label, "", alone=False)
+        elif isinstance(given, str):
+            entry = _parse(given, defaults)
+            notes = [f"1 of {setting.nodes} shards"] if entry.alone else []
+        else:
+            raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
+        inner = entry.strategy.inner
+        if entry.strategy.own_rule:
+            notes.append(f"own rule, lr={inner.base_lr:g}")
+        elif (inner.spec.cls, inner.base_lr) != (common.spec.cls, common.base_lr):
+            notes.append(f"{inner.spec.cls.__name__}, lr={inner.base_lr:g}")
+        notes += [note for note in _values(entry.strategy) if note not in label]
+        entries[label] = replace(entry, notes=", ".join(notes))
+    return entries
+
+
+def _parse(text: str, defaults: dict[str, Any]) -> Entry:
+    name, colon, options = text.partition(":")
+    name = name.strip().lower()
+    if name not in (SINGLE, *STRATEGIES):
+        raise unknown(name, SINGLE)
+    alone = name == SINGLE
+    title = "one node alone" if alone else STRATEGIES[name].title or name
+    title += f" ({options.replace(':', ', ')})" if options else ""
+    return Entry(parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults), title, "", alone)
+
+
+def _values(strategy: Strategy) -> list[str]:
+    """Return what decides the bytes and the outer step of a strategy, as options are written."""
+    known = inspect.signature(type(strategy)).parameters
+    given = getattr(strategy, "given_arguments", {})
+    values = {name: given.get(name, known[name].default) for name in ("H", "outer_lr", "p_sparta") if name in known}
+    return [f"{name}={value}" for name, value in values.items() if value is not None]

@@ -1,0 +1,200 @@
+"""The folder of a comparison, in which a kill at any moment loses no run but the one under way.
+
+run.json                   what is compared, from the start; what came out, when it has ended
+diloco-H-20-seed-0/        a child for each strategy and seed: the folder of that run (`core.record.run_folder`), and
+    history.safetensors    its history
+    timeline.json          what its nodes did when, where that was wanted
+    outcome.json           how it ended, its seconds and its description; written last, so what has it is whole
+    checkpoints/           only while the run is under way
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import missing_folders, new_folder, replacing
+from exogym.core.base.locks import Lock, acquire
+from exogym.core.clock import Span
+from exogym.core.record.history import History
+from exogym.core.record.run_folder import read_status
+from exogym.core.saving.checkpoint import differences
+from exogym.core.saving.checkpoint_files import list_checkpoints
+from exogym.core.saving.export import load_history, save_history
+from exogym.errors import ArgumentError
+from exogym.study.compare.comparison import plain_name
+from exogym.study.compare.plots import Strip
+
+RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
+OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
+MOST_ALIKE = 100  # labels whose folders differ by a number only
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that has ended: its history, or the error that ended it; what its nodes did when, if that was wanted."""
+
+    history: History | None
+    error: str | None
+    wall_s: float
+    description: dict[str, Any]
+    strip: Strip | None = None
+
+
+class Folder:
+    """The folder of one comparison of the strategies `labels`; `lock` keeps other processes out of it."""
+
+    def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = (), lock: Lock | None = None) -> None:
+        self.path, self.lock, self._made, self._names = path, lock, list(made), dict[str, str]()
+        taken: set[str] = set()
+        for label in labels:
+            name, alike = plain_name(label), 0
+            while name in taken:
+                name, alike = f"{name}-2", alike + 1
+                if alike > MOST_ALIKE:
+                    raise ArgumentError(
+                        f"{label[:80]!r}: over {MOST_ALIKE} labels have its letters: name fewer at once"
+                    )
+            self._names[label] = name
+            taken.add(name)
+
+    @classmethod
+    def new(cls, out: str | os.PathLike[str], name: str, labels: Iterable[str]) -> Folder:
+        """Make `<out>/<name>-<time>`.
+
+        Raises:
+            ArgumentError: `out` cannot be written, or is itself the folder of a comparison.
+        """
+        if (Path(out) / RUN).exists():
+            raise ArgumentError(
+                f"out={os.fspath(out)!r} holds results: go on there with resume (--resume), or give another folder"
+            )
+        above = missing_folders(Path(out).expanduser())
+        path = new_folder(out, plain_name(name))
+        return cls(path, labels, [path, *above], lock_of(path))
+
+    @classmethod
+    def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
+        """Return the folder `out` of a comparison that was asked for the same.
+
+        Raises:
+            ArgumentError: there is none, another process writes there, or it was asked for something else; the message
+                lists what.
+        """
+        saved = saved_in(out)
+        unlike = differences({key: saved.get(key) for key in asked}, json.loads(json.dumps(asked)))
+        if unlike:
+            raise ArgumentError(
+                f"out={os.fspath(out)!r} is of a comparison that differs, and only one that is the same can be gone on "
+                "with:\n  " + "\n  ".join(unlike)
+            )
+        path = Path(out).expanduser()
+        return cls(path, labels, lock=lock_of(path))
+
+    def beat(self) -> None:
+        """Say that this process still works in the folder."""
+        if self.lock is not None:
+            self.lock.beat()
+
+    def release(self) -> None:
+        """Let other processes work in the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Write what is compared."""
+        with replacing(self.path / RUN) as file:
+            file.write(json.dumps(description, indent=1) + "\n")
+
+    def child(self, label: str, seed: int) -> Path:
+        return self.path / f"{self._names[label]}-seed-{seed}"
+
+    def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
+        """Return what `fit` is given to write the run's folder, and with `saved` to go on in it; else it is new."""
+        child = self.child(label, seed)
+        if saved:
+            if read_status(child).get("state") == "done":  # killed before its outcome was kept
+                (child / "status.json").unlink()
+            return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
+        if child.is_dir():
+            acquire(child, secrets.token_hex(8), "out").release()  # refused where another process trains in it
+        shutil.rmtree(child, ignore_errors=True)
+        return {"run_dir": child}
+
+    def keep(self, label: str, seed: int, outcome: Outcome) -> None:
+        """Write what came out of a run; its checkpoints are needed no more."""
+        child = self.child(label, seed)
+        child.mkdir(exist_ok=True)
+        if outcome.history is not None:
+            save_history(outcome.history, child / HISTORY)
+        if outcome.strip is not None:
+            strip = asdict(outcome.strip)
+            strip["spans"] = [list(span.values()) for span in strip["spans"]]
+            with replacing(child / TIMELINE) as file:
+                json.dump(strip, file)
+        facts = {"strategy": label, "seed": seed, "state": "failed" if outcome.error else "finished"}
+        facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
+        with replacing(child / OUTCOME) as file:
+            file.write(json.dumps(facts, indent=1) + "\n")
+        shutil.rmtree(child / CHECKPOINTS, ignore_errors=True)
+
+    def outcome(self, label: str, seed: int) -> Outcome | None:
+        """Return what `keep` wrote of a run, or None where the run is still to be taken to its end."""
+        child = self.child(label, seed)
+        if not (child / OUTCOME).exists():
+            return None
+        facts, strip = _read(child / OUTCOME), None
+        if (child / TIMELINE).exists():
+            saved = _read(child / TIMELINE)
+            strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
+        history = None if facts["error"] else load_history(child / HISTORY)
+        return Outcome(history, facts["error"], facts["wall_s"], facts["description"], strip)
+
+    def drop_if_empty(self) -> bool:
+        """Remove a new folder, and what was made above it, if no run ended well or was saved; return whether it was."""
+        kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
+        if kept or not self._made:
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        for above in self._made[1:]:
+            with contextlib.suppress(OSError):
+                above.rmdir()
+        return True
+
+
+def lock_of(path: Path) -> Lock:
+    """Keep other comparisons and sweeps out of the folder `path`, the argument `out`.
+
+    Raises:
+        ArgumentError: another process works there, or the folder cannot be written.
+    """
+    return acquire(path, secrets.token_hex(8), "out")
+
+
+def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the description that is in the folder of a comparison.
+
+    Raises:
+        ArgumentError: it is not the folder of a comparison; one that holds some is told which.
+    """
+    path = Path(out).expanduser()
+    if (path / RUN).exists():
+        return _read(path / RUN)
+    inside = sorted(found.parent for found in path.glob(f"*/{RUN}"))
+    hint = f"did you mean {str(inside[-1])!r}?" if inside else "give the folder that a comparison has made"
+    raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to go on with: {hint}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} cannot be read ({error}): remove the folder it is in, and train again") from error
+    return dict(found)

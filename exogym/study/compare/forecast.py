@@ -1,0 +1,212 @@
+"""What a network adds to a comparison: the clock's settings for each run, and how long a step takes here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.callbacks import Every
+from exogym.core.clock import StepTime
+from exogym.errors import ArgumentError, check_count, checked
+from exogym.network import Network, readable_seconds
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.study.tasks import Task
+from exogym.trainer import LocalTrainer
+
+MEASURED = "measured"
+# A short run: so long, but at least so many steps; the first ones, in which caches warm up, are left out.
+TRIAL_S, LEAST_STEPS, MOST_STEPS, WARM_UP = 0.5, 8, 1000, 3
+FEW = 8  # examples of a short evaluation; if that takes long, all of them take as much longer as they are more
+LONG_S = 2.0  # for an evaluation of all, as the short one lets one expect
+NO_TRAFFIC = Network("1Gbps")  # of a node alone, which never sends: any network will do
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The network that a comparison is timed on, and the seconds of each node's steps there.
+
+    Attributes:
+        name: of the network, as it was given.
+        measured_step_s: of a node of speed 1, where it takes what it took here; else None.
+    """
+
+    name: str
+    network: Network
+    step_time: StepTime
+    measured_step_s: float | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measured_step_s is not None
+
+    def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
+        """Return what `fit` needs for a clock; `alone` is node 0 by itself."""
+        if not alone:
+            return {"network": self.network, "step_seconds": self.step_time, "timeline": timeline}
+        fleet = self.step_time
+        first = StepTime(
+            float(fleet.seconds[0]), sigma=fleet.sigma, straggler_share=fleet.straggler_share,
+            straggler_factor=fleet.straggler_factor, seed=fleet.seed,
+        )  # fmt: skip
+        return {"network": NO_TRAFFIC, "step_seconds": first, "timeline": timeline}
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as JSON: enough to time the same runs again."""
+        steps = self.step_time
+        drawn = {name: getattr(steps, name) for name in ("sigma", "straggler_share", "straggler_factor", "seed")}
+        return {
+            "title": self.title, "network": self.network.describe(), "step_seconds": steps.seconds.tolist(),
+            "is_measured": self.is_measured, "measured_step_s": self.measured_step_s,
+        } | ({} if steps.is_fixed else drawn)  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """Network and step in a few words."""
+        low, high = (readable_seconds(float(s)) for s in (self.step_time.seconds.min(), self.step_time.seconds.max()))
+        return f"{self.name}, {low if low == high else f'{low} to {high}'} a step"
+
+    def __str__(self) -> str:
+        exact = "" if self.name == repr(self.network) else f", which is {self.network!r}"
+        return f"{self.title}{' as measured here' if self.is_measured else ''}{exact}"
+
+
+def forecast_of(
+    network: Any, step_seconds: Any, speeds: Sequence[float] | None, nodes: int, measure: Callable[[], float]
+) -> Forecast:
+    """Return the forecast that the arguments of `compare` ask for; `measure` gives the seconds of a step here.
+
+    Raises:
+        ArgumentError: a network, step times or speeds for another number of nodes, or a step that takes no time.
+    """
+    given, network = network, Network.of(network)
+    name = given if isinstance(given, str) else repr(network)
+    is_measured = step_seconds is None or (isinstance(step_seconds, str) and step_seconds.strip() == MEASURED)
+    if isinstance(step_seconds, StepTime):
+        if speeds is not None:
+            raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
+        steps = step_seconds
+    else:
+        several = speeds if speeds is None else list(speeds)
+        steps = StepTime(1.0 if is_measured else step_seconds, speeds=several)  # complains before anything is measured
+    counts = {"network": network.num_nodes, "speeds" if speeds is not None else "step_seconds": _count(steps, speeds)}
+    for what, count in counts.items():
+        if count is not None and count != nodes:
+            raise ArgumentError(f"{what} is for {count} nodes, but there are nodes={nodes}: give it for {nodes}")
+    if not steps.seconds.all():
+        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time")
+    if not is_measured:
+        return Forecast(name, network, steps)
+    measured_s = measure()
+    return Forecast(name, network, StepTime(measured_s, speeds=speeds if speeds is None else list(speeds)), measured_s)
+
+
+def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:
+    return steps.num_nodes if speeds is None else len(speeds)
+
+
+def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, timeline: Any) -> None:
+    """Refuse a target loss that is no finite number, and what says nothing without a network.
+
+    Raises:
+        ArgumentError: either.
+    """
+    given = {"step_seconds": step_seconds, "speeds": speeds, "target_loss": target_loss, "timeline": timeline or None}
+    for name, value in given.items():
+        if value is not None and network is None:
+            raise ArgumentError(f"{name} needs network, for example network='wifi' or '1Gbps,0.5ms'")
+    number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
+    if target_loss is not None and not (number and math.isfinite(target_loss)):
+        raise ArgumentError(f"target_loss={target_loss!r} must be a number: the validation loss to reach")
+
+
+@checked
+def measured_step_s(
+    task: Task,
+    batch_size: int | None = None,
+    device: str | torch.device = "auto",
+    loss_fn: Callable[..., Tensor] | None = None,
+) -> float:
+    """Return the median seconds that a training step of one node takes here, from a run of half a second or so.
+
+    A step is the batch, forward, backward and the inner optimizer; what a strategy does to communicate is not in it.
+
+    Args:
+        batch_size: examples of the step; None: the task's.
+        device, loss_fn: as `LocalTrainer`.
+
+    Raises:
+        ArgumentError, DataError, ModelError: the task cannot be trained.
+        TrainingError: its loss is not a number.
+
+    >>> from exogym.tasks import load_task
+    >>> 1e-5 < measured_step_s(load_task("digits")) < 1
+    True
+    """
+    size = task.batch_size if batch_size is None else batch_size
+    check_count("batch_size", size)
+    start = time.perf_counter()
+
+    def enough(loop: Any) -> bool:
+        return loop.step >= LEAST_STEPS + WARM_UP and time.perf_counter() - start > TRIAL_S
+
+    silent = CommunicateOptimizeStrategy(task.inner_optim, lr=task.lr, max_norm=task.max_norm)
+    trainer = LocalTrainer(task.make_model(), task.train, loss_fn=loss_fn)
+    trainer.fit(
+        silent, max_steps=MOST_STEPS, batch_size=size, network=NO_TRAFFIC, device=device, progress=False,
+        callbacks=[Every(1, enough)],
+    )  # fmt: skip
+    _, ends_s = trainer.history.column("time_s")
+    return float(statistics.median(np.diff(ends_s)[WARM_UP - 1 :]))
+
+
+def measured_evaluation_s(
+    task: Task,
+    batch_size: int | None = None,
+    device: str | torch.device = "auto",
+    loss_fn: Callable[..., Tensor] | None = None,
+) -> float:
+    """Return the seconds that one evaluation of the task's whole validation set takes here.
+
+    An evaluation may do much more than a step's forward pass: Whisper writes down what it hears, word by word. A few
+    examples are timed first. All of them are timed only if that takes a second or two.
+
+    Args:
+        batch_size, device, loss_fn: as `measured_step_s`.
+
+    Raises:
+        ArgumentError, DataError, ModelError: the task cannot be trained.
+
+    >>> from exogym.tasks import load_task
+    >>> 1e-5 < measured_evaluation_s(load_task("digits")) < 10
+    True
+    """
+    whole = len(task.val)  # type: ignore[arg-type]
+
+    def timed(examples: int) -> float:
+        took: list[float] = []
+
+        def evaluate(loop: Any) -> None:
+            start = time.perf_counter()
+            loop.evaluate()
+            took.append(time.perf_counter() - start)
+
+        silent = CommunicateOptimizeStrategy(task.inner_optim, lr=task.lr, max_norm=task.max_norm)
+        trainer = LocalTrainer(task.make_model(), task.train, task.val, loss_fn=loss_fn)
+        trainer.fit(
+            silent, max_steps=1, batch_size=batch_size or task.batch_size, val_size=examples, device=device,
+            progress=False, callbacks=[Every(1, evaluate)],
+        )  # fmt: skip
+        return took[0]
+
+    few = min(FEW, whole)
+    part_s = timed(few)
+    expected_s = part_s * whole / few
+    return expected_s if few == whole or expected_s > LONG_S else timed(whole)

@@ -1,0 +1,353 @@
+"""The pictures of a comparison: validation loss against steps, bytes and predicted time; what each node does when."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exogym.core.progress import readable_bytes
+from exogym.errors import ExoGymError
+
+if TYPE_CHECKING:
+    from exogym.core.clock import Clock, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+# Okabe & Ito 2008, told apart with every common kind of colour-blindness; without their yellow, too pale for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # for more curves than colours
+LONER = "#7F7F7F"
+SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
+# Of each decade of the loss, according to how far it falls.
+FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+UNITS_AT_LEAST, MOST_TICKS = 3, 8  # an axis has at least so many of its unit, and at most so many marks
+FAR_APART = 8  # from this ratio of the runs' lengths on, time is drawn on a logarithmic axis
+DOING = {
+    "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
+    "down": ("#000000", "down"),
+}  # fmt: skip
+ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a strip: rounds shown, spans of a node at most, nodes at most
+LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
+End = tuple["Line2D", float | None, float]  # of a curve: where it ends on the axes; None for a level line
+WIDEST_LABEL = 0.6  # of the picture
+LEGEND_POINTS = 30  # of the strokes beside the titles
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Validation loss of one strategy.
+
+    Attributes:
+        title: what it is called in the picture.
+        steps: (K,) where it was evaluated.
+        losses: (S, K) validation loss of each seed.
+        tx_bytes: (K,) bytes a node had sent by then, mean over seeds.
+        time_s: (K,) predicted seconds by then, mean over seeds; None without a network.
+    """
+
+    title: str
+    steps: np.ndarray
+    losses: np.ndarray
+    tx_bytes: np.ndarray
+    time_s: np.ndarray | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether its nodes never sent a byte."""
+        return not self.tx_bytes.any()
+
+
+@dataclass(frozen=True)
+class Strip:
+    """What the nodes of one strategy did when.
+
+    Attributes:
+        title: what it is called in the picture.
+        spans: in the order in which they happened.
+        shares: a span's kind to its share of the whole run, mean over nodes.
+    """
+
+    title: str
+    spans: Sequence[Span]
+    shares: Mapping[str, float]
+
+    @classmethod
+    def of(cls, title: str, clock: Clock) -> Strip:
+        """Return the strip of a clock that keeps its timeline."""
+        parts = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}
+        return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
+
+    def until(self, end_s: float) -> list[Span]:
+        """Return the spans that begin before `end_s`, cut off there."""
+        return [replace(span, end_s=min(span.end_s, end_s)) for span in self.spans if span.start_s < end_s]
+
+    def says(self) -> str:
+        """Return the shares as text, without those that are nothing."""
+        return ", ".join(f"{DOING[kind][1]} {share:.0%}" for kind, share in self.shares.items() if share >= 0.005)
+
+
+def first_rounds_s(strips: Iterable[Strip]) -> float:
+    """Return until when timelines are worth a look: every strategy that communicates has done so twice.
+
+    Earlier where by then a node would have more than 60 spans, which nobody can tell apart; where none communicates,
+    the end.
+    """
+    rounds, ends_of_all, crowded = [], [0.0], [math.inf]
+    for strip in strips:
+        sent = sorted({span.end_s for span in strip.spans if span.kind == "send"})
+        ends: dict[int, list[float]] = {}
+        for span in strip.spans:
+            ends.setdefault(span.node, []).append(span.end_s)
+        if sent:
+            rounds.append(sent[min(ROUNDS, len(sent)) - 1])
+        ends_of_all += [max(own) for own in ends.values()]
+        crowded += [own[MOST_SPANS - 1] for own in ends.values() if len(own) >= MOST_SPANS]
+    return min(max(rounds or ends_of_all), *crowded)
+
+
+def check_matplotlib() -> None:
+    """Raise ExoGymError if matplotlib, which draws the pictures, is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ExoGymError("the pictures need matplotlib, which is not installed: pip install 'exogym[demo]'") from None
+
+
+def plot_against_steps(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
+    """Draw mean validation loss against steps, with a band from the lowest to the highest seed, into a PNG file."""
+    _draw(curves, [curve.steps for curve in curves], path, heading, "steps of each node")
+
+
+def plot_against_bytes(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
+    """Draw mean validation loss against the bytes each node has sent (logarithmic), into a PNG file.
+
+    A strategy that sends nothing has no place on that axis: a dashed line marks the loss it ends with.
+    """
+    sent = [None if curve.is_silent else curve.tx_bytes for curve in curves]
+    _draw(curves, sent, path, heading, "bytes sent per node", readable_bytes, logarithmic=True)
+
+
+def plot_against_time(
+    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", network: str = "",
+    target_loss: float | None = None,
+) -> None:  # fmt: skip
+    """Draw mean validation loss against predicted seconds on `network`; a dotted line marks the target loss.
+
+    The axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
+    """
+    times = [np.zeros(1) if curve.time_s is None else curve.time_s for curve in curves]
+    ends = [float(time_s[-1]) for time_s in times]
+    unit, unit_s = _unit_of(max(ends))
+    label = f"predicted {unit}{network and f' on {network}'}"
+    far = max(ends) >= FAR_APART * min(ends) > 0
+    _draw(curves, [time_s / unit_s for time_s in times], path, heading, label, "{:g}".format, far, target_loss)
+
+
+def _draw(
+    curves: Sequence[Curve], places: Sequence[np.ndarray | None], path: str | os.PathLike[str], heading: str,
+    x_label: str, readable: Callable[[float], str] | None = None, logarithmic: bool = False,
+    target_loss: float | None = None,
+) -> None:  # fmt: skip
+    """Draw each curve at its places on the x axis, into a PNG file; one with none is a level line."""
+    figure = _figure(curves, places, heading, x_label, readable, logarithmic, target_loss)
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _figure(
+    curves: Sequence[Curve], places: Sequence[np.ndarray | None], heading: str, x_label: str,
+    readable: Callable[[float], str] | None, logarithmic: bool, target_loss: float | None,
+) -> Figure:  # fmt: skip
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    longest = max((len(curve.title) for curve in curves), default=0)
+    room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
+    room = min(room, WIDEST_LABEL)  # the end of a longer one is cut off
+    figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
+    lines = _lines(axes, curves, places, logarithmic)
+    if target_loss is not None:
+        axes.axhline(target_loss, color="#555555", linestyle=(0, (1, 2)), linewidth=1)
+    _scale(axes, [x for x in places if x is not None], readable, logarithmic)
+    axes.set_xlabel(x_label)
+    seeds = max((len(curve.losses) for curve in curves), default=1)
+    note = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
+    note += "" if target_loss is None else f"; dotted: loss {target_loss:.4g}"
+    axes.set_title(heading, loc="left", fontsize=11, pad=20)
+    axes.annotate(note, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color="#555555")
+    axes.grid(True, color="#E6E6E6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not _label(axes, lines):
+        figure.subplots_adjust(right=0.99 - room - LEGEND_POINTS / 72 / SIZE_INCHES[0])
+        _legend(axes, lines)
+    return figure
+
+
+def _lines(
+    axes: Axes, curves: Sequence[Curve], places: Sequence[np.ndarray | None], logarithmic: bool
+) -> dict[str, End]:
+    """Draw the curves; return title to end."""
+    lines: dict[str, End] = {}
+    looks = itertools.product(STYLES, COLOURS)
+    for curve, x in zip(curves, places, strict=True):
+        style, colour = ("-", LONER) if curve.is_silent else next(looks)
+        mean = curve.losses.mean(0)
+        if x is None:
+            line = axes.axhline(mean[-1], color=LONER, linestyle=(0, (4, 3)), linewidth=1.4)
+        else:
+            shown = x > 0 if logarithmic else np.ones(len(x), bool)
+            (line,) = axes.plot(x[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8)
+            line.set_solid_capstyle("round")
+            if len(curve.losses) > 1:
+                low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
+                axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
+        lines[curve.title] = line, None if x is None else float(x[-1]), float(mean[-1])
+    return lines
+
+
+def _scale(
+    axes: Axes, places: Sequence[np.ndarray], readable: Callable[[float], str] | None, logarithmic: bool
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    subs = FEW_TICKS if high / low > 8 else SOME_TICKS if high / low > 2 else MANY_TICKS
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylabel("validation loss")
+    if logarithmic and places:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(0, max((float(x[-1]) for x in places), default=1.0) or 1.0)
+    if places and readable is not None:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
+
+
+def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
+    """Draw what each node does until `until_s`, a panel per strategy under one another, into a PNG file.
+
+    Each panel shows the first eight nodes, a bar for each, and says the shares of the whole run.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, MultipleLocator
+
+    nodes = [sorted({span.node for span in strip.spans}) for strip in strips]
+    rows = [min(max(len(there), 1), MOST_NODES) for there in nodes]
+    figure = Figure((SIZE_INCHES[0], 1.2 + sum(0.34 + 0.17 * n for n in rows)), DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(strips), sharex=True, squeeze=False, height_ratios=[0.3 + 0.17 * n for n in rows])[
+        :, 0
+    ]
+    seen = set()
+    for axes, strip, there in zip(panels, strips, nodes, strict=True):
+        spans, shown = strip.until(until_s), there[:MOST_NODES]
+        for row, node in enumerate(shown):
+            for kind, (colour, _) in DOING.items():
+                own = [(s.start_s, s.end_s - s.start_s) for s in spans if s.node == node and s.kind == kind]
+                if own:
+                    axes.broken_barh(own, (row - 0.42, 0.84), facecolors=colour)
+                    seen.add(kind)
+        axes.set_ylim(len(shown) - 0.5, -0.5)
+        axes.set_yticks(range(len(shown)), [f"node {node}" for node in shown], fontsize=8)
+        axes.tick_params(length=0)
+        note = "" if len(shown) == len(there) else f" ({len(shown)} of {len(there)} nodes)"
+        axes.set_title(strip.title + note, loc="left", fontsize=LABEL_POINTS, pad=3)
+        axes.set_title(strip.says(), loc="right", fontsize=8, color="#555555", pad=3)
+        axes.spines[:].set_visible(False)
+    last = panels[-1]
+    last.set_xlim(0, until_s)
+    unit, unit_s = _unit_of(until_s)
+    last.xaxis.set_major_locator(MultipleLocator(unit_s * _round_step(until_s / unit_s / MOST_TICKS)))
+    last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit_s:g}"))
+    last.tick_params(axis="x", length=3)
+    last.spines["bottom"].set_visible(True)
+    last.set_xlabel(f"predicted {unit}; shares are of the whole run", fontsize=LABEL_POINTS)
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for kind, (colour, name) in DOING.items() if kind in seen],
+        loc="outside lower center", ncols=len(DOING), frameon=False, fontsize=LABEL_POINTS,
+    )  # fmt: skip
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _unit_of(longest_s: float) -> tuple[str, float]:
+    """Return the unit in which an axis of so many seconds is marked, and its seconds.
+
+    >>> _unit_of(84.0), _unit_of(600.0)
+    (('seconds', 1.0), ('minutes', 60.0))
+    """
+    return next(((name, size) for name, size in UNITS if longest_s >= UNITS_AT_LEAST * size), UNITS[-1])
+
+
+def _round_step(least: float) -> float:
+    """Return the smallest of ..., 0.5, 1, 2, 5, 10, ... that is at least `least` (over 0).
+
+    >>> _round_step(3.0), _round_step(66.0)
+    (5.0, 100.0)
+    """
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(k * power for k in (1, 2, 5, 10) if k * power >= least)
+
+
+def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
+    """Write each title right of where its curve ends, moved up where titles would overlap.
+
+    Return whether none of them lies on a curve or outside of the picture; if one would, none is written.
+    """
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    line_height = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
+    right = axes.get_xlim()[1]
+    spots = []
+    for title, (line, x, loss) in lines.items():
+        across, up = axes.transData.transform((right if x is None else x, loss))
+        spots.append((up, across, title, line.get_color()))
+    placed: list[list[float]] = []
+    labels = []
+    for up, across, title, colour in sorted(spots):
+        width, height = len(title) * LETTER_POINTS / 72 * DOTS_PER_INCH, up
+        for other_left, other_right, other_up in sorted(placed, key=lambda box: box[2]):
+            if across < other_right and other_left < across + width and height < other_up + line_height:
+                height = max(height, other_up + line_height)
+        placed.append([across, across + width, height])
+        offset = 6, (height - up) * 72 / DOTS_PER_INCH
+        label = axes.annotate(title, (across, up), offset, "figure pixels", "offset points", annotation_clip=False)
+        label.set(color=colour, fontsize=LABEL_POINTS, va="center")
+        labels.append(label)
+    boxes = [label.get_window_extent() for label in labels]
+    ways = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+    is_free = not any(way.intersects_bbox(box, filled=False) for way in ways for box in boxes)
+    is_free = is_free and all(box.x1 < figure.bbox.x1 and box.y1 < figure.bbox.y1 for box in boxes)
+    if not is_free:
+        for label in labels:
+            label.remove()
+    return is_free
+
+
+def _legend(axes: Axes, lines: Mapping[str, End]) -> None:
+    """Write the titles right of the axes, from the highest loss at the end to the lowest."""
+    order = sorted(lines, key=lambda title: -lines[title][2])
+    legend = axes.legend(
+        [lines[title][0] for title in order], order, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0,
+        fontsize=LABEL_POINTS, frameon=False, handlelength=1.8,
+    )  # fmt: skip
+    for text, title in zip(legend.get_texts(), order, strict=True):
+        text.set_color(lines[title][0].get_color())

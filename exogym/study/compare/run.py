@@ -1,0 +1,365 @@
+"""A comparison from its arguments to its tables; `session` has the runs, `folder` what is kept of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import Subset
+
+from exogym.core.base.devices import resolve_device
+from exogym.core.base.processes import described
+from exogym.core.engine.wire import place as place_rows
+from exogym.core.record.metrics import Metric
+from exogym.core.training.options import describe
+from exogym.data.partition import IID, Partitioner, parse_partitioner
+from exogym.data.stream import check_dataset, is_factory
+from exogym.errors import ArgumentError, TrainingError, check_count, checked
+from exogym.network import Network
+from exogym.strategy.strategy import Strategy
+from exogym.study.compare.comparison import (
+    SINGLE,
+    Comparison,
+    ComparisonInterrupted,
+    find,
+    find_first,
+    summarise,
+    target_of,
+    write,
+)
+from exogym.study.compare.entries import entries_of, setting_of
+from exogym.study.compare.folder import Folder, saved_in
+from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
+from exogym.study.compare.plots import check_matplotlib
+from exogym.study.compare.session import Session, Standing
+from exogym.study.tasks import Task, load_task
+
+DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # what `compare` trains if nothing is said
+VAL_EXAMPLES = 500  # at most
+Problem = Task | str | tuple[Callable[[], nn.Module], Any, Any]
+
+
+@checked
+def compare(
+    problem: Problem,
+    strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 3,
+    lr: float | None = None,
+    partition: str | Partitioner | None = None,
+    processes: int | str = 1,
+    device: str = "auto",
+    network: Network | str | None = None,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    target_loss: float | None = None,
+    timeline: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    loss_fn: Callable[..., Tensor] | None = None,
+    metrics: dict[str, Metric] | None = None,
+    watch: Callable[[Standing], object] | None = None,
+) -> Comparison:
+    """Train the same model from the same weights on the same data under several strategies, and compare.
+
+    Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, its
+    shard, its batches in their order, DDP's inner optimizer, and never a byte. All have the same inner optimizer and
+    learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
+
+    Args:
+        problem: a `Task`; the name of one ("digits"), or "module:function" of one's own, as for `load_task`; or
+            (make_model, train, val), where `make_model()` draws from torch's generator, which is seeded.
+        strategies: texts for `parse_strategy` or "single", in a sequence or with commas between; or name to text or
+            `Strategy`.
+        data: of a task that is named: file or folder of its data.
+        nodes, steps, batch_size, lr: N, steps of each node, examples of a node's step, inner learning rate; None: the
+            task's (without one 4, 300, 32, 0.001).
+        seeds: how many, from 0, or which. A seed fixes weights, shards, order and every other choice.
+        partition: who gets what, as text or `Partitioner`; None: the task's, or "iid".
+        processes, device: as `LocalTrainer.fit`; `single` always has one process.
+        network: predict the time on this network, a `Network` or text as "wifi" or "100Mbps,20ms": for each strategy
+            seconds to the end, share of them waited, and seconds until the validation loss came to the target.
+        step_seconds: of a node's step there: a number, text as "80ms", one per node, or a `StepTime`; "measured" or
+            None: what `measured_step_s` finds here, once, for all strategies alike.
+        speeds: of the nodes, over 0; 0.5 takes twice the step_seconds. `single` is node 0, with its speed.
+        target_loss: None: DDP's final validation loss / 0.95, which is 95 % of its quality; without DDP the highest
+            final loss of any run.
+        timeline: also draw what each node does when in the first rounds of each strategy, and write it as traces.
+        out: folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
+            evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`
+            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); and in it a folder for
+            each run, written when that has ended. None writes nothing.
+        resume: go on in the folder `out` itself, where an interrupted comparison with the same arguments has left
+            what it had; the result is that of one that was never interrupted. A run that was under way goes on from
+            its own checkpoint, if it has one: of a built-in strategy, without a timeline, written where Ctrl-C came
+            and once a minute. Else it starts again.
+        loss_fn, metrics: as `LocalTrainer`.
+        watch: called with a `Standing` after each evaluation.
+
+    There are 10 to 30 evaluations a run, on 500 validation examples at most, evenly spread. A run whose loss ceases
+    to be a number is left out, and `notes` says so.
+
+    Raises:
+        ArgumentError, DataError: before training; also where `out` cannot be written.
+        TrainingError: no run at all came to its end.
+        ComparisonInterrupted: a KeyboardInterrupt; its `result` is of the runs that had ended, and `folder` theirs.
+
+    >>> result = compare("digits", "single,ddp", steps=10, seeds=1)
+    >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
+    (['single', 'ddp'], 1.0, 0.0)
+    """
+    given = locals()
+    task = task_of(problem, data)
+    if out is not None:
+        check_matplotlib()
+    elif resume:
+        raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
+    saved = saved_in(out) if resume and out is not None else {}
+    session = session_of(
+        task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
+        processes=processes, device=device, network=network, step_seconds=step_seconds, speeds=speeds,
+        target_loss=target_loss, timeline=timeline, loss_fn=loss_fn, metrics=metrics, watch=watch,
+        known_step_s=(saved.get("timing") or {}).get("measured_step_s"),
+    )  # fmt: skip
+    entries = session.entries
+    asked = asked_of(session, target_loss)
+    description = {
+        **asked, "data": task.origin, "versions": versions_here(), "arguments": _arguments(given),
+        "process": described(),
+        "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
+    }  # fmt: skip
+    if out is None:
+        return _carried_out(session, description, target_loss)
+    session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
+    try:
+        session.folder.describe(description | {"state": "running", "runs": []})
+        return _carried_out(session, description, target_loss)
+    finally:
+        session.folder.release()
+
+
+def session_of(
+    task: Task,
+    strategies: str | Sequence[str] | Mapping[str, str | Strategy],
+    *,
+    nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 3,
+    lr: float | None = None,
+    partition: str | Partitioner | None = None,
+    processes: int | str = 1,
+    device: str = "auto",
+    network: Network | str | None = None,
+    step_seconds: Any = None,
+    speeds: Sequence[float] | None = None,
+    target_loss: float | None = None,
+    timeline: bool = False,
+    loss_fn: Callable[..., Tensor] | None = None,
+    metrics: dict[str, Metric] | None = None,
+    watch: Callable[[Standing], object] | None = None,
+    known_step_s: float | None = None,
+) -> Session:
+    """Return the runs that the arguments of `compare` ask for, checked, and none of them trained; with no folder.
+
+    Args:
+        known_step_s: seconds of a step that were measured before, where step times are measured.
+
+    Raises:
+        ArgumentError, DataError: as `compare`.
+    """
+    setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
+    entries = entries_of(strategies, setting)
+    _check_models(task, setting.seeds[0])
+    split = partition or task.partitioner or IID()
+    split = parse_partitioner(split) if isinstance(split, str) else split
+    place = resolve_device(device)
+    train, val = check_dataset(task.train), _evenly(check_dataset(task.val), VAL_EXAMPLES)
+    for seed in setting.seeds:
+        split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
+    if processes != "auto":
+        check_count("processes", processes)
+        place_rows(setting.nodes, int(processes))
+    check_timed(network, step_seconds, speeds, target_loss, timeline)
+    forecast = None
+    if network is not None:
+        like_ours = replace(task, lr=setting.lr)
+        forecast = forecast_of(
+            network, step_seconds, speeds, setting.nodes,
+            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
+        )  # fmt: skip
+    return Session(
+        task, setting, entries, split, train, val, setting.val_interval(len(val)), place, processes, forecast, timeline,
+        loss_fn, metrics, watch, None,
+    )  # fmt: skip
+
+
+def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
+    """Return as JSON what decides the results: in a comparison that goes on it must be the same."""
+    task, forecast, timing = session.task, session.forecast, None
+    if forecast is not None:
+        timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
+    return {
+        "task": task.name, "description": task.description, "train_examples": len(session.train),
+        "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
+        "setting": session.setting.as_dict(), "partition": repr(session.split), "val_interval": session.val_interval,
+        "device": str(session.place), "timing": timing,
+    }  # fmt: skip
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `compare` as JSON, but for those that say only where to write and whom to tell."""
+    plain = {name: value for name, value in given.items() if name not in ("out", "resume", "watch")}
+    plain["problem"] = given["problem"] if isinstance(given["problem"], str) else type(given["problem"]).__name__
+    return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
+
+
+def _carried_out(session: Session, description: dict[str, Any], target_loss: float | None) -> Comparison:
+    """Train, and return what came out; whatever happens, what has come out by then stays."""
+    folder = session.folder
+    try:
+        session.train_all()
+    except BaseException as error:
+        where = None if folder is None or folder.drop_if_empty() else folder.path
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        result = _result(session, description, target_loss, "interrupted") if stopped and session.histories else None
+        if stopped and result is None and folder is not None and where is not None:
+            folder.describe(description | {"state": "interrupted", "runs": []})
+        if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
+            raise
+        done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
+        way = "" if where is None else f"; compare(..., out={os.fspath(where)!r}, resume=True) goes on"
+        raise ComparisonInterrupted(done + way, result, where) from error
+    if not session.histories:
+        if folder is not None:
+            folder.drop_if_empty()
+        raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
+    return _result(session, description, target_loss, "finished")
+
+
+def _result(session: Session, description: dict[str, Any], target_loss: float | None, state: str) -> Comparison:
+    """Return what came out of the runs that have ended, and write it where there is a folder."""
+    setting, forecast, histories = session.setting, session.forecast, session.histories
+    target, why = (None, "") if forecast is None else target_of(histories, target_loss)
+    rows = summarise(said_of(session), setting.seeds, histories, target)
+    heading = heading_of(session)
+    finding, timed = find(rows), {}
+    if forecast is not None and target is not None:
+        heading += f". Time predicted on {forecast}"
+        finding += " " + find_first(rows, target, why)
+        timed = {"forecast": forecast.describe() | {"target_loss": target, "target": why}}
+    runs = [
+        {"strategy": label, "seed": seed, "wall_s": found.wall_s, "description": found.description}
+        for (label, seed), found in session.outcomes.items()
+    ]
+    description = {**description, "state": state, "heading": heading, "finding": finding, **timed, "runs": runs}
+    result = Comparison(
+        heading, finding, rows, histories, description, target_loss=target, strips=session.strips
+    )  # fmt: skip
+    if session.folder is None:
+        return result
+    path = session.folder.path
+    names = write(result, path)
+    session.folder.describe(description)
+    return replace(result, folder=path, paths=tuple(path / name for name in names))
+
+
+def heading_of(session: Session) -> str:
+    """Return in a line what is trained, but for the strategies."""
+    setting = session.setting
+    return (
+        f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
+        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
+        f"{', '.join(map(str, setting.seeds))}"
+    )
+
+
+def said_of(session: Session) -> dict[str, tuple[str, str]]:
+    """Return label to title and notes; the notes also say which runs failed or have not ended."""
+    said, seeds = {}, session.setting.seeds
+    for label, entry in session.entries.items():
+        found = [session.outcomes[label, seed] for seed in seeds if (label, seed) in session.outcomes]
+        errors = [outcome.error for outcome in found if outcome.error]
+        trouble = f"{len(errors)} of {len(seeds)} runs failed: {errors[-1]}" if errors else ""
+        missing = f"{len(found)} of {len(seeds)} runs have ended" if len(found) < len(seeds) else ""
+        said[label] = entry.title, "; ".join(filter(None, (entry.notes, missing, trouble)))
+    return said
+
+
+def task_of(problem: Any, data: Any) -> Task:
+    """Return the task of a problem, as `compare` takes it."""
+    if isinstance(problem, str):
+        task = load_task(problem, data)
+    elif data is not None:
+        raise ArgumentError(f"data={os.fspath(data)!r} is for a task that is named, as 'digits': leave it out")
+    elif isinstance(problem, Task):
+        task = problem
+    elif isinstance(problem, tuple) and len(problem) == 3 and isinstance(problem[0], nn.Module):
+        raise ArgumentError(
+            "problem: instead of a model give a function that makes a new one, such as "
+            f"lambda: copy.deepcopy({type(problem[0]).__name__.lower()}): all runs start from the same weights"
+        )
+    elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
+        build, train, val = problem
+        task = Task(
+            "custom", "own problem", "given", train, val, build, nodes=4, batch_size=32, steps=300, lr=1e-3, H=10
+        )
+    else:
+        seen = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else repr(problem)
+        raise ArgumentError(
+            f"problem: wanted a Task, the name of one, or (make_model, train, val), a function and two data "
+            f"sets; got {seen}"
+        )
+    if is_factory(task.train) or is_factory(task.val):
+        raise ArgumentError(
+            "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partition="
+        )
+    return task
+
+
+def _evenly(dataset: Any, most: int) -> Any:
+    """Return `dataset`, or if it has more than `most` examples that many of it, evenly spread."""
+    if len(dataset) <= most:
+        return dataset
+    return Subset(dataset, np.linspace(0, len(dataset) - 1, most).round().astype(int).tolist())
+
+
+def versions_here() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("exogym")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    machine = f"{platform.system()} {platform.machine()}"
+    return {
+        "exogym": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+        "machine": machine,
+    }  # fmt: skip
+
+
+def _check_models(task: Task, seed: int) -> None:
+    """Refuse a `build` by which strategies would not start from the same weights."""
+    first, second = (list(task.make_model(seed).parameters()) for _ in range(2))
+    if {id(p) for p in first} & {id(p) for p in second}:
+        raise ArgumentError(
+            "make_model() gave the same weights twice, so a run would start where the one before it ended: make a new "
+            "model in each call, such as lambda: copy.deepcopy(model)"
+        )
+    plain = [(a, b) for a, b in zip(first, second, strict=True) if not (is_lazy(a) or a.is_meta)]
+    if not all(a.shape == b.shape and torch.equal(a, b) for a, b in plain):
+        raise ArgumentError(
+            "make_model() gave other weights from the same seed, so strategies would not start alike: draw them from "
+            "torch's generator, which is seeded before each call"
+        )

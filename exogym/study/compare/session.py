@@ -1,0 +1,234 @@
+"""The runs of a comparison, one after another: trained, or found where an earlier start has left them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.progress import GOING_ON, without_notices
+from exogym.core.record.history import History
+from exogym.core.record.metrics import Metric
+from exogym.data.partition import Partitioner
+from exogym.errors import TrainingError
+from exogym.study.compare.entries import Entry, Setting
+from exogym.study.compare.folder import Folder, Outcome
+from exogym.study.compare.forecast import Forecast
+from exogym.study.compare.pace import Pace
+from exogym.study.compare.plots import Strip
+from exogym.study.tasks import Task
+from exogym.trainer import LocalTrainer
+
+SAVE_S = 60.0  # a run that takes longer is saved so often, at an evaluation
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a comparison is: run number `run` of `runs` of strategy `label`, after `step` of `steps` steps.
+
+    `left_s` is how many seconds all runs will still train, None before anything is known of it; tables and
+    pictures come after that.
+    """
+
+    label: str
+    run: int
+    runs: int
+    step: int
+    steps: int
+    val_loss: float
+    tx_bytes: float
+    left_s: float | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.run == self.runs and self.step == self.steps
+
+
+@dataclass(frozen=True)
+class FirstShard(Partitioner):
+    """Gives one node alone what node 0 of a fleet gets: its shard, in its order."""
+
+    whole: Partitioner
+    nodes: int
+
+    def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        return self.whole.split(dataset, self.nodes, seed)[:1]
+
+
+@dataclass
+class Session:
+    """What all runs share, and those that have ended.
+
+    Attributes:
+        callbacks: of every run, beside those that keep and tell.
+        outcomes: (label, seed) to what came out, in the order of the runs.
+    """
+
+    task: Task
+    setting: Setting
+    entries: Mapping[str, Entry]
+    split: Partitioner
+    train: Any
+    val: Any
+    val_interval: int
+    place: torch.device
+    processes: int | str
+    forecast: Forecast | None
+    timeline: bool
+    loss_fn: Callable[..., Tensor] | None
+    metrics: dict[str, Metric] | None
+    watch: Callable[[Standing], object] | None
+    folder: Folder | None
+    callbacks: tuple[Callable[[Any], object], ...] = ()
+    outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+    _pace: Pace = field(default_factory=lambda: Pace(unknown=max))  # dear strategies mostly come last
+    _ended_at: float | None = None  # when the last run of this process ended, in seconds of time.perf_counter()
+    _starts_s: list[float] = field(default_factory=list)  # from there to the next run's first evaluation
+
+    def train_all(self) -> None:
+        """Take every run to its end; what the folder already has is not trained again."""
+        for label in self.entries:
+            for number, seed in enumerate(self.setting.seeds, 1):
+                known = self.known(label, seed)
+                self.outcomes[label, seed] = known or self.settle(label, seed)
+                if known is not None and known.history is not None:
+                    self._tell(label, number, self.setting.steps, known.history)
+
+    def known(self, label: str, seed: int) -> Outcome | None:
+        """Return what the folder has of a run that has ended."""
+        return None if self.folder is None else self.folder.outcome(label, seed)
+
+    def settle(self, label: str, seed: int) -> Outcome:
+        """Take one run to its end, and keep what came out where there is a folder."""
+        with without_notices(GOING_ON):  # who called says how all of them go on
+            outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
+        if self.folder is not None:
+            self.folder.keep(label, seed, outcome)
+        return outcome
+
+    def beat(self) -> None:
+        """Say that this process still works in the folder, if there is one."""
+        if self.folder is not None:
+            self.folder.beat()
+
+    @property
+    def histories(self) -> dict[tuple[str, int], History]:
+        """Of the runs that ended well."""
+        return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
+
+    @property
+    def strips(self) -> dict[str, Strip]:
+        return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
+
+    def _train(self, label: str, entry: Entry, number: int, seed: int) -> Outcome:
+        """Train one strategy from one seed."""
+        timed = self.timeline and number == 1
+        trainer = LocalTrainer(
+            self.task.make_model(seed), self.train, self.val, loss_fn=self.loss_fn, metrics=self.metrics
+        )
+        timing = {} if self.forecast is None else self.forecast.fit_options(entry.alone, timed)
+        # A timeline is in no checkpoint, and a class of the user's may have a state that none can hold.
+        saved = self.folder is not None and not timed and entry.strategy.registered
+        saving = {} if self.folder is None else self.folder.run_options(label, seed, saved)
+        start, error = time.perf_counter(), None
+        try:
+            trainer.fit(
+                entry.strategy, num_nodes=1 if entry.alone else self.setting.nodes, max_steps=self.setting.steps,
+                seed=seed, batch_size=self.setting.batch_size, val_interval=self.val_interval, device=self.place,
+                partitioner=FirstShard(self.split, self.setting.nodes) if entry.alone else self.split,
+                processes=1 if entry.alone else self.processes, progress=False,
+                callbacks=[*self.callbacks, _At(self, label, number, saved)], **timing, **saving,
+            )  # fmt: skip
+            _check_finite(trainer.history, seed)
+        except TrainingError as failure:
+            error = str(failure)
+        self._ended_at = time.perf_counter()
+        wall_s = max(self._ended_at - start, *trainer.history.column("wall_s")[1][-1:], 0.0)
+        strip = Strip.of(entry.title, trainer.clock) if timed and trainer.clock is not None and not error else None
+        return Outcome(None if error else trainer.history, error, wall_s, trainer.description, strip)
+
+    def _tell(self, label: str, number: int, step: int, history: History) -> None:
+        if self.watch is None:
+            return
+        row = next(iter(history.rows_after(step - 1, None)))
+        place = label, number, len(self.setting.seeds), step, self.setting.steps
+        left_s = self._left_s(label, number, step)
+        self.watch(Standing(*place, row["val_loss"], row["tx_bytes"], left_s))
+
+    def _left_s(self, label: str, number: int, step: int) -> float | None:
+        """Return the seconds until all runs have ended, `step` being taken in a run of `label`; None: not known.
+
+        The first run's start is in none of it: what Python and torch load then is loaded once.
+        """
+        left_s = 0.0
+        start_s = fmean(self._starts_s) if self._starts_s else 0.0
+        for other, entry in self.entries.items():
+            for k, seed in enumerate(self.setting.seeds, 1):
+                if (other, seed) in self.outcomes:
+                    continue
+                here = (other, k) == (label, number)
+                left_s += self._seconds(other, entry, self.setting.steps - (step if here else 0))
+                left_s += 0.0 if here else start_s
+        return None if math.isnan(left_s) else left_s
+
+    def _seconds(self, label: str, entry: Entry, steps: int) -> float:
+        """Return how long steps of a strategy take.
+
+        A step of N nodes takes between one and N times as long as that of a node alone. While only the other is known,
+        the factor is the square root of N, which is wrong by no more than that.
+        """
+        if not steps:
+            return 0.0
+        found_s = self._pace.seconds(_group(entry), label, steps)
+        if math.isnan(found_s):
+            known_s = self._pace.seconds(_group(entry, other=True), label, steps)
+            found_s = known_s * self.setting.nodes ** (-0.5 if entry.alone else 0.5)
+        return found_s
+
+    def took(self, label: str, steps: int, seconds: float) -> None:
+        """Take notice that steps of a strategy took so long, with what was evaluated meanwhile."""
+        self._pace.add(_group(self.entries[label]), label, steps, seconds)
+
+    def began(self) -> None:
+        """Take notice that a run has begun to train."""
+        if self._ended_at is not None:
+            self._starts_s.append(time.perf_counter() - self._ended_at)
+
+
+def _group(entry: Entry, other: bool = False) -> str:
+    """Return whose runs are alike in what a step costs."""
+    return "alone" if entry.alone != other else "fleet"
+
+
+class _At:
+    """At each evaluation of a run: says how far it is, and saves a long one."""
+
+    def __init__(self, session: Session, label: str, number: int, saves: bool) -> None:
+        self.session, self.label, self.number, self.saves = session, label, number, saves
+        self.step, self.then, self.saved_at = -1, 0.0, time.perf_counter()
+
+    def __call__(self, loop: Any) -> None:
+        now = time.perf_counter()
+        if self.step < 0:
+            self.session.began()
+        elif loop.step > self.step:
+            self.session.took(self.label, loop.step - self.step, now - self.then)
+        self.step, self.then = loop.step, now
+        self.session.beat()
+        self.session._tell(self.label, self.number, loop.step, loop.history)
+        if self.saves and loop.step < self.session.setting.steps and time.perf_counter() - self.saved_at > SAVE_S:
+            loop.save()
+            self.saved_at = time.perf_counter()
+
+
+def _check_finite(history: History, seed: int) -> None:
+    steps, losses = history.column("val_loss")
+    if not np.isfinite(losses[-1:]).all():
+        raise TrainingError(f"the validation loss of seed {seed} is {losses[-1]} after step {steps[-1]}: lower lr")

@@ -1,0 +1,35 @@
+"""Claims of papers, trained again in small: what was found, what we find, and whether it comes out.
+
+A claim (`claim`) is a declaration: what to train, as `Cell`s, and checks, pure functions of what came out (`checks`).
+`claims` has them, by families, and `catalogue` all; `training` trains the cells of some, each in run folders of its
+own, so that what has ended is never trained again and claims share what they have in common; `page` writes the results
+up.
+
+A claim of one's own, on a task of 20 steps, and what its check saw:
+
+>>> import tempfile
+>>> from exogym.study.reproduce.checks import lower
+>>> cells = {name: Cell(name, task="pictures", nodes=2, steps=20) for name in ("ddp", "single")}
+>>> claim = Claim("more", "Two nodes beat one", "none", "", "Is DDP ahead?", cells, [lower("ddp", "single")])
+>>> with tempfile.TemporaryDirectory() as folder:
+...     training = Reproduction(folder, seeds=[0])
+...     found: Found = {label: training.results(cell) for label, cell in cells.items()}
+...     page = Page(f"{folder}/claims.md", {"more": claim})
+>>> run: Run = found["ddp"][0]
+>>> [type(seen).__name__ for seen in claim.seen(found)]
+['Seen']
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = ["CLAIMS", "Cell", "Claim", "Found", "Page", "Reproduction", "Run", "Seen", "Verdict", "claims_of"]
+
+if TYPE_CHECKING:
+    from exogym.study.reproduce.catalogue import CLAIMS, claims_of
+    from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict
+    from exogym.study.reproduce.page import Page
+    from exogym.study.reproduce.training import Reproduction
+else:
+    __getattr__, __dir__ = lazily(__name__)

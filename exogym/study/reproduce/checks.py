@@ -1,0 +1,239 @@
+"""Checks: what a claim says about the results of its cells. Each makes a pure function, with its tolerance said.
+
+Runs of one seed start from the same weights and see the same data, so cells are compared seed by seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from exogym.core.progress import readable_bytes
+from exogym.network import Network, readable_seconds
+from exogym.study.reproduce.claim import Check, Found, Run, Seen
+
+
+def values_of(found: Found, label: str, measure: str = "val_loss") -> dict[int, float]:
+    """Return seed to the measure after the last step."""
+    return {run.seed: float(run.last[measure]) for run in found[label]}
+
+
+def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
+    """Return mean ± standard deviation.
+
+    >>> mean_text([1.0, 1.2]), mean_text([math.inf, 1.0])
+    ('1.1000 ± 0.1414', 'failed in 1 of 2 runs')
+    """
+    failed = sum(not math.isfinite(x) for x in values)
+    if failed:
+        return f"failed in {failed} of {len(values)} runs"
+    spread = f" ± {form.format(statistics.stdev(values))}" if len(values) > 1 else ""
+    return form.format(statistics.fmean(values)) + spread
+
+
+def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", than: str | None = None) -> Check:
+    """The first's measure is lower in every seed (by the share `by` at least); undecided where seeds disagree.
+
+    Args:
+        than: the second's measure, where it is another one.
+    """
+
+    def check(found: Found) -> Seen:
+        a, b = values_of(found, first, measure), values_of(found, second, than or measure)
+        seeds = sorted(a.keys() & b.keys())
+        wins = sum(a[seed] < b[seed] * (1 - by) for seed in seeds)
+        margin = f" by at least {by:.1%}" if by else ""
+        names = [first if than is None else f"{first}, {measure}", second if than is None else f"{second}, {than}"]
+        says = (
+            f"{names[0]} ({_text(a, measure)}) is lower{margin} than {names[1]} ({_text(b, than or measure)})"
+            f"{_change(a, b)}: "
+            f"in {wins} of {len(seeds)} seeds"
+        )
+        return Seen(says, True if wins == len(seeds) else None if wins else False)
+
+    return check
+
+
+def no_worse(first: str, second: str, within: float) -> Check:
+    """The mean loss of the first is at most the second's times (1 + `within`)."""
+
+    def check(found: Found) -> Seen:
+        a, b = values_of(found, first), values_of(found, second)
+        says = f"{first} ({_text(a)}) is at most {within:.1%} above {second} ({_text(b)}){_change(a, b)}"
+        return Seen(says, bool(np.mean([*a.values()]) <= np.mean([*b.values()]) * (1 + within)))
+
+    return check
+
+
+def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Check:
+    """The payload of the first is `share` of the second's, within the share `within` of that."""
+
+    def check(found: Found) -> Seen:
+        a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
+        says = f"{first} hands over {a / b:.4g} of the bytes of {second}; claimed: {share:.4g}, ± {within:.0%} of it"
+        return Seen(says, abs(a / b - share) <= within * share)
+
+    return check
+
+
+def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
+    """The means ascend in this order, and the last is over the first in every seed; undecided if in some seeds only."""
+
+    def check(found: Found) -> Seen:
+        runs = [values_of(found, label, measure) for label in labels]
+        means = [float(np.mean([*values.values()])) for values in runs]
+        seeds = sorted(set.intersection(*(set(values) for values in runs)))
+        over = sum(runs[0][seed] < runs[-1][seed] for seed in seeds)
+        says = " < ".join(f"{label} ({_text(values)})" for label, values in zip(labels, runs, strict=True))
+        says += f"; last over first in {over} of {len(seeds)} seeds"
+        rises = all(x < y for x, y in itertools.pairwise(means))
+        return Seen(says, rises if over == len(seeds) else None if over and rises else False)
+
+    return check
+
+
+def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check:
+    """Of the cells `labels` one of `expected` has the lowest mean loss."""
+
+    def check(found: Found) -> Seen:
+        runs = {label: values_of(found, label) for label in labels}
+        best = min(labels, key=lambda label: float(np.mean([*runs[label].values()])))
+        says = ", ".join(f"{label} {_text(values)}" for label, values in runs.items())
+        return Seen(f"{where}, the best is {' or '.join(expected)}: it is {best} ({says})", best in expected)
+
+    return check
+
+
+def where_whole(labels: Collection[str], check: Check) -> Check:
+    """`check`, which reads curves of the cells `labels`; where a run of them failed it has none, and does not hold."""
+
+    def checked(found: Found) -> Seen:
+        failed = {label: sum(run.error is not None for run in found[label]) for label in labels}
+        says = ", ".join(f"{label} failed in {n} of {len(found[label])} runs" for label, n in failed.items() if n)
+        return Seen(says, False) if says else check(found)
+
+    return checked
+
+
+def spread_shrinks(label: str, to: float = 0.5) -> Check:
+    """At the end the nodes are at most `to` times as far apart as at the farthest, in every seed."""
+
+    def check(found: Found) -> Seen:
+        shares = []
+        for run in found[label]:
+            apart = np.asarray(run.curves["consensus_distance"])
+            shares.append(float(apart[-1] / np.nanmax(apart)))
+        holds = [share <= to for share in shares]
+        says = f"{label}: nodes end {mean_text(shares, '{:.2f}')} of their farthest apart; claimed: at most {to:g}"
+        return Seen(says, True if all(holds) else None if any(holds) else False)
+
+    return where_whole([label], check)
+
+
+def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) -> Check:
+    """Over the evaluations after the share `after` of the steps, corr(spread of nodes, learning rate) is so high."""
+
+    def check(found: Found) -> Seen:
+        found_r = [_correlation(run, after) for run in found[label]]
+        values = ", ".join(f"{r:.3f}" for r in found_r)
+        says = f"{label}: correlation of spread and learning rate {values}; claimed: at least {at_least:g}"
+        holds = [r >= at_least for r in found_r]
+        return Seen(says, True if all(holds) else None if any(holds) else False)
+
+    return where_whole([label], check)
+
+
+def _correlation(run: Run, after: float) -> float:
+    steps = np.asarray(run.curves["step"], float)
+    late = steps > after * steps[-1]
+    apart, rate = (np.asarray(run.curves[name], float)[late] for name in ("consensus_distance", "lr"))
+    known = np.isfinite(apart) & np.isfinite(rate)
+    if min(np.ptp(apart[known]), np.ptp(rate[known])) == 0:
+        return math.nan  # of what does not change there is none
+    return float(np.corrcoef(apart[known], rate[known])[0, 1])
+
+
+def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Check:
+    """Over the last `share` of the evaluations but the very last, at which all may have met, the measures ascend."""
+
+    def check(found: Found) -> Seen:
+        levels: list[list[float]] = []
+        for run in found[label]:
+            count = max(2, round(share * len(run.curves["step"])))
+            levels.append([float(np.mean(run.curves[name][-count:-1])) for name in measures])
+        holds = [all(x < y for x, y in itertools.pairwise(level)) for level in levels]
+        texts = (
+            f"{name} ({mean_text([*level])})" for name, level in zip(measures, zip(*levels, strict=True), strict=True)
+        )
+        says = f"{label}, late in training: {' < '.join(texts)}, in {sum(holds)} of {len(holds)} seeds"
+        return Seen(says, True if all(holds) else None if any(holds) else False)
+
+    return where_whole([label], check)
+
+
+def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s: float, step_s: float, N: int) -> Check:
+    """In every seed the H that comes first to a loss, in predicted time, grows as bandwidth shrinks.
+
+    It never falls from one bandwidth to the next, and at the last is over that at the first; undecided if so in some
+    seeds only.
+
+    time(t) = t step_s + floor(t / H) C, with C the seconds of an all-reduce among N nodes of what one of the run's
+    synchronisations hands over. The loss to come to, in each seed, is the highest of the lowest losses of its runs;
+    between evaluations a loss is linear.
+
+    Args:
+        cells: H to label.
+        bandwidths: from high to low, as "1Gbps".
+    """
+
+    def check(found: Found) -> Seen:
+        seeds = zip(*(found[label] for label in cells.values()), strict=True)
+        best = [_best_H(dict(zip(cells, runs, strict=True))) for runs in seeds]
+        holds = [order == sorted(order) and order[-1] > order[0] for order in best]
+        says = f"best H, {readable_seconds(step_s)} a step, "
+        says += ", ".join(
+            f"at {bandwidth} {' / '.join(str(order[k]) for order in best)}" for k, bandwidth in enumerate(bandwidths)
+        )
+        says += f" (a number for each seed): grows in {sum(holds)} of {len(holds)}"
+        return Seen(says, True if all(holds) else None if any(holds) else False)
+
+    def _best_H(runs: Mapping[int, Run]) -> list[int]:
+        """Return the best H at each bandwidth."""
+        target = max(min(run.curves["val_loss"]) for run in runs.values())
+        arrivals = {H: _first_step(run.curves["step"], run.curves["val_loss"], target) for H, run in runs.items()}
+        payloads = {H: run.last["payload_bytes"] / max(1.0, run.curves["step"][-1] // H) for H, run in runs.items()}
+        best = []
+        for bandwidth in bandwidths:
+            net = Network(bandwidth, latency_s)
+            sync_s = {H: net.cost("all_reduce", payload, N).seconds for H, payload in payloads.items()}
+            seconds = {H: t * step_s + t // H * sync_s[H] for H, t in arrivals.items()}
+            best.append(min(seconds, key=lambda H: seconds[H]))
+        return best
+
+    return where_whole(cells.values(), check)
+
+
+def _first_step(steps: Sequence[float], losses: Sequence[float], target: float) -> float:
+    """Return the step at which losses, linear between evaluations, first are at most `target`."""
+    k = next(k for k, loss in enumerate(losses) if loss <= target)
+    if k == 0:
+        return float(steps[0])
+    share = (losses[k - 1] - target) / (losses[k - 1] - losses[k])
+    return float(steps[k - 1] + share * (steps[k] - steps[k - 1]))
+
+
+def _text(values: Mapping[int, float], measure: str = "val_loss") -> str:
+    """Return the mean over seeds, of losses with the spread."""
+    if measure.endswith("_bytes"):
+        return readable_bytes(statistics.fmean(values.values()))
+    return mean_text([*values.values()])
+
+
+def _change(a: Mapping[int, float], b: Mapping[int, float]) -> str:
+    """Return by how much the mean of a is off that of b."""
+    first, second = float(np.mean([*a.values()])), float(np.mean([*b.values()]))
+    return f" by {first / second - 1:+.1%}" if math.isfinite(first) and math.isfinite(second) and second else ""

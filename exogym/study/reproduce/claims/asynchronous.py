@@ -1,0 +1,51 @@
+"""Claims about nodes that do not wait for each other."""
+
+from __future__ import annotations
+
+from exogym.study.reproduce.checks import lower, no_worse
+from exogym.study.reproduce.claim import Cell, Claim
+from exogym.study.reproduce.claims.diloco import MODERATE
+
+SPEEDS = (1.0, 0.75, 0.5, 0.25)
+
+
+def unequal(rule: str) -> Cell:
+    """Return asynchronous DiLoCo as the base, with nodes of different speeds."""
+    return Cell(f"async_diloco:H=30:outer_lr=0.4:{rule}", speeds=SPEEDS)
+
+
+CLAIMS = [
+    Claim(
+        "R7",
+        "Naive asynchrony is worse than waiting; delayed Nesterov with dynamic local updates is not",
+        "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
+        "4 very different workers, H = 50, perplexity at 20M: synchronous 41.35, naive 44.27, delayed Nesterov with "
+        "dynamic local updates 41.13.",
+        "N = 4 of speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, as many local steps in all: is naive behind both, "
+        "and delayed Nesterov with dynamic updates at most 1 % above synchronous?",
+        {
+            "synchronous": MODERATE,
+            "naive": unequal("rule=nesterov"),
+            "delayed Nesterov, dynamic": unequal("dylu=true"),
+        },
+        [
+            lower("synchronous", "naive"),
+            lower("delayed Nesterov, dynamic", "naive"),
+            no_worse("delayed Nesterov, dynamic", "synchronous", 0.01),
+        ],
+    ),
+    Claim(
+        "R8",
+        "Discounting stale updates hardly helps",
+        "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
+        "A polynomial discount (1 + s)^-1/2 of updates s versions old does not close the gap of naive asynchrony.",
+        "As R7: is naive at most 1 % above discounted, and discounted still behind delayed Nesterov with dynamic "
+        "updates?",
+        {
+            "naive": unequal("rule=nesterov"),
+            "discounted": unequal("rule=discount"),
+            "delayed Nesterov, dynamic": unequal("dylu=true"),
+        },
+        [no_worse("naive", "discounted", 0.01), lower("delayed Nesterov, dynamic", "discounted")],
+    ),
+]

@@ -1,0 +1,34 @@
+"""Claims about nodes that never become equal."""
+
+from __future__ import annotations
+
+from exogym.study.reproduce.checks import no_worse, spread_follows_lr, spread_shrinks
+from exogym.study.reproduce.claim import Cell, Claim
+from exogym.study.reproduce.claims.diloco import DILOCO
+
+NOLOCO = Cell("noloco:H=30")
+
+CLAIMS = [
+    Claim(
+        "R9",
+        "NoLoCo is as good as DiLoCo, and its nodes draw together as the learning rate falls",
+        "Kolehmainen et al., NoLoCo, arXiv:2506.10911",
+        "125M, 8 nodes, perplexity of DiLoCo and NoLoCo: Reddit 27.6, 27.3; C4 35.4, 34.5. NoLoCo synchronises every "
+        "50 steps there, DiLoCo every 100.",
+        "N = 4, H = 30 for both, so NoLoCo has no head start: is its loss at most 2 % above DiLoCo's, and do its nodes "
+        "end at most half as far apart as at the farthest?",
+        {"DiLoCo": DILOCO, "NoLoCo": NOLOCO},
+        [no_worse("NoLoCo", "DiLoCo", 0.02), spread_shrinks("NoLoCo", 0.5)],
+    ),
+    Claim(
+        "R10",
+        "How far nodes are apart follows the inner learning rate",
+        "Kolehmainen et al., NoLoCo, arXiv:2506.10911, theorem on the variance",
+        "The spread of the weights over nodes correlates 0.91 to 0.97 with the inner learning rate.",
+        "NoLoCo with N = 4, H = 30 and a cosine schedule: is the correlation over the evaluations after 15 % of the "
+        "steps at least 0.9 in every seed?",
+        {"NoLoCo": NOLOCO},
+        [spread_follows_lr("NoLoCo", 0.9)],
+        "spread",
+    ),
+]

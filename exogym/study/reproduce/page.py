@@ -1,0 +1,192 @@
+"""The page of reproductions: written from the results beside it, and from nothing else.
+
+<page>.json holds the runs of every cell that was trained, by the cell's key; <page>.md is made from it and the claims,
+with a picture of each in images/<page>/. A claim has a section when all its cells have runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exogym.core.base.files import replacing
+from exogym.core.progress import readable_bytes
+from exogym.errors import ArgumentError
+from exogym.study.compare.comparison import SINGLE
+from exogym.study.reproduce.catalogue import CLAIMS
+from exogym.study.reproduce.checks import mean_text
+from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict, plain_of, run_of
+
+NO_VERDICT = "too short for a verdict"
+HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
+ABOUT = """\
+Claims of papers, trained again in small. Orderings can come out on two cores; absolute numbers cannot. Each claim says
+what its paper found, what was asked here and with which tolerance, what came out (mean ± standard deviation over seeds,
+which start alike in all cells), and a verdict, which follows from the runs by a rule that was fixed before they were
+trained; where a rule was changed afterwards, the section says so. A claim that does not come out is reported as such:
+nothing was tuned until it did.
+
+Written by `exogym reproduce` from the results in {results}; a section ends with the
+command that made it. All claims:
+
+```bash
+exogym reproduce --list
+```
+"""
+
+
+class Page:
+    """A page and the results it is made from.
+
+    Args:
+        path: of the .md file.
+        claims: those it is about.
+        judges: False: the runs are short versions, from which no verdict follows.
+
+    Raises:
+        ArgumentError: it does not end in .md, or its results cannot be read.
+    """
+
+    def __init__(self, path: Path | str, claims: Mapping[str, Claim] = CLAIMS, judges: bool = True) -> None:
+        self.path, self.claims, self.judges = Path(path).expanduser(), claims, judges
+        if self.path.suffix != ".md":
+            raise ArgumentError(f"page={str(path)!r} should end in .md, as docs/reproductions.md")
+        self.cells: dict[str, dict[str, Any]] = {}
+        if self.results.exists():
+            try:
+                self.cells = json.loads(self.results.read_text(encoding="utf-8"))["cells"]
+            except (OSError, ValueError, KeyError) as error:
+                raise ArgumentError(f"{self.results} holds no results ({error}): correct or remove it") from error
+
+    @property
+    def results(self) -> Path:
+        """The file of the results."""
+        return self.path.with_suffix(".json")
+
+    def add(self, cell: Cell, runs: Sequence[Run], setting: Mapping[str, Any]) -> None:
+        """Take in the runs of a cell, in the place of earlier ones; `setting` says what decided them."""
+        self.cells[cell.key] = {
+            "asked": cell.describe(), "setting": dict(setting), "runs": [plain_of(run) for run in runs],
+        }  # fmt: skip
+
+    def found(self, claim: Claim) -> Found | None:
+        """Return the results of a claim, or None where a cell has none."""
+        if any(cell.key not in self.cells for cell in claim.cells.values()):
+            return None
+        return {label: [run_of(x) for x in self.cells[c.key]["runs"]] for label, c in claim.cells.items()}
+
+    def write(self, draw: Sequence[str] | None = None) -> None:
+        """Write results, pictures and page.
+
+        Args:
+            draw: claims whose pictures are drawn; None: all that have results.
+        """
+        from exogym.study.reproduce.plots import draw_claim
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.results) as file:
+            file.write(results_text(self.cells))
+        for name, claim in self.claims.items():
+            found = self.found(claim)
+            if found is not None and (draw is None or name in draw):
+                picture = self.path.parent / self._picture(claim)
+                picture.parent.mkdir(parents=True, exist_ok=True)
+                draw_claim(claim, found, picture)
+        with replacing(self.path) as file:
+            file.write(self.text())
+
+    def _picture(self, claim: Claim) -> str:
+        return f"images/{self.path.stem}/{claim.name}.png"
+
+    def text(self) -> str:
+        """Return the page."""
+        rows, sections, absent = [], [], []
+        for claim in self.claims.values():
+            found = self.found(claim)
+            if found is None:
+                absent.append(f"- {claim.name}: {claim.title} ({claim.paper})")
+                continue
+            seen = claim.seen(found)
+            verdict = str(Verdict.of(seen)) if self.judges else NO_VERDICT
+            link = _anchor(f"{claim.name}: {claim.title}")
+            rows.append(f"| [{claim.name}](#{link}) | {claim.title} | {claim.paper} | {verdict} |")
+            sections.append(self._section(claim, found, seen, verdict))
+        parts = ["# Reproductions\n", ABOUT.format(results=f"[{self.results.name}]({self.results.name})")]
+        if rows:
+            parts.append("\n".join(["| claim | | paper | verdict |", "| --- | --- | --- | --- |", *rows]) + "\n")
+        parts += sections
+        if absent:
+            parts.append("## Not run yet\n\nDeclared, and trained by the command with their name:\n")
+            parts.append("\n".join(absent) + "\n")
+        return "\n".join(parts)
+
+    def _section(self, claim: Claim, found: Found, seen: Sequence[Seen], verdict: str) -> str:
+        minutes = sum(run.last["wall_s"] for runs in found.values() for run in runs) / 60
+        heads = ["cell", "strategy", "trained", "validation loss", "accuracy", "handed over/node"]
+        lines = [heads, ["---"] * len(heads)]
+        for label, runs in found.items():
+            cell = claim.cells[label]
+            said = _setting_text(self.cells[cell.key]["setting"], cell)
+            sent = readable_bytes(_mean(runs, "payload_bytes")) if "payload_bytes" in runs[0].last else ""
+            accuracy = _measure(runs, "val_accuracy", "{:.1%}")
+            loss = _measure(runs, "val_loss", "{:.4f}")
+            lines.append([label, f"`{cell.says}`", said, loss, accuracy, sent])
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        checks = "\n".join(f"- {HOLDS[each.holds]}: {each.says}." for each in seen)
+        seeds = max(len(runs) for runs in found.values())
+        by = f"{seeds} seeds" if seeds > 1 else "1 seed: no spread is known"
+        words = claim.name if self.judges else f"{claim.name} --short"
+        outcome = f"{checks}\n\n**Verdict: {claim.name} {verdict}** ({by})."
+        if not self.judges:
+            outcome = f"**{claim.name}: {verdict}.** It says only that the runs work."
+        notes = f"\n{claim.notes}\n" if claim.notes else ""
+        return f"""\
+## {claim.name}: {claim.title}
+
+{claim.paper}. **The paper:** {claim.found}
+
+**Here:** {claim.asks}
+
+{table}
+
+{outcome}
+{notes}
+![{claim.title}]({self._picture(claim)})
+
+`exogym reproduce {words}` trained it: {minutes:.0f} minutes in one process on a busy machine.
+"""
+
+
+def results_text(cells: Mapping[str, Any]) -> str:
+    """Return the file of the results: a line for each run, so that changes can be read."""
+    blocks = []
+    for key, cell in sorted(cells.items()):
+        runs = ",\n   ".join(json.dumps(run) for run in cell["runs"])
+        head = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(cell[name])}" for name in ("asked", "setting"))
+        blocks.append(f' {json.dumps(key)}: {{\n  {head},\n  "runs": [\n   {runs}]}}')
+    return '{"cells": {\n' + ",\n".join(blocks) + "}}\n"
+
+
+def _setting_text(said: Mapping[str, Any], cell: Cell) -> str:
+    setting = said["setting"]
+    speeds = "" if cell.speeds is None else f", speeds {', '.join(f'{x:g}' for x in cell.speeds)}"
+    nodes = f"{'1 of ' if cell.says == SINGLE else ''}N = {setting['nodes']}"
+    return f"{cell.task}, {nodes}, {setting['steps']:,} steps of {setting['batch_size']}, {said['partition']}{speeds}"
+
+
+def _measure(runs: Sequence[Run], name: str, form: str) -> str:
+    values = [run.last[name] for run in runs if name in run.last]
+    return mean_text(values, form) if values else ""
+
+
+def _mean(runs: Sequence[Run], name: str) -> float:
+    values = [run.last[name] for run in runs if name in run.last]
+    return sum(values) / len(values)
+
+
+def _anchor(heading: str) -> str:
+    """Return what a heading is linked by."""
+    kept = "".join(c for c in heading.lower() if c.isalnum() or c in "_- ")
+    return kept.replace(" ", "-")

@@ -1,0 +1,246 @@
+"""The cells of claims, trained: a folder for each cell and in it one for each run, found again by what was asked.
+
+out/<strategy>-<digest>/           a cell on its task: run.json says all that decides the results, and the digest is of
+    <strategy>-seed-0/             that; a run folder, as a comparison has (`exogym.study.compare.folder`)
+
+So a run that has ended is never trained again, whichever claim asks for it, and one that was under way goes on from its
+checkpoint. What is asked for otherwise has another digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from exogym.errors import ArgumentError, DataError
+from exogym.study.compare.comparison import plain_name
+from exogym.study.compare.entries import setting_of
+from exogym.study.compare.folder import OUTCOME, Folder, Outcome
+from exogym.study.compare.forecast import measured_step_s
+from exogym.study.compare.pace import Pace
+from exogym.study.compare.run import asked_of, session_of
+from exogym.study.compare.session import Session, Standing
+from exogym.study.reproduce.claim import SEEDS, Cell, Claim, Run, Wanted
+from exogym.study.reproduce.problems import problem
+from exogym.study.tasks import Data
+
+LEAST_STEPS = 20  # of a short version
+LEAST_SPENT_S = 5.0  # before what was foreseen is corrected by what it took
+NETWORK, STEP_S = "1Gbps", 0.05  # on which nodes of different speeds are timed
+CURVES = ("val_loss", "consensus_distance", "lr", "payload_bytes", "mean_val_loss", "node_val_loss")
+LAST = ("val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "time_s")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the training is: the cell, where its run stands, and runs and seconds that are left of all."""
+
+    cell: Cell
+    seed: int
+    standing: Standing
+    runs_left: int
+    left_s: float
+
+    @property
+    def run_ended(self) -> bool:
+        return self.standing.step == self.standing.steps
+
+
+class Reproduction:
+    """The training of claims.
+
+    Args:
+        out: folder of the run folders; made where it is not there.
+        seeds: of every cell.
+        share: of each cell's steps that are taken (20 at least): under 1 is a short version, which says nothing about
+            the claim and has folders of its own.
+        data: file or folder of the data, if not in the usual places; or a task's name to that.
+        processes, device: as `LocalTrainer.fit`.
+        watch: called with a `Progress` after each evaluation.
+    """
+
+    def __init__(
+        self,
+        out: Path | str,
+        *,
+        seeds: Sequence[int] = SEEDS,
+        share: float = 1.0,
+        data: Data | Mapping[str, Data] = None,
+        processes: int | str = 1,
+        device: str = "auto",
+        watch: Callable[[Progress], object] | None = None,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ArgumentError(f"share={share!r} must be over 0 and at most 1, as 0.05")
+        self.out, self.seeds, self.share, self.data = Path(out).expanduser(), tuple(seeds), share, data
+        self.processes, self.device, self.watch = processes, device, watch
+        self._sessions: dict[str, Session] = {}
+        self._asked: dict[str, dict[str, Any]] = {}
+        self._step_s: dict[tuple[str, int], float] = {}
+        self._cells: list[Cell] = []
+        self._before = ("", -1, 0, 0.0)  # cell, seed, step and time of the last evaluation
+        self._left: dict[str, int] = {}  # key of a cell to its runs that had not ended when it was last looked at
+        self._pace = Pace()  # seconds for each that was foreseen, by task and cell
+
+    # ---------------------------------------------------------------- what is to be done
+
+    def check(self, claims: Iterable[Claim]) -> None:
+        """See that all cells can be trained: strategies and their options are known, the data are there.
+
+        Raises:
+            ArgumentError, DataError: with the name of the claim.
+        """
+        for claim in claims:
+            for label, cell in claim.cells.items():
+                try:
+                    self.session(cell)
+                except (ArgumentError, DataError) as error:
+                    raise type(error)(f"claim {claim.name}, {label}: {error}") from error
+
+    def seconds_left(self, cells: Iterable[Cell]) -> float:
+        """Return about how long the runs of `cells` that have not ended will take in one process."""
+        return sum(self._late(cell) * self.run_seconds(cell) * self._runs_left(cell) for cell in different(cells))
+
+    def missing(self, cell: Cell) -> list[int]:
+        """Return the seeds whose runs have not ended."""
+        session = self.session(cell)
+        assert session.folder is not None
+        (label,) = session.entries
+        left = [seed for seed in self.seeds if not (session.folder.child(label, seed) / OUTCOME).exists()]
+        self._left[cell.key] = len(left)
+        return left
+
+    def _runs_left(self, cell: Cell) -> int:
+        if cell.key not in self._left:
+            self.missing(cell)
+        return self._left[cell.key]
+
+    def _late(self, cell: Cell) -> float:
+        """Return the seconds that a cell takes, or the mean of its task's cells that have run, over those foreseen."""
+        return self._pace.seconds(cell.task, cell.key, 1.0) if self._pace.spent(cell.task) > LEAST_SPENT_S else 1.0
+
+    def run_seconds(self, cell: Cell) -> float:
+        """Return how long a run of a cell is foreseen to take, in one process."""
+        session = self.session(cell)
+        size = session.setting.batch_size
+        if (cell.task, size) not in self._step_s:
+            self._step_s[cell.task, size] = measured_step_s(session.task, size, self.device)
+        (entry,) = session.entries.values()
+        return session.setting.steps * (1 if entry.alone else session.setting.nodes) * self._step_s[cell.task, size]
+
+    def session(self, cell: Cell) -> Session:
+        """Return the runs of a cell, in a folder whose name follows from what decides their results."""
+        if cell.key in self._sessions:
+            return self._sessions[cell.key]
+        data = self.data.get(cell.task) if isinstance(self.data, Mapping) else self.data
+        task, split = problem(cell.task, data)
+        steps = max(LEAST_STEPS, round((cell.steps or task.steps) * self.share)) if self.share < 1 else cell.steps
+        task = replace(task, warmup_steps=round(task.warmup_steps * self.share))
+        asked: dict[str, Any] = {
+            "nodes": cell.nodes, "steps": steps, "batch_size": cell.batch_size, "seeds": self.seeds, "lr": cell.lr,
+        }  # fmt: skip
+        strategy = cell.strategy if isinstance(cell.strategy, str) else cell.strategy(setting_of(task, **asked))
+        timing: dict[str, Any] = (
+            {} if cell.speeds is None else {"network": NETWORK, "step_seconds": STEP_S, "speeds": cell.speeds}
+        )
+        session = session_of(
+            task, {cell.says: strategy}, **asked, partition=cell.partition or split, processes=self.processes,
+            device=self.device, watch=None, **timing,
+        )  # fmt: skip
+        session.callbacks = (evaluate_replicas,) if cell.replicas else ()
+        session.watch = lambda at: self._tell(cell, at)
+        decided = json.loads(json.dumps(asked_of(session) | {"replicas": cell.replicas}))
+        decided["setting"].pop("seeds")
+        text = json.dumps({**decided, "device": session.place.type}, sort_keys=True)
+        name = f"{plain_name(cell.says)[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+        session.folder = Folder(self.out / name, session.entries)
+        self._sessions[cell.key], self._asked[cell.key] = session, decided
+        return session
+
+    # ---------------------------------------------------------------- doing it
+
+    def train(self, claims: Sequence[Wanted], of: Sequence[Wanted] = ()) -> None:
+        """Train what is missing of all cells, claim by claim; what has ended is left alone.
+
+        Args:
+            of: all that will be trained, for what is said of the time; these if it is empty.
+        """
+        self._cells = different(cell for claim in of or claims for cell in claim.cells.values())
+        for cell in different(cell for claim in claims for cell in claim.cells.values()):
+            self.results(cell)
+
+    def asked(self, cell: Cell) -> dict[str, Any]:
+        """Return as JSON what decides the results of a cell."""
+        self.session(cell)
+        return self._asked[cell.key]
+
+    def results(self, cell: Cell) -> list[Run]:
+        """Return what came out of a cell, trained where it has not been.
+
+        Raises:
+            KeyboardInterrupt: SIGINT; the run under way was saved, and another call goes on with it.
+        """
+        session = self.session(cell)
+        assert session.folder is not None
+        if self.missing(cell):
+            session.folder.path.mkdir(parents=True, exist_ok=True)
+            session.folder.describe(self.asked(cell))
+        session.outcomes.clear()
+        session.train_all()
+        self.missing(cell)
+        return [_run(seed, outcome) for (_, seed), outcome in session.outcomes.items()]
+
+    def _tell(self, cell: Cell, at: Standing) -> None:
+        """Take notice of how far a run is, and say it."""
+        seed, now = self.seeds[at.run - 1], time.perf_counter()
+        if seed not in self.missing(cell):
+            return  # it ended before
+        *run, step, then = self._before
+        foreseen_s = self.run_seconds(cell)
+        if run == [cell.key, seed] and at.step > step:
+            share = (at.step - step) / at.steps
+            self._pace.add(cell.task, cell.key, share * foreseen_s, now - then)
+        self._before = cell.key, seed, at.step, now
+        if self.watch is not None:
+            cells = self._cells or [cell]
+            runs = sum(map(self._runs_left, cells))
+            left_s = self.seconds_left(cells) - at.step / at.steps * foreseen_s * self._late(cell)
+            self.watch(Progress(cell, seed, at, runs - (at.step == at.steps), max(left_s, 0.0)))
+
+
+def different(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells, each once."""
+    return [*{cell.key: cell for cell in cells}.values()]
+
+
+def evaluate_replicas(loop: Any) -> None:
+    """Record at each evaluation the loss of the mean of all nodes, and the mean over nodes of each one's loss."""
+    nodes = list(loop.fleet.comm.present)
+    own = [loop.evaluate(node)["val_loss"] for node in nodes]
+    _, buffers = loop.average()
+    mean = loop.measure([rows.mean(0) for rows in loop.rows()], buffers)["val_loss"]
+    loop.history.add_evaluation(
+        loop.step, loop.epoch, {"mean_val_loss": mean, "node_val_loss": float(np.mean(own))}
+    )  # fmt: skip
+
+
+def _run(seed: int, outcome: Outcome) -> Run:
+    """Return what is kept of a run: what there is of its measures at its evaluations, and at the end."""
+    if outcome.history is None:
+        return Run(seed, {"val_loss": math.inf, "wall_s": outcome.wall_s}, {"step": []}, outcome.error)
+    rows = [row for row in outcome.history.rows(None) if row["val_loss"] is not None]
+    curves: dict[str, list[float]] = {"step": [row["step"] for row in rows]}
+    for name in CURVES:
+        line = [row.get(name) for row in rows]
+        if any(x is not None for x in line):
+            curves[name] = [math.nan if x is None else float(x) for x in line]
+    last = {name: float(rows[-1][name]) for name in LAST if rows[-1].get(name) is not None}
+    return Run(seed, last | {"wall_s": outcome.wall_s}, curves)

@@ -1,0 +1,471 @@
+"""Runs that were written into folders: find them, see where each stands, load its curve, export it, draw several.
+
+    runs.list("runs")          each run, comparison and sweep in a folder; the runs of a comparison are PARENT/CHILD
+    runs.load("runs/digits")   one run: description, records, events, summary
+    runs.draw([...], "out")    the curves of any runs over each other
+
+Everything is read from the files of `exogym.core.record.run_folder`, at any moment: while they are written, after a
+kill in the middle of a line, and while a folder is being removed. A folder that holds what no run writes
+(`exogym.core.record.schema`) is listed as "unreadable", with the reason, and changes no other line.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> import torch
+>>> from exogym import LocalTrainer
+>>> from exogym.strategy import DiLoCoStrategy
+>>> from exogym.testing import small_problem
+>>> model, data = small_problem()
+>>> trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+>>> folder = tempfile.TemporaryDirectory()
+>>> place = Path(folder.name, "first")
+>>> _ = trainer.fit(DiLoCoStrategy(H=2, lr=0.01), num_nodes=2, max_steps=4, batch_size=8, run_dir=place)
+>>> found: Listed = listed(place, "first")
+>>> found.state, found.step, age_s(found) < 3600, [each.name for each in list(folder.name)]
+('done', 4, True, ['first'])
+>>> quick: Standing = stand(place)  # without its records
+>>> run: Run = load(place)
+>>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
+True
+>>> heads, rows = to_table([("first", run)])
+>>> paths = draw([run], Path(folder.name, "drawn"), titles=["DiLoCo"])
+>>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exogym.core.base.files import opened_plain, replacing
+from exogym.core.base.processes import is_alive
+from exogym.core.record import schema
+from exogym.core.record.notes import read_notes
+from exogym.core.record.run_folder import standing
+from exogym.core.record.schema import EVENT, RECORD, rows_in
+from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.logger import NOT_IN_JSON, in_json
+from exogym.strategy.names import short_names
+from exogym.study.compare.plots import (
+    Curve,
+    check_matplotlib,
+    plot_against_bytes,
+    plot_against_steps,
+    plot_against_time,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+TAIL_BYTES = 1 << 16  # of the records of a run that goes on, in which its newest are looked for
+FROM_JSON = {text: float(name) for name, text in NOT_IN_JSON.items()}
+PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that says so
+UNREADABLE = "unreadable"  # the state of a folder that holds what no run writes
+ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or a sweep, in the words of a run
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Where a run stands, or a comparison or sweep; None where it does not say.
+
+    Attributes:
+        name: its folder below the one that was listed, "digits" or "comparison/ddp-seed-0".
+        kind: "run", "comparison" or "sweep".
+        state: running, done, stopped, failed; lost: it says that it is running, and its process is gone; unreadable.
+        strategy, task: as written, or its short name, or that of the class where it has none; the task of a comparison
+            or sweep, or of what it is in.
+        step, total_steps: of the run.
+        loss, accuracy: of the averaged model at its newest evaluation.
+        tx_bytes: sent by a node since the start, mean over nodes.
+        wall_s, time_s: seconds of training here, and predicted on a network.
+        started_s, heard_s: when it began, and when it was last heard of; seconds since 1970.
+        tags, note: that a reader gave it.
+        reason: why it is unreadable.
+    """
+
+    name: str
+    path: Path
+    kind: str
+    state: str
+    strategy: str | None = None
+    task: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    tx_bytes: float | None = None
+    wall_s: float | None = None
+    time_s: float | None = None
+    started_s: float | None = None
+    heard_s: float | None = None
+    tags: Sequence[str] = ()
+    note: str = ""
+    reason: str | None = None
+
+    def to_json(self) -> Row:
+        """Return it as JSON has it."""
+        return asdict(self) | {"path": os.fspath(self.path), "tags": builtins.list(self.tags)}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run's folder tells of it without its records and events."""
+
+    path: Path
+    about: Row
+    status: Row
+    summary: Row
+
+    @property
+    def description(self) -> Row:
+        return dict(self.about.get("description") or {})
+
+    @property
+    def state(self) -> str:
+        return _state(self.about, self.status)
+
+
+@dataclass(frozen=True)
+class Run(Standing):
+    """A run as its folder tells of it; the names of the columns are those of `trainer.history`.
+
+    Attributes:
+        description: what decides it. `about`: all of run.json. `status`: where it stands, {} where that is not said.
+        records: of the averaged model (`node` is None) and of the nodes, in the order of steps.
+        events: what happened. `summary`: how it ended, {} until then.
+    """
+
+    records: builtins.list[Row]
+    events: builtins.list[Row]
+
+    @property
+    def columns(self) -> builtins.list[str]:
+        """The names of all columns, in the order in which they first came."""
+        return builtins.list(dict.fromkeys(name for row in self.records for name in row))
+
+    def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps (K,) at which a column has a number, and the numbers (K,): of the averaged model, or a node.
+
+        Raises:
+            ArgumentError: no such column; the message names the nearest.
+        """
+        if name not in self.columns:
+            raise ArgumentError(f"{self.path} has no column {name!r}: {nearest(name, self.columns)}")
+        rows = [row for row in self.records if row.get("node") == node and isinstance(row.get(name), int | float)]
+        return np.array([row["step"] for row in rows], int), np.array([row[name] for row in rows], float)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the records as a table; `node` is empty in the rows of the averaged model."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
+        return pandas.DataFrame(self.records, columns=self.columns)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the records as CSV; what is missing is empty."""
+        with replacing(path) as file:
+            writer = csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.records)
+
+    def to_parquet(self, path: str | os.PathLike[str]) -> None:
+        """Write the records as Parquet, which needs pyarrow."""
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise ExoGymError("Parquet needs pyarrow, which is not installed: pip install 'exogym[parquet]'") from error
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.to_pandas().to_parquet(beside, index=False)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
+    """Return all runs, comparisons and sweeps below `folder`, the newest first, each parent before its runs.
+
+    Raises:
+        ArgumentError: there is no such folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     list(folder)
+    []
+    """
+    top = Path(folder)
+    try:
+        folders = _folders(top)
+    except OSError as error:
+        raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): name a folder") from error
+    found = [family for path in folders if (family := _family(path, in_json(path.name)))]
+    found.sort(key=lambda family: -(family[0].started_s or 0.0))
+    return [listed for family in found for listed in family]
+
+
+def load(path: str | os.PathLike[str]) -> Run:
+    """Return the run of a folder.
+
+    Raises:
+        ArgumentError: there is no run in it; of a comparison or sweep the message names its runs.
+
+    >>> load("runs/none")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: 'runs/none' holds no run: name the folder of one, as exogym runs list shows them
+    """
+    found = stand(path)
+    lines = {"records": builtins.list(read_lines(found.path / "records.jsonl"))}
+    lines["events"] = builtins.list(read_lines(found.path / "events.jsonl"))
+    return Run(found.path, found.about, found.status, found.summary, **lines)
+
+
+def stand(path: str | os.PathLike[str]) -> Standing:
+    """Return what `load` does but the records and events, however many there are.
+
+    Raises:
+        ArgumentError: as `load` does.
+    """
+    path = Path(path)
+    try:
+        about, status = schema.read(path / "run.json"), standing(path)
+        kind = _parent(path, about)
+        summary = {} if kind else _numbers(schema.read(path / "summary.json"))
+    except ArgumentError as error:
+        raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
+    if not about and not status:
+        raise ArgumentError(f"{str(path)!r} holds no run: name the folder of one, as exogym runs list shows them")
+    if kind:
+        inside = [child.name for child in _children(path)]
+        raise ArgumentError(
+            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'of none yet'}"
+        )
+    return Standing(path, about, status, summary)
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Yield the records or events of a file of JSON lines, without what is no whole line; nothing without a file.
+
+    Raises:
+        ArgumentError: a line holds what no run writes (`exogym.core.record.schema`); the message names it.
+    """
+    for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
+        yield _numbers(row)
+
+
+def draw(
+    runs: Sequence[Run], folder: str | os.PathLike[str], titles: Sequence[str] | None = None, heading: str = ""
+) -> builtins.list[Path]:
+    """Draw the validation loss of runs over each other, into PNG files in `folder`; return these.
+
+    loss_vs_steps.png and loss_vs_bytes.png; loss_vs_time.png where all of them have predicted seconds.
+
+    Raises:
+        ArgumentError: no run, or one that has not been evaluated.
+    """
+    check_matplotlib()
+    if not runs:
+        raise ArgumentError("runs: there is none to draw: name at least one")
+    curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = {"loss_vs_steps.png": plot_against_steps, "loss_vs_bytes.png": plot_against_bytes}
+    if all(curve.time_s is not None for curve in curves):
+        plots["loss_vs_time.png"] = plot_against_time
+    for name, plot in plots.items():
+        plot(curves, folder / name, heading)
+    return [folder / name for name in plots]
+
+
+def _curve(run: Run, title: str) -> Curve:
+    rows = [row for row in run.records if row.get("node") is None and isinstance(row.get("val_loss"), int | float)]
+    if not rows:
+        raise ArgumentError(f"{run.path} has no validation loss to draw: give its run a val_set or a val_interval")
+    columns = {name: np.array([row.get(name, np.nan) for row in rows], float)
+               for name in ("step", "val_loss", "tx_bytes", "time_s")}  # fmt: skip
+    timed = np.isfinite(columns["time_s"]).all()
+    return Curve(
+        title, columns["step"], columns["val_loss"][None], columns["tx_bytes"], columns["time_s"] if timed else None
+    )
+
+
+def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
+    """Return where the run of a folder stands; None where there is none. `parent`: of its comparison or sweep."""
+    path = Path(path)
+    try:
+        return _listed(path, name, parent)
+    except (ArgumentError, OSError) as error:
+        return _unreadable(path, name, error)
+
+
+def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
+    _check_name(path)
+    status, about = standing(path), schema.read(path / "run.json")
+    if not status and not isinstance(about.get("description"), dict):
+        return None
+    last = _numbers(schema.read(path / "summary.json")) or _newest(path / "records.jsonl")
+    description, task = about.get("description") or {}, (parent or {}).get("task")
+    strategy = description.get("strategy")
+    return Listed(
+        name, path, "run", _state(about, status), short_name(strategy), task,
+        status.get("step"), status.get("total_steps"), last.get("val_loss"), last.get("val_accuracy"),
+        last.get("tx_bytes"), last.get("wall_s"), last.get("time_s"), status.get("started_s") or about.get("started_s"),
+        status.get("heartbeat_s"), **_notes(path),
+    )  # fmt: skip
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> Listed | None:
+    """Return the line of a folder that holds what no run writes; None where it has just been removed."""
+    if isinstance(error, OSError) and not path.exists():
+        return None
+    why = f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+    return Listed(name, path, "run", UNREADABLE, reason=in_json(why))
+
+
+def _check_name(path: Path) -> None:
+    """Refuse a name that no browser and no terminal could be sent."""
+    if in_json(path.name) != path.name:
+        raise ArgumentError(f"the folder's name is no UTF-8 ({os.fsencode(path.name)!r}): rename it")
+
+
+def _family(path: Path, name: str) -> builtins.list[Listed]:
+    """Return what a folder holds: one run, or a comparison or sweep with its runs; [] for neither."""
+    try:
+        _check_name(path)
+        about = schema.read(path / "run.json")
+        kind = _parent(path, about)
+        if kind is None:
+            run = listed(path, name)
+            return [] if run is None else [run]
+        about = schema.read(path / PARENTS[kind])
+    except (ArgumentError, OSError) as error:
+        above = _unreadable(path, name, error)
+        return [] if above is None else [above, *_inside(path, name, {})]
+    children = _inside(path, name, about)
+    state = str(about.get("state"))
+    if state == "running":
+        state = _of_process(about)
+    begun = [run.started_s for run in children if run.started_s is not None]
+    heard = [run.heard_s for run in children if run.heard_s is not None]
+    spent = [run.wall_s for run in children if run.wall_s is not None]
+    strategies = about.get("strategies")
+    return [
+        Listed(
+            name, path, kind, ENDED.get(state, state), ",".join(strategies) if isinstance(strategies, dict) else None,
+            about.get("task"), sum(run.state == "done" for run in children), about.get("runs_wanted") or len(children),
+            min((run.loss for run in children if run.loss is not None), default=None),
+            wall_s=sum(spent) if spent else None, started_s=min(begun, default=None), heard_s=max(heard, default=None),
+            **_notes(path),
+        ),
+        *children,
+    ]  # fmt: skip
+
+
+def _inside(path: Path, name: str, about: Row) -> builtins.list[Listed]:
+    """Return the runs of a comparison or sweep."""
+    found = [listed(child, f"{name}/{in_json(child.name)}", about) for child in _children(path)]
+    return [run for run in found if run is not None]
+
+
+def _notes(path: Path) -> dict[str, Any]:
+    notes = read_notes(path)
+    return {"tags": notes.tags, "note": notes.note}
+
+
+def short_name(strategy: Any) -> str | None:
+    """Return what `--strategies` calls a strategy that a description tells of; the name of its class where it cannot.
+
+    >>> short_name({"name": "DiLoCoStrategy"}), short_name({"name": "Mine"}), short_name("x")
+    ('diloco', 'Mine', None)
+    """
+    if not isinstance(strategy, dict) or "name" not in strategy:
+        return None
+    name = str(strategy["name"])[: schema.LABEL]
+    return short_names().get(name, name)
+
+
+def _parent(path: Path, about: Row) -> str | None:
+    """Return "comparison" or "sweep" where a folder is one; a run's description is an object, a comparison's a text."""
+    if (path / PARENTS["sweep"]).is_file():
+        return "sweep"
+    return "comparison" if isinstance(about.get("strategies"), dict) else None
+
+
+def _children(path: Path) -> builtins.list[Path]:
+    try:
+        return _folders(path)
+    except OSError:
+        return []
+
+
+def _folders(path: Path) -> builtins.list[Path]:
+    """Return the folders in a folder, without hidden ones and links."""
+    with os.scandir(path) as entries:
+        return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
+
+
+def _state(about: Row, status: Row) -> str:
+    """Return the state of a run, also of one that has not said any: it has just begun, or was killed then."""
+    if status:
+        return str(status.get("state"))
+    return _of_process(about)
+
+
+def _of_process(about: Row) -> str:
+    """Return "running" or "lost", of what says it is running, and in which process."""
+    process = about.get("process")
+    if process is None or process.get("pid") is None:
+        return "lost"
+    return "lost" if is_alive(process) is False else "running"
+
+
+def _newest(path: Path) -> Row:
+    """Return the newest record of the averaged model, with the values of its newest evaluation, from a file's end."""
+    try:
+        with opened_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]  # whole ones
+    except OSError:
+        return {}
+    found: Row = {}
+    for line in reversed(lines):
+        row = schema.row_of(line, RECORD)
+        if row is not None and row.get("node") is None:
+            found |= {name: value for name, value in row.items() if found.get(name) is None}
+            if found.get("val_loss") is not None:
+                break
+    return _numbers(found)
+
+
+def _numbers(row: Row) -> Row:
+    """Return a record with the numbers that JSON lacks."""
+    return {name: FROM_JSON.get(x, x) if isinstance(x, str) else x for name, x in row.items()}
+
+
+def age_s(run: Listed) -> float | None:
+    """Return how many seconds ago a run was heard of last, or began."""
+    at_s = run.heard_s or run.started_s
+    return None if at_s is None else max(time.time() - at_s, 0.0)
+
+
+def to_table(runs: Iterable[tuple[str, Run]]) -> tuple[builtins.list[str], builtins.list[builtins.list[Any]]]:
+    """Return the headers and rows of a table with how each run ended: loss, accuracy, steps, bytes, seconds."""
+    headers = ["run", "strategy", "state", "steps", "validation loss", "accuracy", "sent/node", "predicted", "trained"]
+    rows = []
+    for name, run in runs:
+        last = run.summary or _newest(run.path / "records.jsonl")
+        label = short_name(run.description.get("strategy"))
+        values = [last.get(key) for key in ("val_loss", "val_accuracy", "tx_bytes", "time_s", "wall_s")]
+        rows.append([name, label, run.state, run.status.get("step"), *values])
+    return headers, rows

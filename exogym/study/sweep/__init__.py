@@ -1,0 +1,24 @@
+"""Sweeps: the same task trained with every combination of some options, and what differs between them.
+
+`sweep` trains the cells and gives a `Swept` (`exogym.study.sweep.result`).
+
+>>> def stop(ended):
+...     raise KeyboardInterrupt
+>>> try:
+...     result: Swept = sweep("digits", ["H=2,5"], steps=5, seeds=1, nodes=2, processes=1, watch=stop)
+... except SweepInterrupted as stopped:
+...     print(stopped.folder)
+None
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = ["SweepInterrupted", "Swept", "sweep"]
+
+if TYPE_CHECKING:
+    from exogym.study.sweep.result import Swept
+    from exogym.study.sweep.run import SweepInterrupted, sweep
+else:
+    __getattr__, __dir__ = lazily(__name__)

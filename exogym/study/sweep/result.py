@@ -1,0 +1,175 @@
+"""What comes out of a sweep: a row per cell, the best one, and the files."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exogym.core.base.files import replacing
+from exogym.core.progress import readable_bytes
+from exogym.errors import ExoGymError
+from exogym.network import readable_seconds
+from exogym.study.compare.comparison import Histories, markdown, spread_text
+from exogym.study.compare.plots import COLOURS, DOTS_PER_INCH
+from exogym.study.sweep.axes import Axes, as_number
+
+if TYPE_CHECKING:
+    import pandas
+
+SUMMARY, PLOT = "summary.csv", "sweep.png"
+PANEL_INCHES, MOST_LINES = (4.2, 3.6), len(COLOURS)
+FAR_APART = 8  # from this ratio of an option's values on, they are drawn on a logarithmic axis
+
+
+@dataclass(frozen=True)
+class Swept:
+    """What came out of `sweep`.
+
+    Attributes:
+        heading, finding: one line saying what was trained, and one what came out.
+        axes: what was swept: option to its values, or range.
+        rows: a dict per cell: `cell` is its name, then the value of each option, then mean and `<name>_std` over seeds.
+        histories: (cell, seed) to the `History` of that run.
+        description: what was swept and where, as JSON; also in sweep.json.
+        folder, paths: where the files are; None and () if none were wanted.
+    """
+
+    heading: str
+    finding: str
+    axes: Axes
+    rows: list[dict[str, Any]]
+    histories: Histories = field(repr=False)
+    description: dict[str, Any] = field(repr=False)
+    folder: Path | None = None
+    paths: tuple[Path, ...] = ()
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The row with the lowest mean validation loss."""
+        return best_of(self.rows)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the rows as a table; values of options that are numbers are numbers."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
+        frame = pandas.DataFrame(self.rows)
+        for name in self.axes:
+            numbers = [as_number(value) for value in frame[name]]
+            if None not in numbers:
+                frame[name] = numbers
+        return frame
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the headers and the rows of the table as text, mean ± standard deviation over seeds."""
+        timed = "time_s" in self.rows[0]
+        headers = [
+            *self.axes,
+            "validation loss",
+            "accuracy",
+            "sent/node",
+            "predicted" if timed else "examples/s",
+            "notes",
+        ]
+        rows = [
+            [
+                *(row[name] for name in self.axes), spread_text(row, "val_loss", "{:.4f}"),
+                spread_text(row, "val_accuracy", "{:.1%}"),
+                "" if row["tx_bytes"] is None else readable_bytes(row["tx_bytes"]),
+                _predicted(row) if timed else spread_text(row, "examples_per_s", "{:.0f}"), row["notes"],
+            ]
+            for row in self.rows
+        ]  # fmt: skip
+        return headers, rows
+
+    def to_markdown(self) -> str:
+        """Return heading, table and finding as Markdown."""
+        return "\n".join([self.heading, "", markdown(*self.table()), "", self.finding])
+
+
+def _predicted(row: Mapping[str, Any]) -> str:
+    return "" if row["time_s"] is None else readable_seconds(row["time_s"])
+
+
+def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return min((row for row in rows if row["val_loss"] is not None), key=lambda row: row["val_loss"])
+
+
+def find(rows: Sequence[dict[str, Any]]) -> str:
+    """Return as one sentence which cell came to the lowest validation loss, and what is as good within the spread."""
+    best = best_of(rows)
+    spread = best["val_loss_std"] or 0.0
+    near = [
+        row["cell"] for row in rows
+        if row is not best and row["val_loss"] is not None and row["val_loss"] - best["val_loss"] <= spread
+    ]  # fmt: skip
+    text = f"Best is {best['cell']}, with a validation loss of {spread_text(best, 'val_loss', '{:.4f}')}"
+    if near:
+        text += f"; within its spread: {'; '.join(near[:3])}" + (f" and {len(near) - 3} more" if near[3:] else "")
+    return text + "."
+
+
+def write(result: Swept, folder: Path) -> tuple[Path, ...]:
+    """Write summary.csv and sweep.png into `folder`; return their paths."""
+    with replacing(folder / SUMMARY) as file:
+        writer = csv.DictWriter(file, list(result.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(result.rows)
+    _draw(result, folder / PLOT)
+    return folder / SUMMARY, folder / PLOT
+
+
+def _draw(result: Swept, path: Path) -> None:
+    """Draw a panel for each option with several values: mean loss and its standard deviation over seeds.
+
+    A line for each combination of the other options, where there are few; else the best cell of each value.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result.rows if row["val_loss"] is not None]
+    axes = [name for name in result.axes if len({row[name] for row in rows}) > 1] or list(result.axes)[:1]
+    figure = Figure((PANEL_INCHES[0] * len(axes), PANEL_INCHES[1] + 0.4), DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, name in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes, strict=True):
+        lines = _lines(rows, name, [other for other in axes if other != name])
+        numbers = {row[name]: as_number(row[name]) for row in rows}
+        is_number = None not in numbers.values()
+        texts = sorted(numbers, key=lambda text: numbers[text] or 0.0) if is_number else list(numbers)
+        places = {text: numbers[text] if is_number else float(k) for k, text in enumerate(texts)}
+        for colour, (label, cells) in zip(COLOURS, lines.items(), strict=False):
+            cells = sorted(cells, key=lambda row: places[row[name]] or 0.0)
+            panel.errorbar(
+                [places[row[name]] for row in cells], [row["val_loss"] for row in cells],
+                [row["val_loss_std"] or 0.0 for row in cells], color=colour, marker="o", markersize=4, capsize=3,
+                linewidth=1.5, label=label,
+            )  # fmt: skip
+        found = [place for place in places.values() if place is not None]
+        if is_number and min(found) > 0 and max(found) / min(found) >= FAR_APART:
+            panel.set_xscale("log")
+        if len(texts) <= 8:
+            panel.set_xticks(found, texts)
+            panel.set_xticks([], minor=True)
+        panel.set_xlabel(name)
+        panel.grid(True, color="#E6E6E6", linewidth=0.7)
+        panel.spines[["top", "right"]].set_visible(False)
+        if any(lines):
+            panel.legend(frameon=False, fontsize=8)
+    figure.axes[0].set_ylabel("validation loss, mean ± standard deviation")
+    figure.suptitle(result.description["description"], x=0.01, ha="left", fontsize=10)
+    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _lines(rows: Sequence[dict[str, Any]], name: str, others: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return label to cells, of each line of a panel."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(", ".join(f"{other}={row[other]}" for other in others), []).append(row)
+    if len(lines) <= MOST_LINES:
+        return lines
+    best = {value: best_of([row for row in rows if row[name] == value]) for value in {row[name] for row in rows}}
+    return {"the best of the others": list(best.values())}

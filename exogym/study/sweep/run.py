@@ -1,0 +1,342 @@
+"""A sweep from its arguments to its table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from exogym.core.base.devices import resolve_device
+from exogym.core.base.files import replacing, temporary_folder
+from exogym.core.base.locks import LOCK, Lock
+from exogym.core.base.processes import described
+from exogym.core.record.metrics import Metric
+from exogym.core.record.run_folder import read_object
+from exogym.core.saving.checkpoint import differences
+from exogym.errors import ArgumentError, TrainingError, check_choice, check_count, checked
+from exogym.logger import check_writable
+from exogym.study.compare.comparison import MEASURES, TIMED, summarise
+from exogym.study.compare.folder import Folder, Outcome, lock_of
+from exogym.study.compare.plots import check_matplotlib
+from exogym.study.compare.run import Problem, asked_of, session_of, task_of, versions_here
+from exogym.study.compare.session import Session
+from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
+from exogym.study.sweep.on_ray import train_all_on_ray
+from exogym.study.sweep.result import Swept, best_of, find, write
+from exogym.study.sweep.search import BATCH, check_optuna, propose
+from exogym.study.sweep.workers import Job, processes_that_pay, train_all
+from exogym.study.tasks import Task
+
+Carrier = Callable[[Sequence[Job], Callable[[Job], None]], None]
+SWEEP = "sweep.json"
+LEFT_OUT = ("quality", "reduction", "target_s")  # measures of a comparison that mean nothing between cells
+Cells = dict[str, dict[str, str]]
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """A sweep was interrupted; what had come out by then is in its folder, and `folder` says where it can go on."""
+
+    def __init__(self, message: str, folder: Path | None) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run of a sweep that has ended: `count` of `total`, the run of `seed` in `cell`, and the loss it came to."""
+
+    cell: str
+    seed: int
+    count: int
+    total: int
+    val_loss: float | None
+
+
+@checked
+def sweep(
+    problem: Problem,
+    axes: Mapping[str, Any] | Sequence[str],
+    *,
+    strategy: str = "diloco",
+    data: str | os.PathLike[str] | None = None,
+    nodes: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seeds: int | Sequence[int] = 3,
+    lr: float | None = None,
+    partition: str | None = None,
+    processes: int | str = "auto",
+    engine: str | None = None,
+    device: str = "auto",
+    network: str | None = None,
+    step_seconds: Any = None,
+    search: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    loss_fn: Callable[..., Tensor] | None = None,
+    metrics: dict[str, Metric] | None = None,
+    watch: Callable[[Ended], object] | None = None,
+) -> Swept:
+    """Train a task with every combination of the values of some options, each from several seeds.
+
+    Args:
+        problem, data, nodes, steps, batch_size, seeds, lr, partition, device, network, step_seconds, loss_fn, metrics:
+            as `exogym.compare.compare` takes them, for all cells alike.
+        axes: option to values, or texts as "H=5,10". `strategy`, `nodes`, `steps`, `batch_size`, `lr`, `partition`,
+            `network` and `step_seconds` are the run's; any other is an option of the strategy.
+        strategy: where it is not swept, as text, "diloco:outer_lr=0.5".
+        processes: so many runs at once; "auto": one for each core, as far as memory reaches.
+        engine: "ray": the runs are tasks of a Ray cluster (that of RAY_ADDRESS, or one started here), one a core.
+        search: train this number of cells that optuna proposes, in place of all combinations. Then "1e-4..1e-1" is a
+            range of numbers.
+        out: folder of the sweep itself, which holds sweep.json, summary.csv, sweep.png and a folder for each run.
+        resume: go on in `out`, where a sweep with the same arguments was interrupted; the table is that of one that
+            never was. A search may be given more cells.
+        watch: called with an `Ended` after each run.
+
+    A run whose loss ceases to be a number is left out, and `notes` says so.
+
+    Raises:
+        ArgumentError, DataError: before training: of every cell's options, or of `out`.
+        TrainingError: no run at all came to its end. WorkerError: the process of a run was killed.
+        SweepInterrupted: a KeyboardInterrupt; `folder` says where to go on.
+
+    >>> result = sweep("digits", {"H": [2, 5]}, steps=10, seeds=1, nodes=2, processes=1)
+    >>> [(row["H"], row["seeds"]) for row in result.rows], result.best["cell"] in ("H=2", "H=5")
+    ([('2', 1), ('5', 1)], True)
+    """
+    given = {
+        name: x for name, x in locals().items()
+        if name not in ("problem", "out", "resume", "watch", "processes", "engine", "loss_fn", "metrics", "search")
+    }  # fmt: skip
+    if engine is not None:
+        check_choice("engine", engine, ("ray",))
+    swept = axes_of(axes)
+    if search is None:
+        cells = {label_of(cell): cell for cell in grid(swept)}
+    else:
+        check_optuna()
+        check_count("search", search)
+        cells = {}
+    shared = {
+        "nodes": nodes, "steps": steps, "batch_size": batch_size, "seeds": seeds, "lr": lr, "partition": partition,
+        "device": device, "network": network, "step_seconds": step_seconds, "loss_fn": loss_fn, "metrics": metrics,
+    }  # fmt: skip
+    with contextlib.ExitStack() as cleanup:
+        run = _Sweep(task_of(problem, data), swept, strategy, shared, watch, search)
+        if resume and out is not None:
+            run.measured_s = read_object(Path(out).expanduser() / SWEEP).get("measured_step_s")
+        run.add(cells)
+        asked = {
+            "task": run.task.name, "description": run.task.description,
+            "axes": {name: values if isinstance(values, list) else str(values) for name, values in swept.items()},
+            "given": json.loads(json.dumps({k: given[k] for k in given if k != "axes"}, default=str)),
+            "is_search": search is not None, "cells_asked": run.asked if search is None else {},
+        }  # fmt: skip
+        if out is None:
+            if resume:
+                raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/sweep'")
+            run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
+        else:
+            check_matplotlib()
+            run.path = Path(out).expanduser()
+            run.lock = _locked(run.path, asked, resume)
+            cleanup.callback(run.lock.release)
+        arguments = asked["given"] | {"problem": problem if isinstance(problem, str) else type(problem).__name__}
+        run.description = asked | {
+            "versions": versions_here(), "arguments": arguments | {"axes": asked["axes"], "search": search},
+            "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }  # fmt: skip
+        try:
+            run.train(_carrier(engine, processes, device))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                run.describe("interrupted")
+                where = None if out is None else run.path
+                way = "" if where is None else f"; sweep(..., out={os.fspath(where)!r}, resume=True) goes on"
+                raise SweepInterrupted(f"{len(run.outcomes)} of {run.total} runs have ended{way}", where) from error
+            run.describe("failed")
+            raise
+        return run.result(is_kept=out is not None)
+
+
+def _carrier(engine: str | None, processes: int | str, device: str) -> Carrier:
+    """Return what takes all of some runs to their end."""
+    if engine is None:
+        most = processes_that_pay(processes, 1 << 30, resolve_device(device))
+        return lambda jobs, ended: train_all(jobs, min(most, max(len(jobs), 1)), ended)
+    if processes != "auto":
+        check_count("processes", processes)
+    at_once = None if processes == "auto" else int(processes)
+    return lambda jobs, ended: train_all_on_ray(jobs, at_once, ended)
+
+
+def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
+    """Lock the sweep's folder: a new one, or that of an interrupted sweep that was asked for the same."""
+    if (path / LOCK).exists():  # another sweep works there, or one was killed: `acquire` knows
+        lock = lock_of(path)
+    else:
+        _check_folder(path, asked, resume)
+        check_writable(path, "out")
+        lock = lock_of(path)
+    try:
+        _check_folder(path, asked, resume)  # again: another sweep may have come and gone
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
+    """Refuse a folder that holds something already, or with `resume` one that holds no sweep asked for the same."""
+    before = read_object(path / SWEEP)
+    if not resume:
+        if path.exists() and (not path.is_dir() or any(not file.name.startswith(LOCK) for file in path.iterdir())):
+            hint = "go on there with resume (--resume), or " if before else ""
+            raise ArgumentError(f"out={str(path)!r} holds something already: {hint}give another folder")
+        return
+    if not before:
+        raise ArgumentError(f"out={str(path)!r} holds no sweep to go on with: give the folder of one")
+    if unlike := differences({key: before.get(key) for key in asked}, json.loads(json.dumps(asked))):
+        raise ArgumentError(
+            f"out={str(path)!r} is of a sweep that differs, and only one that is the same can be gone on with:\n  "
+            + "\n  ".join(unlike)
+        )
+
+
+class _Sweep:
+    """The cells of a sweep, a session for each, and what has come out of their runs."""
+
+    def __init__(
+        self, task: Task, axes: Axes, strategy: str, shared: dict[str, Any], watch: Any, search: int | None
+    ) -> None:
+        self.task, self.axes, self.strategy, self.shared, self.watch = task, axes, strategy, shared, watch
+        self.search, self.path, self.description = search, Path(), dict[str, Any]()
+        self.lock: Lock | None = None
+        self.cells: Cells = {}
+        self.sessions: dict[str, Session] = {}
+        self.outcomes: dict[tuple[str, int], Outcome] = {}
+        self.asked: dict[str, Any] = {}
+        self.measured_s: float | None = None  # seconds of a step, as an earlier start has measured them
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return next(iter(self.sessions.values())).setting.seeds
+
+    @property
+    def total(self) -> int:
+        seeds = self.shared["seeds"]
+        return (self.search or len(self.cells)) * (seeds if isinstance(seeds, int) else len(seeds))
+
+    def add(self, cells: Cells) -> None:
+        """Make the sessions of cells; what will not do is an error now."""
+        for label, cell in cells.items():
+            text, own = arguments_of(cell, self.strategy)
+            forecasts = [session.forecast for session in self.sessions.values() if session.forecast is not None]
+            known_s = forecasts[0].measured_step_s if forecasts else self.measured_s
+            try:
+                session = session_of(self.task, {label: text}, known_step_s=known_s, **(self.shared | own))
+            except ArgumentError as error:
+                raise ArgumentError(f"cell {label}: {error}") from error
+            self.cells[label], self.sessions[label] = cell, session
+            self.asked[label] = asked_of(session, None)
+
+    def train(self, carry: Carrier) -> None:
+        if self.search is None:
+            self._train(list(self.cells), carry)
+            return
+        tried: list[tuple[dict[str, str], float | None]] = []
+        while len(tried) < self.search:
+            # Always a whole batch, so that a search for more cells begins with those of one for fewer.
+            proposed = propose(self.axes, tried, BATCH)[: self.search - len(tried)]
+            batch = {label_of(cell): cell for cell in proposed}
+            self.add({label: cell for label, cell in batch.items() if label not in self.cells})
+            self._train(list(batch), carry)
+            rows = {row["cell"]: row["val_loss"] for row in self._rows()}
+            tried += [(cell, rows[label_of(cell)]) for cell in proposed]
+
+    def _train(self, labels: Sequence[str], carry: Carrier) -> None:
+        """Take the runs of some cells to their end; what the folder already has is not trained again."""
+        folder, jobs = Folder(self.path, self.cells, lock=self.lock), list[Job]()
+        for label in labels:
+            session = self.sessions[label]
+            session.folder = folder
+            for seed in session.setting.seeds:
+                known = session.known(label, seed)
+                if known is None:
+                    jobs.append((session, label, seed))
+                else:
+                    self.outcomes[label, seed] = known
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.describe("running")
+        carry(jobs, self._ended)
+
+    def _ended(self, job: Job) -> None:
+        session, label, seed = job
+        outcome = session.known(label, seed)
+        assert outcome is not None
+        self.outcomes[label, seed] = outcome
+        if self.watch is not None:
+            loss = None if outcome.history is None else outcome.history.last["val_loss"]
+            self.watch(Ended(label, seed, len(self.outcomes), self.total, loss))
+
+    def describe(self, state: str, **more: Any) -> None:
+        """Write sweep.json."""
+        if not self.path.is_dir():
+            return
+        runs = [
+            {"cell": label, "seed": seed, "wall_s": found.wall_s, "error": found.error}
+            for (label, seed), found in self.outcomes.items()
+        ]
+        self.description |= {"state": state, "cells": self.cells, "runs_wanted": self.total, "runs": runs, **more}
+        self.description["measured_step_s"] = next(
+            (s.forecast.measured_step_s for s in self.sessions.values() if s.forecast is not None), None
+        )
+        with replacing(self.path / SWEEP) as file:
+            file.write(json.dumps(self.description, indent=1) + "\n")
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return a row for each cell."""
+        histories = {key: found.history for key, found in self.outcomes.items() if found.history is not None}
+        said = {}
+        for label, session in self.sessions.items():
+            errors = [o.error for (cell, _), o in self.outcomes.items() if cell == label and o.error]
+            trouble = f"{len(errors)} of {len(self.seeds)} runs failed: {errors[-1]}" if errors else ""
+            said[label] = label, "; ".join(filter(None, (session.entries[label].notes, trouble)))
+        rows = []
+        measures = [m for m in (*MEASURES, *TIMED) if m not in LEFT_OUT]
+        timed = any("time_s" in history.columns for history in histories.values())
+        for row in summarise(said, self.seeds, histories, float("-inf") if timed else None):
+            cell = self.cells[row["strategy"]]
+            figures = {k: row[k] for m in measures if m in row for k in (m, f"{m}_std")}
+            strategy = {} if STRATEGY in cell else {STRATEGY: self.strategy}
+            rows.append(
+                {"cell": row["strategy"], **strategy, **cell, "seeds": row["seeds"], **figures, "notes": row["notes"]}
+            )
+        return rows
+
+    def result(self, is_kept: bool) -> Swept:
+        rows = self._rows()
+        histories = {key: found.history for key, found in self.outcomes.items() if found.history is not None}
+        if not histories:
+            self.describe("failed")
+            raise TrainingError(next(found.error for found in self.outcomes.values() if found.error))
+        first = next(iter(self.sessions.values())).setting
+        said = [f"{len(self.cells)} cells of {', '.join(self.axes)}"]
+        for name, unit in (("nodes", "nodes"), ("steps", "steps"), ("batch_size", "examples a step")):
+            if name not in self.axes:
+                said.append(f"{getattr(first, name)} {unit}")
+        heading = f"{self.task.description}. {', '.join(said)}, seeds {', '.join(map(str, self.seeds))}"
+        finding = find(rows)
+        self.describe("finished", heading=heading, finding=finding, best=best_of(rows)["cell"])
+        result = Swept(heading, finding, self.axes, rows, histories, self.description)
+        if not is_kept:
+            return result
+        return replace(result, folder=self.path, paths=(self.path / SWEEP, *write(result, self.path)))

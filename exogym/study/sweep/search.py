@@ -1,0 +1,67 @@
+"""Cells that optuna proposes, in place of a grid.
+
+Cells come in batches of four. What is proposed next follows from the cells before the batch and what came out of them,
+and from nothing else: a search that was killed and goes on proposes the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exogym.errors import ExoGymError
+from exogym.study.sweep.axes import Axes, Range, as_text
+
+BATCH = 4
+
+
+def check_optuna() -> None:
+    """Raise ExoGymError if optuna is not installed."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ExoGymError("search needs optuna, which is not installed: pip install 'exogym[search]'")
+
+
+def propose(axes: Axes, tried: Sequence[tuple[Mapping[str, str], float | None]], count: int) -> list[dict[str, str]]:
+    """Return the next cells.
+
+    Args:
+        tried: cells and the losses that came out, None where the run failed, in the order in which they were proposed.
+        count: how many are wanted.
+    """
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.trial import TrialState, create_trial
+
+    distributions: dict[str, Any] = {}
+    for name, values in axes.items():
+        if isinstance(values, Range):
+            kind = IntDistribution if values.is_whole else FloatDistribution
+            distributions[name] = kind(values.low, values.high, log=values.is_logarithmic)
+        else:
+            distributions[name] = CategoricalDistribution(values)
+
+    def value_of(name: str, text: str) -> Any:
+        values = axes[name]
+        return text if not isinstance(values, Range) else int(text) if values.is_whole else float(text)
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=len(tried), n_startup_trials=BATCH))
+            for cell, loss in tried:
+                params = {name: value_of(name, text) for name, text in cell.items()}
+                state = TrialState.FAIL if loss is None else TrialState.COMPLETE
+                study.add_trial(create_trial(params=params, distributions=distributions, value=loss, state=state))
+            trials = [study.ask(distributions) for _ in range(count)]
+    finally:
+        optuna.logging.set_verbosity(before)
+    return [{name: as_text(_rounded(trial.params[name], axes[name])) for name in axes} for trial in trials]
+
+
+def _rounded(value: Any, values: Any) -> Any:
+    """Return a number with four digits, within its range: what is written is what is trained."""
+    return min(max(float(f"{value:.4g}"), values.low), values.high) if isinstance(value, float) else value

@@ -1,0 +1,156 @@
+"""The runs of a sweep, in as many processes as pay.
+
+Each run has a forked process of its own, which leaves what came out in the run's folder: nothing is pickled, a run that
+is killed takes no other one with it, and its memory is given back. Another run begins only where a core is free and
+there is memory for one more of the largest so far. Where a process cannot be forked (a GPU in use, no Linux) the runs
+follow one another in this one.
+
+What carries runs elsewhere has the signature of `train_all`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from exogym.core.base import streams
+from exogym.core.base.devices import free_memory_bytes
+from exogym.core.engine.forks import can_fork, die_with
+from exogym.errors import ArgumentError, WorkerError, check_count
+from exogym.study.compare.session import Session
+
+POLL_S = 0.02
+SPARE = 1.3  # times the memory of the largest run so far is to be free before another begins
+KIB = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+CPU = torch.device("cpu")
+Job = tuple[Session, str, int]  # the run of a label and a seed
+
+
+def processes_that_pay(asked: int | str, jobs: int, device: torch.device) -> int:
+    """Return how many runs to train at once.
+
+    Args:
+        asked: that many, or "auto": one for each core there is, and one alone on a GPU.
+
+    Raises:
+        ArgumentError: several, where this process cannot be forked.
+    """
+    forks = can_fork() and device.type == "cpu"
+    if asked == "auto":
+        return min(len(os.sched_getaffinity(0)), max(jobs, 1)) if forks else 1
+    check_count("processes", asked)
+    if int(asked) > 1 and not forks:
+        raise ArgumentError(
+            f"processes={asked}: several runs at once need Linux and the CPU (here: {sys.platform}, {device}): leave "
+            "processes at 1"
+        )
+    return int(asked)
+
+
+def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None]) -> None:
+    """Take all runs to their end, `processes` at once at most; `ended` is called after each, in this process.
+
+    Raises:
+        WorkerError: a run's process ended without a result; it is raised when all others have come to their end.
+        KeyboardInterrupt: after the runs under way were asked to stop, saved themselves and have done so.
+    """
+    if processes == 1:
+        for job in jobs:
+            session, label, seed = job
+            session.settle(label, seed)
+            ended(job)
+        return
+    waiting, running, lost = list(jobs), dict[int, Job](), list[str]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes and (not running or _has_room()):
+                running[_forked(waiting[0])] = waiting[0]
+                del waiting[0]
+            for pid in list(running):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    job = running.pop(pid)
+                    if status:
+                        lost.append(f"{job[1]}, seed {job[2]} ({_why(status)})")
+                    else:
+                        ended(job)
+            jobs[0][0].beat()
+            time.sleep(POLL_S)
+    finally:
+        for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
+            _end(running, number, patience_s)
+    if lost:
+        raise WorkerError(
+            f"{len(lost)} of {len(jobs)} runs ended without a result: {'; '.join(lost)}. The others have theirs; going "
+            "on with resume trains only these"
+        )
+
+
+def _has_room() -> bool:
+    """Say whether memory is free for one more run as large as the largest that has ended, and as this process."""
+    largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return free_memory_bytes(CPU) > SPARE * largest * KIB
+
+
+def _forked(job: Job) -> int:
+    """Train in a new process; return its number."""
+    streams.flush()
+    parent, collects = os.getpid(), gc.isenabled()
+    gc.disable()
+    pid = os.fork()
+    if pid:
+        if collects:
+            gc.enable()
+        return pid
+    gc.freeze()  # what the caller has left as garbage is not this process's to collect
+    if collects:
+        gc.enable()
+    code = 1
+    try:
+        die_with(parent)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides, and tells
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        session, label, seed = job
+        session.watch = None
+        session.settle(label, seed)
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as end:  # it was asked to stop
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc(file=streams.STDERR)
+    finally:
+        with contextlib.suppress(BaseException):
+            streams.flush()
+        os._exit(code)
+
+
+def _end(running: dict[int, Job], number: signal.Signals, patience_s: float) -> None:
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    until = time.monotonic() + patience_s
+    while running and time.monotonic() < until:
+        for pid in list(running):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del running[pid]
+        time.sleep(POLL_S)
+
+
+def _why(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return f"killed by {name}" + ("; the system does so when memory runs out" if name == "SIGKILL" else "")
+    code = os.waitstatus_to_exitcode(status)
+    return "stopped by SIGTERM" if code == 128 + signal.SIGTERM else f"exit code {code}, its traceback is above"

@@ -1,0 +1,294 @@
+"""Ready-made problems: data, model and settings under which the strategies can be told apart in a short time.
+
+>>> digits_task().name, load_task("digits", hidden=8).nodes, mnist_task(width=2).batch_size, shakespeare_task().H
+('digits', 4, 8, 10)
+>>> cifar10_task("nowhere.npz")
+Traceback (most recent call last):
+...
+exogym.errors.DataError: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from exogym.core.base import rng
+from exogym.core.progress import notice
+from exogym.data import Source, cifar10, digits, mnist, shakespeare
+from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
+from exogym.models import MLP, CharGPT, SmallCNN
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem to train on, and what to train it with unless the user says otherwise.
+
+    Attributes:
+        name, description: for reports; `origin` says where the data were found.
+        train, val: the data sets.
+        build: makes a model, drawing from torch's generator; see `make_model`.
+        nodes, batch_size, steps: of the fleet, per node and step, and per run.
+        inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
+        H: inner steps between communications of the strategies that have them.
+        outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
+        partitioner: who gets what, as on the command line; None deals anew each epoch.
+        evaluates: what an evaluation looks at, in words; None: all of `val`, which is all that was held out.
+    """
+
+    name: str
+    description: str
+    origin: str
+    train: Dataset[Any]
+    val: Dataset[Any]
+    build: Callable[[], nn.Module]
+    nodes: int
+    batch_size: int
+    steps: int
+    lr: float
+    H: int
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    inner_optim: str = "adamw"
+    lr_scheduler: str = "constant"
+    warmup_steps: int = 0
+    max_norm: float | None = None
+    partitioner: str | None = None
+    evaluates: str | None = None
+
+    def make_model(self, seed: int = 0) -> nn.Module:
+        """Return a new model; its weights follow from `seed`, and the caller's random state is left as it was."""
+        cpu = torch.device("cpu")
+        with rng.preserved_state(cpu):
+            rng.seed_torch(rng.stream_seed(seed, "init"), cpu)
+            return self.build()
+
+
+Data = str | os.PathLike[str] | None
+
+
+def load_task(name: str, data: Data = None, **options: Any) -> Task:
+    """Return the task `name`: "digits", "mnist", "shakespeare", "cifar10", "whisper", or one's own, "module:function".
+
+    The function of one's own is called with `data`, if that is given, and the options; it returns a `Task`.
+
+    Args:
+        data: file or folder of the data, if not where `exogym.data.sources` looks by itself.
+        options: of the task: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`, `n_embd`,
+            `dropout` (shakespeare); those of `whisper_task` (whisper).
+
+    Raises:
+        ArgumentError: an unknown task, or an option that it does not have; no such module or function, or one that
+            returns something else.
+        DataError: its data were not found; the message says how to get them.
+
+    >>> task = load_task("digits")
+    >>> task.nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
+    (4, 'dirichlet:1.0', 2410)
+    """
+    if ":" in name:
+        return _own_task(name, *(() if data is None else (data,)), **options)
+    check_choice("task", name, _TASKS)
+    return _TASKS[name](data, **options)
+
+
+def _own_task(name: str, *data: Data, **options: Any) -> Task:
+    module_name, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not module_name.startswith(error.name or module_name):
+            raise  # of a module that it imports
+        raise ArgumentError(
+            f"task {name!r}: there is no module {module_name!r}; wanted module:function, as in 'my_task:make' for the "
+            "function make of my_task.py"
+        ) from error
+    make = getattr(module, function, None)
+    if not callable(make):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(f"task {name!r}: {module_name} has no function {function!r}: {nearest(function, own)}")
+    task = make(*data, **options)
+    if not isinstance(task, Task):
+        raise ArgumentError(f"task {name!r}: {function} returned a {type(task).__name__}, wanted an exogym.tasks.Task")
+    return task
+
+
+@checked
+def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
+    """8x8 digits and a one-layer MLP: seconds a strategy, yet DDP, DiLoCo, FedAvg and one node alone come out apart."""
+    source = digits(data)
+    return _task(
+        "digits",
+        f"8x8 handwritten digits, MLP 64-{hidden}-10",
+        source,
+        functools.partial(MLP, [64, hidden, 10]),
+        nodes=4,
+        batch_size=4,
+        steps=1000,
+        lr=2e-3,
+        H=10,
+        outer_lr=0.3,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def mnist_task(data: Data = None, *, width: int = 8) -> Task:
+    """28x28 digits and a small convolutional network."""
+    return _task(
+        "mnist",
+        f"28x28 handwritten digits, CNN of width {width}",
+        mnist(data),
+        functools.partial(SmallCNN, channels=1, size=28, width=width),
+        nodes=4,
+        batch_size=8,
+        steps=300,
+        lr=2e-3,
+        H=10,
+        outer_lr=0.4,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
+    """32x32 photographs and a small convolutional network; the user brings the data."""
+    return _task(
+        "cifar10",
+        f"32x32 photographs of ten kinds, CNN of width {width}",
+        cifar10(data),
+        functools.partial(SmallCNN, channels=3, size=32, width=width),
+        nodes=4,
+        batch_size=16,
+        steps=400,
+        lr=1e-3,
+        H=10,
+        partitioner="dirichlet:1.0",
+    )
+
+
+@checked
+def shakespeare_task(
+    data: Data = None,
+    *,
+    block_size: int = 64,
+    n_layer: int = 2,
+    n_head: int = 4,
+    n_embd: int = 64,
+    dropout: float = 0.0,
+) -> Task:
+    """Shakespeare by the character and a small GPT (0.1M parameters): a minute or so a strategy on one core.
+
+    Training windows overlap by half; validation is about 512 windows spread over the last tenth of the text.
+    """
+    if block_size < 2:
+        raise ArgumentError(f"block_size={block_size!r} must be at least 2")
+    source = shakespeare(data, block_size=block_size, stride=block_size // 2, val_windows=512)
+    model = functools.partial(
+        CharGPT, len(source.classes), block_size, n_layer=n_layer, n_head=n_head, n_embd=n_embd, dropout=dropout
+    )
+    return _task(
+        "shakespeare",
+        f"Shakespeare by the character, GPT of {n_layer} layers, {n_head} heads, width {n_embd}",
+        source,
+        model,
+        nodes=4,
+        batch_size=8,
+        steps=1000,
+        lr=3e-3,
+        H=10,
+        outer_lr=0.4,
+        lr_scheduler="cosine",
+        warmup_steps=50,
+        max_norm=1.0,
+    )
+
+
+@checked
+def whisper_task(
+    data: Any = None,
+    *,
+    weights: Data = None,
+    window_s: float | None = None,
+    lora_rank: int | None = 8,
+    word_errors: bool = True,
+    gradient_checkpointing: bool = False,
+    language: str = "en",
+    timestamps: bool = False,
+    lines: int = 96,
+    held_out: int = 24,
+    val_clips: int = 32,
+    general: Data = "spoken",
+    replay: float = 0.0,
+) -> Task:
+    """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
+
+    `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
+    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
+    out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
+
+    `general` is running speech that the model must not lose, as in `exogym.data.speech.general_speech`: after a run on
+    hosts the trained model is held against it; None: against nothing. With `replay` such a share of the training clips
+    is drawn from it: then it is a folder with a manifest.
+    """
+    from exogym.data.speech import find_speech, mixed, speech
+    from exogym.models.whisper import WhisperModelWrapper, load_tokens
+    from exogym.models.whisper.weights import find_weights
+
+    check_count("val_clips", val_clips)
+    found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
+    encode = load_tokens(found, **spoken).encode
+    source = find_speech(data, encode, window_s=window_s, lines=lines, held_out=held_out)
+    if replay:
+        if general in (None, "spoken"):
+            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, running speech with a manifest")
+        source = mixed(source, speech(general, encode, window_s=window_s), replay)
+    val = source.val.thinned(val_clips)
+    part = None if len(val) == len(source.val) else f"{len(val)} of the {len(source.val)} clips that are held out"
+    if part is not None:
+        notice(f"an evaluation listens to {part}, evenly spread; val_clips={len(source.val)} listens to all")
+    build = functools.partial(
+        WhisperModelWrapper.from_weights, found, window_s=source.window_s, lora_rank=lora_rank,
+        word_errors=word_errors, gradient_checkpointing=gradient_checkpointing, **spoken,
+    )  # fmt: skip
+    trained = "all of it" if lora_rank is None else f"LoRA of rank {lora_rank}"
+    return Task(
+        "whisper",
+        f"Whisper on {len(source.train)} clips of up to {source.window_s:g} s, {trained}",
+        source.origin,
+        source.train,
+        val,
+        build,
+        nodes=2,
+        batch_size=2,
+        steps=40,
+        lr=1e-3 if lora_rank is not None else 1e-5,
+        H=8,
+        outer_lr=1.0,
+        outer_momentum=0.0,  # plain averages: of a few rounds only, momentum has no time to settle
+        lr_scheduler="cosine",
+        warmup_steps=4,
+        max_norm=1.0,
+        evaluates=part,
+    )
+
+
+def _task(name: str, description: str, source: Source, build: Callable[[], nn.Module], **settings: Any) -> Task:
+    return Task(name, description, source.origin, source.train, source.val, build, **settings)
+
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits_task,
+    "mnist": mnist_task,
+    "shakespeare": shakespeare_task,
+    "cifar10": cifar10_task,
+    "whisper": whisper_task,
+}
