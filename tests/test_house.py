@@ -48,7 +48,7 @@ def strangers_in_the_loop(found: Sources) -> list[str]:
     return [
         f"{path}:{line}: {target}"
         for path, source in found.items()
-        if path != "training/loop.py"
+        if path != "core/training/loop.py"
         for line, target in written(source)
         if target.startswith(("loop.", "self.loop."))
     ]
@@ -77,7 +77,7 @@ def asked_for_their_class(found: Sources) -> list[str]:
 
 def test_who_is_present_is_said_in_one_place() -> None:
     (place,) = who_is_present(sources())
-    assert place.startswith("training/driver.py")
+    assert place.startswith("core/training/driver.py")
 
 
 def test_the_loop_writes_its_own_attributes() -> None:

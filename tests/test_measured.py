@@ -132,7 +132,9 @@ def test_on_hosts_nothing_overlaps():
 
 ROOT = Path(__file__).parent.parent
 LATE_PAGES = ("network", "strategies", "predictions", "design", "understand/simulated")
-LATE_CODE = [ROOT / "exogym" / name for name in ("clock/clock.py", "training/timing.py", "strategy/traffic.py")]
+LATE_CODE = [
+    ROOT / "exogym" / name for name in ("core/clock/clock.py", "core/training/timing.py", "strategy/traffic.py")
+]
 LATE_CODE += [
     path for path in sorted((ROOT / "exogym" / "strategy").glob("*.py")) if "overlap_steps=" in path.read_text("utf-8")
 ]

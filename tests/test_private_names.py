@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import exogym
 
 ROOT = Path(exogym.__path__[0])
-THE_ROOM = "base/torch_private.py"
+THE_ROOM = "core/base/torch_private.py"
 DOCUMENTED = {"os._exit", "_fields", "_fields_"}  # of Python, underscore or not
 
 

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+import exogym
 from exogym.cli import main
 from exogym.core.base.processes import described
 from exogym.errors import ArgumentError
@@ -438,7 +439,7 @@ def test_read_only_it_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_its_files_name_no_other_place(served: Page) -> None:
-    static = Path(runs.__file__).parent / "ui" / "static"
+    static = Path(exogym.__path__[0]) / "ui" / "static"
     for path in static.iterdir():
         if path.suffix in (".html", ".css", ".js"):
             text = path.read_text().partition("*/")[2] if path.name.startswith("uPlot") else path.read_text()

@@ -98,6 +98,14 @@ def _item(names: str, meaning: str) -> str:
 # What is public
 
 
+@functools.cache
+def opened(package: str) -> ModuleType:
+    """Return a module by its name; of a door, the room that it hands on."""
+    module = importlib.import_module(package)
+    room = re.search(r'= door\("([\w.]+)"\)', Path(module.__file__ or "").read_text("utf-8"))
+    return importlib.import_module(room[1]) if room else module
+
+
 def public(module: ModuleType) -> list[str]:
     """Return the public names of a module: those it lists, or else the classes and functions it defines."""
     listed = getattr(module, "__all__", None)
@@ -141,7 +149,7 @@ def examples(docstring: str) -> list[str]:
 @functools.cache
 def package_examples(package: str) -> list[tuple[str, str]]:
     """Return (where, example) of a package: of its docstring, its public names, and the modules these come from."""
-    module = importlib.import_module(package)
+    module = opened(package)
     found = [(package, module.__doc__ or "")]
     for name in public(module):
         thing = getattr(module, name)
@@ -173,7 +181,7 @@ def example_for(package: str, name: str) -> str | None:
 
     That is one of its package's docstrings, shown, or one on a page, linked; None: there is neither.
     """
-    thing = getattr(importlib.import_module(package), name)
+    thing = getattr(opened(package), name)
     if any(examples(text) for text in own_docstrings(thing)):
         return ""
     for where, example in package_examples(package):
@@ -228,7 +236,7 @@ def _shown(default: Any) -> str:
 
 def entry(package: str, name: str) -> str:
     """Return the entry of a public name, a directive of Sphinx's Python domain in Markdown."""
-    thing = getattr(importlib.import_module(package), name)
+    thing = getattr(opened(package), name)
     module = f":module: {package}"
     if not callable(thing):
         value = repr(thing)
@@ -254,7 +262,7 @@ def entry(package: str, name: str) -> str:
 
 def comment(package: str, name: str) -> str:
     """Return what is said of a value where it is defined: the comment behind it, or the one above."""
-    module = importlib.import_module(package)
+    module = opened(package)
     source = Path(module.__file__ or "").read_text("utf-8")
     found = re.search(rf"((?:^# .*\n)*)^{name}\b[^=\n]*=.*?(?:  # (.*))?$", source, re.M)
     if found:
@@ -281,7 +289,7 @@ def api(*packages: str) -> str:
     """
     parts = []
     for package, names in map(_asked, packages):
-        module = importlib.import_module(package)
+        module = opened(package)
         told = markdown(module.__doc__ or "")
         told = f"Names are imported with `from {package} import ...`, in the examples too.\n\n{told}"
         parts.append(f"## {package}\n\n```{{py:module}} {package}\n```\n\n{told}")
@@ -306,17 +314,17 @@ def said_once(page: str) -> str:
 
 def _asked(text: str) -> tuple[str, list[str]]:
     package, _, names = text.partition(":")
-    return package, names.split(",") if names else public(importlib.import_module(package))
+    return package, names.split(",") if names else public(opened(package))
 
 
 def first_home(package: str, name: str) -> str:
     """Return the package with the shortest path that offers this very thing as public."""
-    thing = getattr(importlib.import_module(package), name)
+    thing = getattr(opened(package), name)
     if not callable(thing):
         return package
     homes = [package]
     for other, names in packages_on_pages().items():
-        if name in names and getattr(importlib.import_module(other), name) is thing:
+        if name in names and getattr(opened(other), name) is thing:
             homes.append(other)
     return min(homes, key=lambda home: (home.count("."), home))
 

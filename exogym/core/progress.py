@@ -21,7 +21,8 @@ GOING_ON = "going on"  # of a notice: how a stopped run goes on
 LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
 SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
-_NOT_THE_USERS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, contextlib.__file__, functools.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USERS = (_PACKAGE + os.sep, contextlib.__file__, functools.__file__)
 _entered: list[Progress] = []  # inside one that is on, others stay quiet
 _silent: list[str | None] = []
 

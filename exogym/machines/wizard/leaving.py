@@ -35,7 +35,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
     ...     print(line)
     to use it, in Python:
         from exogym import load_model
-        from exogym.study.tasks import load_task
+        from exogym.tasks import load_task
         model = load_model(load_task('digits', hidden=8).make_model(), 'runs/one/fit_1.model.safetensors')
     """
     if task == "whisper":
