@@ -318,12 +318,12 @@ def test_diloco_measures_against_the_theta_each_node_last_received() -> None:
     wanted, theta = diloco(LOST, 26, 4, 0.7, 0.9)
     same(ours.go(26), wanted)
     same(ours.strategy.consensus(ours.fleet)[0], theta)  # type: ignore[index]
-    module: Any = ours.strategy.modules[0].outer
-    assert module.received.tolist() == [6, 6, 6, 6] and not module.earlier  # what nobody needs is not kept
+    module: Any = ours.strategy.modules[0].received
+    assert module.last.tolist() == [6, 6, 6, 6] and not module.earlier  # what nobody needs is not kept
     kept = hand(DiLoCoStrategy("sgd", H=4), LOST)
     kept.go(9)
-    module = kept.strategy.modules[0].outer
-    assert module.received.tolist() == [1, 1, 2, 2] and list(module.earlier) == [1]
+    module = kept.strategy.modules[0].received
+    assert module.last.tolist() == [1, 1, 2, 2] and list(module.earlier) == [1]
 
 
 def averaging(given: Faults, steps: int, H: int, wrong: str = "") -> Tensor:

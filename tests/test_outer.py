@@ -25,6 +25,7 @@ from exogym.strategy import (
     SimpleReduceStrategy,
     SlowMoStrategy,
 )
+from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
 
@@ -179,7 +180,7 @@ def test_with_constant_gradients_delayed_and_eager_lag_for_ever_by_what_the_firs
     ends = {}
     for name, module in {
         "diloco": DiLoCoCommunicator(2, OptimSpec("sgd", lr=eta)),
-        "delayed": DiLoCoCommunicator(2, OptimSpec("sgd", lr=eta), delay=2),
+        "delayed": DelayedCommunicator(2, OptimSpec("sgd", lr=eta), delay=2),
         "eager": EagerCommunicator(2, OptimSpec("sgd", lr=eta)),
     }.items():
         fleet = fleet_of(start.expand(N, -1))

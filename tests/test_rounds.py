@@ -104,7 +104,7 @@ def test_the_outer_rate_follows_the_rounds():
 
     def look(loop):
         module = loop.driver.algorithm.strategy.communication_modules[0]
-        seen[loop.step] = module.outer.optimizer.optimizer.param_groups[0]["lr"]
+        seen[loop.step] = module.outer.optimizer.param_groups[0]["lr"]
 
     options = {"outer_lr": 0.8, "outer_lr_scheduler": "cosine", "outer_warmup_rounds": 2}
     fit(DiLoCoStrategy(PLAIN, H=growing, **options), max_steps=16, callbacks=[Every(1, look)])

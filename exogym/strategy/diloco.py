@@ -12,15 +12,9 @@ rounds of warm-up it is eta (r+1)/W for r < W, and then, by name, eta shape((r-W
 steps). The outer momentum may follow the rounds likewise, mu_r = mu s(r), and restart, v <- 0, every K rounds. H may be
 a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
 
-Delayed by d steps (0 <= d <= H), the average that is sent after step r H arrives after step r H + d, and theta_i <-
-theta drops what was trained meanwhile. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of
-round r - 1, and 0 in the first; what the nodes trained in round r is on its way, and they go on from theta. What is on
-its way at the end of training arrives then (`final_sync`). In a simulation's clock, averages that arrive late overlap
-with computing. On hosts, a run waits for them where it sends them.
-
-In islands of s nodes, (0, ..., s-1), (s, ..., 2s-1), ..., nodes also average their parameters inside their island after
-every H_island steps, but where an outer step follows at once.
-
+Averages that arrive late are in `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). In islands of
+s nodes (`exogym.strategy.island`), (0, ..., s-1), (s, ..., 2s-1), ..., nodes also average their parameters inside their
+island after every H_island steps, but where an outer step follows at once.
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
 tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer SGD(lr=1), no
@@ -40,14 +34,22 @@ that was down comes back with theta: P b bytes, broadcast by one that stayed.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.presence import all_present, rows_of, shared_row
+from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
-from exogym.strategy.outer import OuterModule, OuterParameters, OuterRule, outer_spec
+from exogym.strategy.island import IslandCommunicator
+from exogym.strategy.modules import views
+from exogym.strategy.outer import OuterOptimizer, OuterRule, Received, outer_spec
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
@@ -56,7 +58,7 @@ from exogym.strategy.traffic import Traffic
 __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
 
 
-class DiLoCoCommunicator(OuterModule):
+class DiLoCoCommunicator(PeriodicModule):
     """The outer step of DiLoCo, after every step divisible by H.
 
     Args:
@@ -64,10 +66,8 @@ class DiLoCoCommunicator(OuterModule):
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
             outer_restarts: as `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
-        delay: d.
 
-    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received;
-    the average on its way.
+    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
     """
 
     weighted_means = True
@@ -85,90 +85,58 @@ class DiLoCoCommunicator(OuterModule):
         outer_momentum_scheduler: Scheduler = None,
         outer_restarts: int | None = None,
         weighting: str = "uniform",
-        delay: int = 0,
     ):
         super().__init__()
         self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
-        check_count("delay", delay, least=0)
-        if delay and self.rounds is not None:
-            raise ArgumentError(f"delay={delay} is of rounds of one length: give it with a number as H")
-        if delay > self.interval_steps:
-            raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
         self.rule = OuterRule(
             outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
             outer_restarts,
         )  # fmt: skip
-        self.weighting, self.delay = weighting, delay
-
-    def features(self) -> dict[str, str]:
-        return {"outer steps in parts or late": f"delay={self.delay}"} if self.delay else {}
+        self.weighting = weighting
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
-
-    def couples_every(self, N: int) -> float:
-        return self.interval_steps + self.delay
+        return [Traffic("all_reduce", P * b, self.interval_steps)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        rounds, weights = self.round_of(run.total_steps) + 1, example_weights(run, self.weighting)
-        self.outer = OuterParameters(fleet, self.rule, rounds, delay=self.delay, weights=weights)
-        if self.delay == self.interval_steps:
-            self.outer.expect_nothing(fleet)
-
-    def next_event(self, step: int) -> int:
-        end = super().next_event(step)
-        if not 0 < self.delay < self.interval_steps:
-            return end
-        H = self.interval_steps
-        arrival = ((step - self.delay) // H + 1) * H + self.delay
-        return min(end, max(arrival, H + self.delay))
-
-    def is_turn(self, step: int) -> bool:
-        return super().next_event(step - 1) == step
-
-
-class IslandCommunicator(PeriodicModule):
-    """Average the parameters inside fixed islands of consecutive nodes, but where `above` acts after the same step.
-
-    Args:
-        island_size: s; the last island is smaller where s does not divide N.
-        H: steps from one average to the next.
-        above: what joins the islands; it is asked to synchronise what is left at the end.
-    """
-
-    weighted_means = True
-
-    @checked
-    def __init__(self, island_size: int, H: int, above: PeriodicModule):
-        super().__init__()
-        check_count("island_size", island_size)
-        self.take_rounds(H)
-        self.island_size, self.above = island_size, above
-
-    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        H, every = self.above.interval_steps, self.interval_steps
-        share = 1 / every - 1 / math.lcm(H, every)
-        members = min(self.island_size, N)
-        return [Traffic("all_reduce", P * b, 1 / share, members)] if share and members > 1 else []
-
-    def couples_every(self, N: int) -> float:
-        return self.above.interval_steps
+        self.weights = example_weights(run, self.weighting)
+        self.theta = [block.params[:1].clone() for block in fleet.blocks]  # (1, P) per block
+        self.received = Received(fleet.num_nodes, self.theta)
+        self.slots = [(layout, slot) for layout in self.layouts for slot in layout]
+        parameters = zip((slot.name for _, slot in self.slots), views(self.theta, self.layouts, 0), strict=True)
+        self.outer = OuterOptimizer(self.rule, dict(parameters), fleet.hidden, self.round_of(run.total_steps) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if self.above.is_turn(step):
-            return
-        present = fleet.comm.present
-        starts = range(0, fleet.num_nodes, self.island_size)
-        islands = [[node for node in present if start <= node < start + self.island_size] for start in starts]
-        groups = [island for island in islands if island]
-        for block in fleet.blocks:
-            fleet.comm.all_reduce(block.params, "mean", groups=groups, out=block.params)
-        fleet.synchronise_buffers(groups)
+        there = fleet.comm.present
+        rows = None if all_present(fleet) else rows_of(fleet, there)  # None: all
+        Delta = []
+        for b, block in enumerate(fleet.blocks):
+            Delta_i = self.received.differences(fleet, b, block.params, out=block.params)  # theta - theta_i
+            mean = fleet.comm.all_reduce(Delta_i, "mean", weights=self.weights, out=None if rows is None else Delta_i)
+            Delta.append(shared_row(fleet, mean))
+        self.received.renew(there)
+        self.outer.step(views(Delta, self.layouts, 0), self.round_of(step))  # theta <- OuterOpt(theta, Delta)
+        for block, theta in zip(fleet.blocks, self.theta, strict=True):
+            block.params[slice(None) if rows is None else rows] = theta  # theta_i <- theta
+        fleet.synchronise_buffers()
 
-    def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Leave it to what joins the islands."""
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        self.received.rejoin(nodes)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        return [theta[0] for theta in self.theta]
+
+    def save_state(self) -> Tensors:
+        return self.received.state() | {f"outer.{name}": x for name, x in self.outer.state().items()}
+
+    def load_state(self, tensors: Tensors) -> None:
+        self.received.load_state(tensors)
+        self.outer.load_state(below("outer.", tensors))
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        is_outer = name.startswith("outer.")
+        return self.outer.cut(name.removeprefix("outer."), shape, self.slots) if is_outer else super().cut(name, shape)
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -236,11 +204,14 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         )  # fmt: skip
         if eager and delay:
             raise ArgumentError(f"eager=True waits a whole round for the average, so delay={delay} is not for it")
-        outer = (
-            EagerCommunicator(H, outer_optim, **rule)
-            if eager
-            else DiLoCoCommunicator(H, outer_optim, delay=delay, **rule)
-        )
+        check_count("delay", delay, least=0)
+        outer: PeriodicModule
+        if eager:
+            outer = EagerCommunicator(H, outer_optim, **rule)
+        elif delay:
+            outer = DelayedCommunicator(H, outer_optim, delay=delay, **rule)
+        else:
+            outer = DiLoCoCommunicator(H, outer_optim, **rule)
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError("islands need both: island_size, their nodes, and island_H, the steps between averages")

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.layout import Layout
 from exogym.core.fleet.presence import shared_row
 from exogym.strategy.communicate_optimize import CommunicationModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -54,11 +53,6 @@ class RoundModule(CommunicationModule):
             return shared_row(fleet, comm.all_reduce(x, op, weights=weights, algorithm=way))
         result = comm.all_reduce(x, op, groups=[members], weights=weights, algorithm=way)
         return comm.wire.rows(result, members[:1])
-
-
-def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:
-    """Return a row of (rows, P) matrices, one for each block, as the parameters that lie in it."""
-    return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
 def with_gradient(grads: Sequence[Tensor | None], *others: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -40,8 +40,9 @@ from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.federated_rounds import RoundModule, views
+from exogym.strategy.federated_rounds import RoundModule
 from exogym.strategy.fedprox import ProximalTerm
+from exogym.strategy.modules import views
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run

@@ -28,7 +28,8 @@ from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.federated_rounds import RoundModule, views, with_gradient
+from exogym.strategy.federated_rounds import RoundModule, with_gradient
+from exogym.strategy.modules import views
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler

@@ -299,6 +299,11 @@ def named(modules: Sequence[Module]) -> dict[str, Module]:
     return found
 
 
+def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:
+    """Return a row of (rows, P) matrices, one for each block, as the parameters that lie in it."""
+    return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
+
+
 def _as_tensor(value: bool | int | float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 

@@ -26,7 +26,8 @@ from exogym.errors import ArgumentError, StrategyError, check_choice, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.moments import Moments
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.outer import OuterModule, OuterParameters, OuterRule
+from exogym.strategy.outer import OuterRule
+from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run

@@ -37,7 +37,8 @@ from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
-from exogym.strategy.outer import OuterParameters, OuterRule
+from exogym.strategy.outer import OuterRule
+from exogym.strategy.outer_parameters import OuterParameters
 from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic

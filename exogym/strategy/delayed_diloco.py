@@ -1,0 +1,90 @@
+"""Delayed DiLoCo: DiLoCo whose averages arrive d steps after they were sent.
+
+With 0 < d <= H, the average that is sent after step r H arrives after step r H + d, and theta_i <- theta drops what was
+trained meanwhile. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of round r - 1, and 0 in
+the first; what the nodes trained in round r is on its way, and they go on from theta. What is on its way at the end of
+training arrives then (`final_sync`).
+
+In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
+them. Bytes and absent nodes as DiLoCo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exogym.core.fleet import Fleet
+from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.strategy.communicate_optimize import example_weights
+from exogym.strategy.outer import OuterRule
+from exogym.strategy.outer_parameters import OuterModule, OuterParameters
+from exogym.strategy.rounds import RoundLength
+from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import Run
+from exogym.strategy.traffic import Traffic
+
+
+class DelayedCommunicator(OuterModule):
+    """The outer step of DiLoCo, `delay` steps after every step divisible by H. Else arguments as `DiLoCoCommunicator`.
+
+    State: as DiLoCo, and the average on its way.
+    """
+
+    weighted_means = True
+    name = "DiLoCoCommunicator"  # what its state has always been kept under
+
+    @checked
+    def __init__(
+        self,
+        H: RoundLength = 100,
+        outer_optim: Any = "sgd",
+        *,
+        delay: int,
+        outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        outer_momentum_scheduler: Scheduler = None,
+        outer_restarts: int | None = None,
+        weighting: str = "uniform",
+    ):
+        super().__init__()
+        self.take_rounds(H)
+        check_choice("weighting", weighting, ("uniform", "examples"))
+        check_count("delay", delay)
+        if self.rounds is not None:
+            raise ArgumentError(f"delay={delay} is of rounds of one length: give it with a number as H")
+        if delay > self.interval_steps:
+            raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
+        self.rule = OuterRule(
+            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
+            outer_restarts,
+        )  # fmt: skip
+        self.weighting, self.delay = weighting, delay
+
+    def features(self) -> dict[str, str]:
+        return {"outer steps in parts or late": f"delay={self.delay}"}
+
+    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
+
+    def couples_every(self, N: int) -> float:
+        return self.interval_steps + self.delay
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        rounds, weights = self.round_of(run.total_steps) + 1, example_weights(run, self.weighting)
+        self.outer = OuterParameters(fleet, self.rule, rounds, delay=self.delay, weights=weights)
+        if self.delay == self.interval_steps:
+            self.outer.expect_nothing(fleet)
+
+    def next_event(self, step: int) -> int:
+        end = super().next_event(step)
+        if self.delay == self.interval_steps:
+            return end
+        H = self.interval_steps
+        arrival = ((step - self.delay) // H + 1) * H + self.delay
+        return min(end, max(arrival, H + self.delay))
+
+    def is_turn(self, step: int) -> bool:
+        return super().next_event(step - 1) == step
