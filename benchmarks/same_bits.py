@@ -5,9 +5,9 @@
 
 Each tree trains the same runs in a process of its own: every strategy of the registry as it is built without arguments,
 some with arguments that take other paths, strategies written for one node, and each feature of `fit` that may change a
-run: faults, a network, sampled clients with few rows, nodes of several devices, vmap, fp16, numbers that are not finite,
-nodes of unequal speed, two processes, a run that was stopped and goes on, callbacks. The model has dropout and batch
-normalisation. Compared are the SHA-256 of the weights, the history without what was measured (wall time, throughput,
+run: faults, a network, sampled clients with few rows, nodes of several devices, vmap, fp16, numbers not finite, nodes
+of unequal speed, two processes, a run that was stopped and goes on, callbacks. The model has dropout and batch norm.
+Compared are the SHA-256 of the weights, the history without what was measured (wall time, throughput,
 memory), bytes by collective, and predicted times where `step_seconds` is given. Columns and runs that only one tree has
 are named, not compared. Exits with 1 where a run differs.
 """

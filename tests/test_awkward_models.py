@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.core.base.rng import stream_seed
+from exogym.core.base.draws import stream_seed
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
 from exogym.strategy import DiLoCoStrategy, OptimSpec, SPARTAStrategy

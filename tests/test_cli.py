@@ -378,9 +378,8 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_and_lists_of_runs_need_no_torch(folder: Path) -> None:
-    code = (
-        "import sys; from exogym.cli import main; main(['--help']); main(['compre']); assert 'torch' not in sys.modules"
-    )
+    commands = "main(['--help']); main(['compre']); main(['reproduce', '--list'])"
+    code = f"import sys; from exogym.cli import main; {commands}; assert 'torch' not in sys.modules"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "did you mean 'compare'" in said.stderr.lower()
     (folder / "runs" / "one").mkdir(parents=True)

@@ -29,7 +29,7 @@ from problems import (
 from torch import Tensor, nn
 
 from exogym.callbacks import Every
-from exogym.core.base.rng import numpy_generator
+from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator

@@ -111,9 +111,9 @@ def test_an_import_loads_what_is_used_and_no_more() -> None:
     unwanted = (
         "exogym.strategy.demo",
         "exogym.core.training.assembly",
-        "exogym.remote",
-        "exogym.compare",
-        "exogym.advise",
+        "exogym.machines.remote",
+        "exogym.study.compare",
+        "exogym.study.advise",
     )
     assert not {*unwanted, "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"} & set(loaded)
 

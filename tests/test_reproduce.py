@@ -284,7 +284,7 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     broken = claim_of("streaming_diloco:num_fragments=9", "ddp")  # found out where training starts
     toys = {"gone": claim_of("ddp", "nosuch"), "broken": broken, "toy": claim_of("single", "ddp")}
     monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toys[name] for name in names or toys])
-    monkeypatch.setattr("exogym.cli.reproduce.Page", lambda path, judges: Page(path, toys, judges))
+    monkeypatch.setattr("exogym.study.reproduce.Page", lambda path, judges: Page(path, toys, judges))
     command = ["reproduce", "--short", "--out", str(tmp_path), "--device", "cpu"]
     assert main([*command, "gone"]) == main([*command, "broken"]) == 2
     assert main(command) == 0

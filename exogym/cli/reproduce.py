@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +13,12 @@ from exogym.cli.values import INTERRUPTED, processes_of
 from exogym.core.progress import SELDOM_S, notice
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.network import readable_seconds
-from exogym.study.reproduce import CLAIMS, Claim, Page, Reproduction, Verdict, claims_of
+from exogym.study.reproduce import CLAIMS, Claim, Verdict, claims_of
 from exogym.study.reproduce.claim import SEEDS
-from exogym.study.reproduce.page import NO_VERDICT
-from exogym.study.reproduce.training import Progress, different
+
+if TYPE_CHECKING:
+    from exogym.study.reproduce import Page, Reproduction
+    from exogym.study.reproduce.training import Progress
 
 SHORT_SHARE = 0.05  # of the steps
 PAGE = "reproductions.md"
@@ -58,6 +60,9 @@ def reproduce(
         for claim in CLAIMS.values():
             print(f"{claim.name:<24}{claim.title}")
         return
+    from exogym.study.reproduce import Page, Reproduction
+    from exogym.study.reproduce.training import different
+
     chosen = claims_of(claims or [])
     if page is None:
         page = out / ("short.md" if short else PAGE)
@@ -113,6 +118,8 @@ def _possible(work: Reproduction, claims: list[Claim], named: bool) -> list[Clai
 
 
 def _say(claim: Claim, page: Page) -> None:
+    from exogym.study.reproduce.page import NO_VERDICT
+
     found = page.found(claim)
     assert found is not None
     seen = claim.seen(found)

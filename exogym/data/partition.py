@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from exogym.core.base import rng
+from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, DataError, check_count, checked, nearest
 
 REDRAWS = 100
@@ -102,7 +102,7 @@ class IID(Partitioner):
     """
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        order = rng.numpy_generator(seed, "partition").permutation(len(dataset))
+        order = numpy_generator(seed, "partition").permutation(len(dataset))
         return _shards(self, np.array_split(order, num_nodes))
 
 
@@ -129,7 +129,7 @@ class LabelShards(Partitioner):
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         count = num_nodes * self.shards_per_node
         pieces = np.array_split(np.argsort(labels_of(dataset), kind="stable"), count)
-        dealt = rng.numpy_generator(seed, "partition").permutation(count).reshape(num_nodes, self.shards_per_node)
+        dealt = numpy_generator(seed, "partition").permutation(count).reshape(num_nodes, self.shards_per_node)
         return _shards(self, [np.concatenate([pieces[p] for p in row]) for row in dealt])
 
 
@@ -161,7 +161,7 @@ class Dirichlet(Partitioner):
         check_count("min_examples", self.min_examples)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        draws = rng.numpy_generator(seed, "partition")
+        draws = numpy_generator(seed, "partition")
         labels = labels_of(dataset)
         classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         most = 0
@@ -204,7 +204,7 @@ class QuantitySkew(Partitioner):
         check_count("min_examples", self.min_examples)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        draws = rng.numpy_generator(seed, "partition")
+        draws = numpy_generator(seed, "partition")
         spare = len(dataset) - num_nodes * self.min_examples
         if spare < 0:
             raise DataError(
@@ -248,7 +248,7 @@ class ByKey(Partitioner):
                 f"use num_nodes={len(names)} or less, or a finer key"
             )
         sizes = np.bincount(owner)
-        mixed = rng.numpy_generator(seed, "partition").permutation(len(names))
+        mixed = numpy_generator(seed, "partition").permutation(len(names))
         home = np.empty(len(names), dtype=np.int64)
         lightest = [(0, node) for node in range(num_nodes)]
         for group in mixed[np.argsort(-sizes[mixed], kind="stable")]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.rng import numpy_generator
+from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults.availability import Availability, Trace
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from exogym.core.base.rng import numpy_generator
-from exogym.core.communicator import Event
+from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
@@ -18,6 +17,9 @@ from exogym.network.measured import Measurement
 from exogym.network.overheads import moved_in_memory, slow_start_s
 from exogym.network.probes import Probes
 from exogym.network.trace import Trace
+
+if TYPE_CHECKING:
+    from exogym.core.communicator import Event
 
 Members = int | Sequence[int]
 # What every page and docstring says of averages that arrive late; `Pricing.late_overlaps` is the same for the clock

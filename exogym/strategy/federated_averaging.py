@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base.rng import numpy_generator
+from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import check
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of

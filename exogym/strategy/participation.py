@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exogym.core.base.rng import numpy_generator
+from exogym.core.base.draws import numpy_generator
 from exogym.faults import Availability
 
 

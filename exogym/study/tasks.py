@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from exogym.core.base import rng
+from exogym.core.base import draws, rng
 from exogym.core.progress import notice
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
@@ -68,7 +68,7 @@ class Task:
         """Return a new model; its weights follow from `seed`, and the caller's random state is left as it was."""
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
-            rng.seed_torch(rng.stream_seed(seed, "init"), cpu)
+            rng.seed_torch(draws.stream_seed(seed, "init"), cpu)
             return self.build()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.rng import stream_seed
+from exogym.core.base.draws import stream_seed
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.network.units import parse_seconds
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base import pulse
-from exogym.core.base.rng import seed_python, seed_torch, stream_seed
+from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, own_parameters, scale_, version
 from exogym.core.compute.attributes import Attributes, refuse_carried
 from exogym.core.compute.outputs import Loss, batch_examples, map_tensors

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from exogym.balance import Balance
 from exogym.callbacks import Callback
 from exogym.core.base.devices import total_memory_bytes
-from exogym.core.base.rng import seed_torch, stream_seed
+from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import seed_torch
 from exogym.core.clock import StepTime
 from exogym.core.communicator import Wire
 from exogym.core.compute.finite import Watch

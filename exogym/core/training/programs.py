@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.rng import generator, seed_python, seed_torch, stream_seed
+from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import generator, seed_python, seed_torch
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet import Stateful
 from exogym.core.fleet.presence import take_rows, take_state

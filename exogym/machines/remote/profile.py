@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
-from exogym.core.base import rng
+from exogym.core.base import draws, rng
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.strategy.registry import STRATEGIES, parse_strategy, value_of
@@ -138,7 +138,7 @@ class Profile:
             )
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
-            rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
+            rng.seed_torch(draws.stream_seed(self.seed, "init"), cpu)
             return made[0](), made[1], made[2], None
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:

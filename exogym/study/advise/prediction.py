@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.rng import numpy_generator
+from exogym.core.base.draws import numpy_generator
 from exogym.core.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.clock.steps import TICKS_PER_S
