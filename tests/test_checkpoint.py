@@ -297,7 +297,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("exogym.core.saving.checkpoint.FORMAT", 99)
     path = save(tmp_path, Snapshot({0: {"x": torch.ones(2)}}, {"y": torch.ones(1)}, {"step": 1}), keep=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="is of format 99, and this version reads 4"):
+    with pytest.raises(CheckpointError, match="is of format 99, and this version reads 5"):
         load(path)
 
 

@@ -147,12 +147,11 @@ def test_each_folder_holds_its_own_rows_and_what_is_shared(saved):
     for name, rows in ROWS.items():
         for path in list_checkpoints(saved / name):
             files = {file.name for file in path.iterdir()}
-            history = {file for file in files if file.startswith("history-")}
-            assert history and files == rows | SHARED | history
+            assert files == rows | SHARED
             assert load(path, [0, 1, 2] if name == "a" else [3]).meta["sha256"].keys() == (
-                ROWS["a"] | ROWS["b"] | {"shared.safetensors"} | history
+                ROWS["a"] | ROWS["b"] | {"shared.safetensors"}
             )
-    for file in SHARED | history:
+    for file in SHARED:
         assert (saved / "a" / NEWEST / file).read_bytes() == (saved / "b" / NEWEST / file).read_bytes()
 
 
@@ -226,8 +225,7 @@ def test_a_shared_folder_holds_one_set_of_files(resumed):
     assert ranks[0]["shared"] == undisturbed()
     assert sorted(path.name for path in (base / "shared").iterdir()) == ["step_0000000012", "step_0000000014"]
     for path in (base / "shared").iterdir():
-        files = {file.name for file in path.iterdir() if not file.name.startswith("history-")}
-        assert files == ROWS["a"] | ROWS["b"] | SHARED
+        assert {file.name for file in path.iterdir()} == ROWS["a"] | ROWS["b"] | SHARED
 
 
 def test_where_one_disk_is_full_no_host_has_the_checkpoint(resumed):

@@ -92,12 +92,6 @@ class History(Sequence[Row]):
         self._last = 0  # the last step of the last stretch
         self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
         self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
-        self.settled = 0  # so many records have not changed since this was set
-
-    @property
-    def records(self) -> int:
-        """Steps that have rows."""
-        return self._size
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -188,8 +182,8 @@ class History(Sequence[Row]):
         self._write(start, kept)
         self._last = span[1]
         self._totals = [*map(float, final_bytes), float(wall_s[1]), math.nan if time_s is None else float(time_s[1])]
-        for step in tail["step"].tolist():
-            self._count(self._line(step))
+        for line in map(self._line, tail["step"].tolist()):
+            self._buffer["rows"][line] = len(self._nodes(line, self._losses(line)))
 
     def add_evaluation(self, step: int, epoch: int, values: Mapping[str, Any], node: int | None = None) -> None:
         """Add metrics of the averaged model (or of `node`) after `step`; they join the row that is there, or make one.
@@ -212,13 +206,14 @@ class History(Sequence[Row]):
                 new[name] = total
             self._write(line, np.concatenate([new, self._buffer[line : self._size]]))
         self._extra += [name for name in clean if name not in COLUMNS and name not in self._extra]
+        evaluated = self._evaluations.setdefault(step, {})
+        acted = self._buffer["block"][line] >= 0 if node is None else self._loss(line, node) is not None
+        self._buffer["rows"][line] += node not in evaluated and not acted
         if node is None:  # what belongs to the whole step stands in all its rows
             for name in (*BYTES, "wall_s", "time_s"):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
-        self._evaluations.setdefault(step, {}).setdefault(node, {}).update(clean)
-        self.settled = min(self.settled, line)
-        self._count(line)
+        evaluated.setdefault(node, {}).update(clean)
         self._ends = None
 
     @staticmethod
@@ -229,7 +224,6 @@ class History(Sequence[Row]):
 
     def _write(self, start: int, lines: np.ndarray) -> None:
         """Put `lines` in the place of all from number `start`."""
-        self.settled = min(self.settled, start)
         self._size = start + len(lines)
         if self._size > len(self._buffer):
             larger = np.empty(max(64, 2 * self._size), LINE)
@@ -260,8 +254,12 @@ class History(Sequence[Row]):
         nodes: list[int | None] = [None] if averaged else []
         return nodes + sorted(losses.keys() | {node for node in evaluated if node is not None})
 
-    def _count(self, line: int) -> None:
-        self._buffer["rows"][line] = len(self._nodes(line, self._losses(line)))
+    def _loss(self, line: int, node: int) -> float | None:
+        """Return the loss of a node, None where it did not act."""
+        block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
+        ids, losses = self._blocks[block] if block >= 0 else (np.empty(0), np.empty((0, 1)))
+        here = losses[ids == node, position]
+        return None if not len(here) or math.isnan(here[0]) else float(here[0])
 
     def _rows(self, line: int, nodes: slice | int | None) -> Iterator[Row]:
         """Yield the rows of a line: those in a slice, or that of one node."""
@@ -269,7 +267,9 @@ class History(Sequence[Row]):
         given = {name: None if math.isnan(value) else value for name, value in record.items()}
         shared = dict.fromkeys(self.columns)
         shared |= {name: given[name] for name in ("step", *OF_THE_STEP) if name in shared}
-        losses: dict[Any, Any] = {} if nodes is None else self._losses(line)
+        losses: dict[Any, Any] = self._losses(line) if isinstance(nodes, slice) else {}
+        if isinstance(nodes, int) and (own_loss := self._loss(line, nodes)) is not None:
+            losses[nodes] = own_loss
         evaluated = self._evaluations.get(record["step"], {})
         here = self._nodes(line, losses)
         for node in here[nodes] if isinstance(nodes, slice) else [nodes] if nodes in here else []:
@@ -410,27 +410,15 @@ class History(Sequence[Row]):
         kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
         return frame.astype({"step": int, "epoch": int, **kinds})
 
-    def state(self, first: int = 0, last: int | None = None) -> dict[str, Any]:
-        """Return all of it, or the records `first` to `last`, as a flat dict of arrays and JSON values.
-
-        `from_state` reads it back.
-        """
-        lines = self._buffer[first : self._size if last is None else last].copy()
-        of_stretch = lines["block"] >= 0
-        numbers, starts, each, counts = np.unique(
-            lines["block"][of_stretch], return_index=True, return_inverse=True, return_counts=True
-        )
-        skipped = lines["position"][of_stretch][starts]
-        lines["block"][of_stretch], lines["position"][of_stretch] = each, lines["position"][of_stretch] - skipped[each]
-        spans = zip(numbers.tolist(), skipped.tolist(), counts.tolist(), strict=True)
-        blocks = [(self._blocks[k][0], self._blocks[k][1][:, at : at + count]) for k, at, count in spans]
-        evaluated = {step: self._evaluations[step] for step in lines["step"].tolist() if step in self._evaluations}
+    def state(self) -> dict[str, Any]:
+        """Return all of it as a flat dict of arrays and JSON values, copied; `from_state` reads it back."""
+        blocks = self._blocks
         return {
-            **{f"line_{name}": lines[name].copy() for name in NAMES},
+            **{f"line_{name}": self._buffer[: self._size][name].copy() for name in NAMES},
             "block_shapes": np.array([losses.shape for _, losses in blocks], np.int64).reshape(-1, 2),
             "block_nodes": np.concatenate([np.empty(0, np.int64), *(ids for ids, _ in blocks)]),
             "block_losses": np.concatenate([np.empty(0, np.float32), *(losses.ravel() for _, losses in blocks)]),
-            "evaluations": [[s, n, dict(v)] for s, nodes in evaluated.items() for n, v in nodes.items()],
+            "evaluations": [[s, n, dict(v)] for s, nodes in self._evaluations.items() for n, v in nodes.items()],
             "extra_columns": list(self._extra),
             "last_step": self._last,
             "totals": list(self._totals),
@@ -438,7 +426,11 @@ class History(Sequence[Row]):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
-        """Return the history that `state()` described."""
+        """Return the history that `state()` described.
+
+        Raises:
+            ValueError: no history has that state.
+        """
         history = cls()
         lines = np.empty(len(state["line_step"]), LINE)
         for name in NAMES:
@@ -446,14 +438,33 @@ class History(Sequence[Row]):
         history._write(0, lines)
         shapes = np.asarray(state["block_shapes"], np.int64).reshape(-1, 2)
         all_ids, all_losses = np.asarray(state["block_nodes"], np.int64), np.asarray(state["block_losses"], np.float32)
+        _check_blocks(lines, shapes, len(all_ids), len(all_losses))
         ids_end, losses_end = np.cumsum(shapes[:, 0])[:-1], np.cumsum(shapes.prod(1))[:-1]
         last = np.empty(0, np.int64)
         each = zip(shapes, np.split(all_ids, ids_end), np.split(all_losses, losses_end), strict=False)
         for shape, ids, losses in each:
             last = last if np.array_equal(last, ids) else ids.copy()
             history._blocks.append((last, losses.reshape(shape).copy()))
+        there = set(lines["step"].tolist())
         for step, node, values in state["evaluations"]:
+            fits = all(isinstance(x, str | int | float | None) for x in values.values())
+            if step not in there or type(node) not in (int, type(None)) or not fits:
+                raise ValueError(f"an evaluation of step {step!r}, node {node!r}: {str(values)[:80]}")
             history._evaluations.setdefault(step, {})[node] = dict(values)
-        history._extra = list(state["extra_columns"])
-        history._last, history._totals = int(state["last_step"]), list(state["totals"])
+        extra, totals = state["extra_columns"], state["totals"]
+        if type(extra) is not list or set(map(type, extra)) - {str} or [*map(type, totals)] != [float] * 5:
+            raise ValueError(f"extra_columns={extra!r}, totals={totals!r}")
+        history._extra, history._last, history._totals = [*extra], int(state["last_step"]), [*totals]
         return history
+
+
+def _check_blocks(lines: np.ndarray, shapes: np.ndarray, ids: int, losses: int) -> None:
+    """Raise ValueError unless so many ids and losses are those of blocks of these shapes, and lie where lines say."""
+    inside = lines["block"] >= 0
+    if np.any(shapes < 0) or shapes[:, 0].sum() != ids or shapes.prod(1).sum() != losses:
+        raise ValueError(f"{ids} nodes and {losses} losses are not those of its blocks")
+    blocks = np.repeat(np.arange(len(shapes)), shapes[:, 1])
+    positions = np.concatenate([np.empty(0, np.int64), *map(np.arange, shapes[:, 1])])
+    fits = np.array_equal(lines["block"][inside], blocks) and np.array_equal(lines["position"][inside], positions)
+    if not fits or np.any(np.diff(lines["step"]) <= 0):
+        raise ValueError("its steps do not ascend, or its records and losses do not fit")

@@ -3,8 +3,7 @@
 A checkpoint is a folder `step_<number>` with
 
     rows-<first>-<last>.safetensors   per node: parameters, buffers, optimizer and strategy state, its step
-    shared.safetensors                what all nodes share: outer parameters, byte counts
-    history-<first>-<last>.safetensors  records of the history, linked from the checkpoint before (see `segments`)
+    shared.safetensors                what there is once: outer parameters, byte counts, the history
     run.json                          the description of the run, counters, and SHA-256 of the files and of itself
 
 Rows are stored by global id, each process writing its own, so another layout can read the ones it needs. The folder
@@ -25,7 +24,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ from exogym.core.saving.checkpoint_files import (
 )
 from exogym.core.saving.keepers import MARK, Keepers, one_keeper
 from exogym.core.saving.parts import as_file, part_file
-from exogym.core.saving.segments import Piece
 from exogym.errors import CheckpointError
 
 
@@ -74,7 +72,6 @@ def save(
     name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
     temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
     final = folder / name
-    due, lacking = _due(snapshot, wire, keepers), []
     own: dict[str, str] = {}
     try:
         with _together(wire, folder, step):
@@ -82,17 +79,15 @@ def save(
                 keepers.check()
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                lacking = [] if snapshot.segments is None else snapshot.segments.link(due, temporary)
-        snapshot, pieces = _as_it_is_written(snapshot, lacking, wire, keepers)
+        if not keepers.are_one:
+            snapshot = _as_the_main_one(snapshot, wire, keepers)
         with _together(wire, folder, step):
             for file, (tensors, told) in ({} if wire.is_copy else _files(snapshot)).items():
-                own[file] = _write(tensors, temporary / file, told).hex()
+                own[file] = _write(tensors, temporary / file, told)
         sums = {file: digest for told in wire.gather(own) for file, digest in told.items()}
         with _together(wire, folder, step):
             if keepers.is_keeper:
-                sums |= {piece.name: piece.sha256 for piece in due if piece.name not in pieces}
-                for file, tensors in ({SHARED: snapshot.shared} | pieces).items():
-                    sums[file] = _write(tensors, temporary / file).hex()
+                sums[SHARED] = _write(snapshot.shared, temporary / SHARED)
                 meta = {"format": FORMAT, "sha256": sums} | snapshot.meta
                 (temporary / "run.json").write_text(json.dumps(meta | {"sha256_of_this": sum_of(meta)}, indent=1))
                 _flush_and_sum(temporary / "run.json")
@@ -108,35 +103,8 @@ def save(
         if keepers.is_keeper and not unknown:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if snapshot.segments is not None and keepers.is_keeper:
-        snapshot.segments.written(due, sums, final)
     _remove_older(folder, name, keep, wire, keepers)
     return final
-
-
-def _due(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> list[Piece]:
-    """Return the pieces of the history, as the main process has it."""
-    if snapshot.segments is None:
-        return []
-    snapshot.meta["history"] = snapshot.segments.reach()
-    due = snapshot.segments.due()
-    return due if keepers.are_one else [Piece(*p) for p in wire.tell([[p.first, p.last, p.sha256] for p in due])]
-
-
-def _as_it_is_written(
-    snapshot: Snapshot, lacking: Sequence[Piece], wire: Wire, keepers: Keepers
-) -> tuple[Snapshot, dict[str, dict[str, Tensor]]]:
-    """Return `snapshot` and the pieces of history that are lacking here by file, both as the main process has them."""
-    segments, mine = snapshot.segments, {piece.name for piece in lacking}
-    if segments is None or keepers.are_one:
-        pieces = {piece.name: segments.cut(piece) for piece in lacking} if segments is not None else {}
-        return snapshot if keepers.are_one else _as_the_main_one(snapshot, wire, keepers), pieces
-    spans = {(first, last) for each in wire.gather([[p.first, p.last] for p in lacking]) for first, last in each}
-    cut = {p.name: segments.cut(p) for p in map(Piece, *zip(*sorted(spans), strict=True))} if spans else {}
-    flat = {f"{file}/{key}": x for file, tensors in cut.items() for key, x in tensors.items()}
-    told = _as_the_main_one(replace(snapshot, shared=snapshot.shared | flat), wire, keepers)
-    pieces = {file: {key: told.shared.pop(f"{file}/{key}") for key in cut[file]} for file in cut if keepers.is_keeper}
-    return told, {file: tensors for file, tensors in pieces.items() if file in mine}
 
 
 def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapshot:
@@ -212,9 +180,9 @@ def _files(snapshot: Snapshot) -> dict[str, tuple[dict[str, Tensor], dict[str, s
     return found
 
 
-def _write(tensors: dict[str, Tensor], file: Path, told: dict[str, str] | None = None) -> bytes:
+def _write(tensors: dict[str, Tensor], file: Path, told: dict[str, str] | None = None) -> str:
     save_file({k: plain(v) for k, v in tensors.items()}, file, told)
-    return bytes.fromhex(_flush_and_sum(file))
+    return _flush_and_sum(file)
 
 
 def load_newest(

@@ -17,23 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exogym.core.base.files import is_plain, opened_plain
 from exogym.core.saving.parts import Parts, joined_pieces
-from exogym.core.saving.segments import Segments, joined
 from exogym.errors import CheckpointError
 
-# 1: the whole history in shared.safetensors and run.json; 2: state by driver and number, not by name; 3: of losses
-# under way no counts
-FORMAT = 4
+# 1: evaluations in run.json; 2: state by driver and number, not by name; 3: of losses under way no counts; 4: the
+# history in files of its own
+FORMAT = 5
 SHARED = "shared.safetensors"
 PART = r"(\.part-(0|[1-9]\d{0,5}))?\.safetensors"
-NAME = re.compile(rf"shared{PART}|rows-(0|[1-9]\d{{0,17}})-(0|[1-9]\d{{0,17}}){PART}|"
-                  r"history-(0|[1-9]\d{0,17})-(0|[1-9]\d{0,17})\.safetensors")  # fmt: skip
+NAME = re.compile(rf"shared{PART}|rows-(0|[1-9]\d{{0,17}})-(0|[1-9]\d{{0,17}}){PART}")
 DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most
 WRONG = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
@@ -46,14 +43,13 @@ class Snapshot:
     """One checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
 
     Where nodes are several processes, `parts` says what of the rows' tensors, and of the shared ones, is in this one.
-    `segments` is where the history of the run lies, for `save`; `load` gives it as `history.*` of `shared` and meta.
+    The history is `history.*` of `shared`, and meta's "history".
     """
 
     rows: dict[int, dict[str, Tensor]]
     shared: dict[str, Tensor]
     meta: dict[str, Any]
     path: Path | None = None
-    segments: Segments | None = None
     parts: Parts | None = None
 
     def file_of(self, rank: int) -> str:
@@ -89,7 +85,7 @@ def rows_file(ids: Collection[int]) -> str:
 
 
 def span_of(file: str) -> range:
-    """Return the nodes, or records, of a file by its name.
+    """Return the nodes of a file by its name.
 
     >>> span_of("rows-2-3.safetensors")
     range(2, 4)
@@ -140,11 +136,6 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
             if name in held:
                 raise CheckpointError(f"{path}: {name!r} is there whole and in pieces")
             held[name] = x
-        if "history" in meta:
-            pieces = {file: _tensors(path / file) for file in files if file.startswith("history-")}
-            state = _history(path, pieces, meta["history"])
-            shared |= {f"history.{name}": torch.from_numpy(x) for name, x in state.items() if isinstance(x, np.ndarray)}
-            meta["history"] = {name: x for name, x in state.items() if not isinstance(x, np.ndarray)}
     except CheckpointError:
         raise
     except WRONG as error:
@@ -239,15 +230,6 @@ def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, d
     if len(seen) < len(span):
         raise CheckpointError(f"{file} lacks the row of node {next(rank for rank in span if rank not in seen)}")
     return found
-
-
-def _history(path: Path, pieces: dict[str, dict[str, Tensor]], reach: Any) -> dict[str, Any]:
-    try:
-        return joined(pieces, reach)
-    except WRONG as error:
-        raise CheckpointError(f"{path}: its history cannot be read: {error!r}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _holds(file: str, ids: Collection[int] | None, others: range) -> bool:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +26,12 @@ from exogym.core.fleet.seats import Seats, by_node
 from exogym.core.fleet.state import below
 from exogym.core.record.history import History
 from exogym.core.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
+from exogym.core.saving.export import split_history
 from exogym.core.saving.parts import Parts
-from exogym.core.saving.segments import Segments
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
 
-MARK = "mark"
+MARK, EVALUATIONS = "mark", "evaluations"
 Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
 # May come and go: what a user's own strategy keeps in its attributes, and callbacks
 FREE = ("program.", "callback ")
@@ -47,8 +46,6 @@ class Running(Protocol):
     @property
     def description(self) -> dict[str, Any]: ...
     @property
-    def segments(self) -> Segments: ...
-    @property
     def outages(self) -> Outages | None: ...
     @property
     def seats(self) -> Seats | None: ...
@@ -60,26 +57,18 @@ class Running(Protocol):
 
 def snapshot_of(loop: Running) -> Snapshot:
     """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
-    found = _without_history(loop)
-    found.meta["history"] = history = {}
-    for name, value in loop.history.state().items():
-        if isinstance(value, np.ndarray):
-            found.shared[f"history.{name}"] = torch.from_numpy(np.ascontiguousarray(value))
-        else:
-            history[name] = value
-    return found
+    return _with_history(loop, _without_history(loop))
 
 
 def for_disk(loop: Running) -> Snapshot:
-    """Return the same for `checkpoint.save`, marked, with the history in the pieces that are there already."""
+    """Return the same for `checkpoint.save`, marked."""
     found = _without_history(loop)
-    found.segments = loop.segments
     found.parts = _parts_of(loop.fleet, found)
     inside = loop.fleet.comm.wire.inside
     for rank, tensors in found.rows.items():
         tensors[MARK] = _mark(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], inside)
     found.shared[MARK] = _mark(found.shared, found.meta, {} if found.parts is None else found.parts.shared, inside)
-    return found
+    return _with_history(loop, found)
 
 
 def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
@@ -163,6 +152,16 @@ def _without_history(loop: Running) -> Snapshot:
     return Snapshot(rows, shared, counters | {"description": loop.description})
 
 
+def _with_history(loop: Running, found: Snapshot) -> Snapshot:
+    """Add the history: what there is of each step as tensors, the evaluations among them as bytes of JSON."""
+    tensors, small = split_history(loop.history)
+    evaluations = json.dumps(small.pop(EVALUATIONS)).encode()
+    tensors[EVALUATIONS] = torch.frombuffer(bytearray(evaluations), dtype=torch.uint8)
+    found.shared |= {f"history.{name}": x for name, x in tensors.items()}
+    found.meta["history"] = small
+    return found
+
+
 def put_back(loop: Running, snapshot: Snapshot) -> None:
     """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
     fleet, meta = loop.fleet, snapshot.meta
@@ -179,7 +178,8 @@ def put_back(loop: Running, snapshot: Snapshot) -> None:
     with _blamed_on(snapshot, None):
         fleet.state.load_shared(snapshot.shared)
         arrays = {name: value.numpy() for name, value in below("history.", snapshot.shared).items()}
-        loop.take_history(History.from_state(meta["history"] | arrays))
+        evaluations = json.loads(arrays.pop(EVALUATIONS).tobytes())
+        loop.take_history(History.from_state(meta["history"] | arrays | {EVALUATIONS: evaluations}))
 
 
 @contextmanager
@@ -214,7 +214,8 @@ def restore(loop: Running, snapshot: Snapshot) -> None:
     whole_shared = snapshot.shared
     parts.append((f"{path}/{SHARED}", "the", whole_shared))
     for file, whose, tensors in parts:
-        if MARK not in tensors or not torch.equal(tensors[MARK], _mark(tensors, meta)):
+        mark = tensors.get(MARK)
+        if mark is None or mark.dtype != torch.uint8 or not torch.equal(mark, _mark(tensors, meta)):
             raise CheckpointError(
                 f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
             )

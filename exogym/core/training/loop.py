@@ -29,7 +29,6 @@ from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.saving.checkpoint import save
 from exogym.core.saving.keepers import Keepers
-from exogym.core.saving.segments import Segments
 from exogym.core.saving.snapshots import for_disk
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
@@ -78,7 +77,6 @@ class TrainingLoop:
         self.wall_before = 0.0
         signs = [] if agenda.save_dir is None else [self._keep]
         self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
-        self._segments: Segments | None = None
         self._start = self._cpu_start = 0.0
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
@@ -424,13 +422,6 @@ class TrainingLoop:
     def description(self) -> dict[str, Any]:
         """What decides the run."""
         return self.agenda.description
-
-    @property
-    def segments(self) -> Segments:
-        """What of the history is on disk."""
-        if self._segments is None or self._segments.history is not self.history:
-            self._segments = Segments(self.history)
-        return self._segments
 
     @property
     def outages(self) -> Outages | None:
