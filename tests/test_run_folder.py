@@ -398,8 +398,9 @@ def test_observers_hear_of_the_run_in_a_stretch_now_and_then():
             heard.append(step)
 
     def look(loop):
-        loop.observers.all.append(Ear())
-        ask = loop.reports.between_steps(lambda: False, lambda: loop.step)
+        reports = loop.standing.reports
+        reports.observers.all.append(Ear())
+        ask = reports.between_steps(lambda: False, lambda: loop.step)
         for _ in range(1000):
             ask()
         counts.append(len(heard))

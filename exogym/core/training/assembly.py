@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,11 +158,17 @@ def _assemble(
         evaluator = _evaluator(subject, options, worker)
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
+        if worker.insides is not None:
+            share = functools.partial(_share_insides, fleet)
+            loop.before_saving.append(share)
+            loop.figures.append(share)
+        if timing is not None:
+            loop.figures.append(timing.values)
         for callback in options.callbacks:
             if snapshot is None and isinstance(callback, Callback):
                 callback.load_state({})
         if snapshot is not None:
-            agree(wire, snapshot, lambda: restore(loop, snapshot))
+            agree(wire, snapshot, lambda: restore(loop.standing, snapshot))
             for complaint in complaints:
                 wire.say(f"{complaint}; using the one before")
             wire.say(f"going on from step {loop.step} ({snapshot.path})")
@@ -227,6 +234,14 @@ def workplace(
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
+
+
+def _share_insides(fleet: Fleet) -> dict[str, float]:
+    """Let every process know what each node's devices sent each other, which that node counts; return the mean."""
+    ledger, wire = fleet.comm.ledger, fleet.comm.wire
+    if wire.is_shared:
+        ledger.inside_bytes[:] = np.max(wire.gather(ledger.inside_bytes.tolist()), axis=0)
+    return {"inside_bytes": float(ledger.inside_bytes.mean())}
 
 
 def _step_seconds(options: FitOptions, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:

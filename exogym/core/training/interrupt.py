@@ -6,10 +6,15 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from exogym.core.communicator import Wire
+from exogym.core.compute.spans import Losses
+from exogym.core.progress import GOING_ON
+from exogym.core.training.agenda import Agenda
+from exogym.errors import Stopped
 
 ONCE = "EXOGYM_SIGTERM_ONCE"  # set where a scheduler signals all processes of a job, and a launcher passes that on
 
@@ -57,3 +62,35 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
+
+
+def that_wait(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
+    """Return the signals that wait until the run can end well, between two steps.
+
+    Ctrl-C, which raises KeyboardInterrupt by itself, waits only to save, or for all processes to meet.
+    """
+    waits = agenda.save_dir is not None or wire.is_shared
+    return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]
+
+
+def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: Losses, path: Path | None) -> None:
+    """Say where the run stopped, and what resumes it from the checkpoint at `path`, if there is one."""
+    taken = losses.counts.sum(1).tolist() if losses.under_way else [0]
+    within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
+    stopped = f"stopped by {Stopped(received, step)}{within}"
+    if path is not None:
+        wire.say(
+            f"{stopped}; saved in {path}. The same fit with save_dir={str(path.parent)!r}, resume=True goes on from "
+            "there",
+            GOING_ON,
+        )
+    elif received is signal.SIGTERM:
+        wire.say(f"{stopped}; nothing is saved, since the run has no save_dir", GOING_ON)
+
+
+def leave(received: signal.Signals | None, step: int) -> None:
+    """End as the signal asks; one that came too late to stop the run, too."""
+    stopped = Stopped(received, step)
+    if received is signal.SIGTERM:
+        raise SystemExit(128 + signal.SIGTERM) from stopped
+    raise stopped

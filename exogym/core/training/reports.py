@@ -20,7 +20,7 @@ SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
 
 
 @dataclass(frozen=True)
-class Standing:
+class Totals:
     """What is there at a moment: mean bytes of a node, what was sent by collective, seconds on clock and wall."""
 
     payload_tx_rx: tuple[float, float, float]
@@ -29,7 +29,7 @@ class Standing:
     wall_s: float
 
     @classmethod
-    def of(cls, comm: Communicator, time_s: float, wall_s: float) -> Standing:
+    def of(cls, comm: Communicator, time_s: float, wall_s: float) -> Totals:
         ledger = comm.ledger
         found = tuple(float(x.mean()) for x in (ledger.payload_bytes, ledger.tx_bytes, ledger.rx_bytes))
         return cls(found, {name: dict(row) for name, row in ledger.traffic.items()}, time_s, wall_s)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Reports:
 
     def stretch(
         self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
-        lr: Callable[[int], float], before: Standing, after: Standing, has_clock: bool,
+        lr: Callable[[int], float], before: Totals, after: Totals, has_clock: bool,
     ) -> None:  # fmt: skip
         """Take the (nodes, K) losses of `steps` (first, last) into the history."""
         first, last = steps

@@ -142,8 +142,8 @@ class Recovery:
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
-        assert loop.outages is not None
-        self.outages = loop.outages
+        assert loop.standing.outages is not None
+        self.outages = loop.standing.outages
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
         self._stood: list[Any] = []  # step and members of the last generations in which nobody came forward
@@ -182,7 +182,7 @@ class Recovery:
 
     def join(self) -> None:
         """Take the state of the others, in the generation that the wire is in; then the next ones."""
-        rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop).rows.items()}
+        rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop.standing).rows.items()}
         while True:
             try:
                 self._receive(rows)
@@ -195,7 +195,7 @@ class Recovery:
     # Inside
 
     def _anchor(self) -> None:
-        found = snapshot_of(self.loop)
+        found = snapshot_of(self.loop.standing)
         rows = {rank: _copy(state) for rank, state in found.rows.items()}
         meta = json.loads(json.dumps(found.meta))
         self.anchors[self.loop.step] = Snapshot(rows, _copy(found.shared), meta)
@@ -269,7 +269,7 @@ class Recovery:
                 if name in told.shared:
                     x.copy_(told.shared.pop(name))
         self._stand(Snapshot(rows, told.shared, meta))
-        self.loop.take_description(meta["description"])
+        self.loop.standing.take_description(meta["description"])
         self._begin()
 
     def _begin(self) -> None:
@@ -286,10 +286,10 @@ class Recovery:
     def _stand(self, anchor: Snapshot) -> None:
         loop = self.loop
         logged, began = loop.reports.logged, bool(self.anchors)
-        wall_s = loop.wall_s() if began else anchor.meta["wall_s"]
+        wall_s = loop.standing.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
-        put_back(loop, copy)
-        loop.carry_on(logged, wall_s)
+        put_back(loop.standing, copy)
+        loop.standing.carry_on(logged, wall_s)
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:

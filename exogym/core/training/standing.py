@@ -1,0 +1,112 @@
+"""Where a run stands: what a checkpoint holds of it beside its fleet's state, and puts back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.seats import Seats
+from exogym.core.record.history import History
+from exogym.core.training.agenda import Agenda
+from exogym.core.training.driver import Driver
+from exogym.core.training.reports import Reports
+from exogym.faults import Outages
+
+
+class Standing:
+    """Where a run stands, as `saving.snapshots` asks for it and puts it back.
+
+    Attributes:
+        step: steps done; `epoch`: of the last one, from 0.
+        evaluated_at: the step of the last evaluation.
+        history: what happened up to `step`.
+        apart: how far the nodes were apart before this step's synchronisation, where that was measured.
+        stopped: whether a callback has ended the training.
+        outcome: the final model, where it is known before the end.
+    """
+
+    def __init__(self, agenda: Agenda, driver: Driver, fleet: Fleet, history: History, reports: Reports):
+        self.agenda, self.driver, self.fleet, self.history, self.reports = agenda, driver, fleet, history, reports
+        self.step, self.evaluated_at = 0, -1
+        self.apart: dict[str, float] | None = None
+        self.stopped = False
+        self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None
+        self._wall_before_s = self._start = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return max(0, self.step - 1) // self.agenda.steps_per_epoch
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What decides the run."""
+        return self.agenda.description
+
+    @property
+    def outages(self) -> Outages | None:
+        """Who was away when, where that is not planned but happens."""
+        there = self.driver.attendance
+        return there.faults if there is not None and isinstance(there.faults, Outages) else None
+
+    @property
+    def seats(self) -> Seats | None:
+        """Who has a row, where there are fewer rows than nodes."""
+        return self.driver.seats
+
+    def may_be_away(self, node: int, step: int) -> bool:
+        """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""
+        there = self.driver.attendance
+        return there is not None and node not in there.up(step)
+
+    # The time
+
+    def start_clock(self) -> None:
+        """The run trains from now on."""
+        self._start = time.perf_counter()
+
+    def wall_s(self) -> float:
+        """Return the seconds that the run has trained, those before it was resumed too."""
+        return self._wall_before_s + self.span_s()
+
+    def span_s(self) -> float:
+        """Return the seconds that it has trained in this process."""
+        return time.perf_counter() - self._start if self._start else 0.0
+
+    # Saved, and put back
+
+    def counters(self) -> dict[str, Any]:
+        """Return what says where the run stands, JSON-able; beside the state of the fleet and the history."""
+        losses = self.driver.losses
+        return {
+            "step": self.step,
+            "begun_end": losses.last if losses.under_way else None,
+            "logged": self.reports.logged,
+            "evaluated": self.evaluated_at,
+            "apart": self.apart,
+            "wall_s": self.wall_s(),
+        }
+
+    def stand(self, counters: dict[str, Any]) -> None:
+        """Stand where `counters` were taken; state and history are put back by the caller, after this."""
+        losses, end = self.driver.losses, counters["begun_end"]
+        losses.forget()
+        if end is not None:
+            losses.begin(counters["step"], end)
+        self.step, self.reports.logged, self.evaluated_at = (counters[name] for name in ("step", "logged", "evaluated"))
+        self._wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
+        self.outcome, self.stopped = None, False
+        if self.driver.attendance is not None:
+            self.driver.meet(self.driver.attendance.up(self.step))
+
+    def take_history(self, history: History) -> None:
+        self.history = history
+
+    def take_description(self, description: dict[str, Any]) -> None:
+        self.agenda.description = description
+
+    def carry_on(self, logged: int, wall_s: float) -> None:
+        """After going back in a run that went on: what was told is not told again, and the time has passed."""
+        self.reports.logged, self._wall_before_s = max(logged, self.reports.logged), wall_s
