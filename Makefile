@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Tests run in so many processes at once.
 WORKERS ?= 2
-# More for pytest, for example: make test PYTEST_ARGS="-x tests/test_layers.py"
+# More for pytest, for example: make test PYTEST_ARGS="-x tests/laws/test_layers.py"
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help

@@ -2,8 +2,8 @@
 
 Private is what torch's own rule for its API calls so: a name with an underscore anywhere in its path, or one that its
 module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private, `torch.func` and
-`torch.distributed.elastic.rendezvous` are not. `tests/test_torch_private.py` tries each part, and fails where another
-torch has changed it; `tests/test_private_names.py` finds one that is used elsewhere.
+`torch.distributed.elastic.rendezvous` are not. `tests/core/base/test_torch_private.py` tries each part, and fails where
+another torch has changed it; `tests/laws/test_private_names.py` finds one that is used elsewhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`compute="compiled"`: local steps of a row as one graph, from forward to inner step, by `torch.compile`.
 
-Held to `loop` within 1e-5 of a parameter's norm over a stretch in fp32 (`tests/test_compiled.py`). A graph is made once
-for `STEPS` steps and once for a single one, when first needed: seconds to a minute, then a few seconds from inductor's
-own cache on disk. How a span is cut into graphs depends on nothing but the steps left of it, so stopping and placement
-change no bits.
+Held to `loop` within 1e-5 of a parameter's norm over a stretch in fp32 (`tests/core/compute/test_compiled.py`). A graph
+is made once for `STEPS` steps and once for a single one, when first needed: seconds to a minute, then a few seconds
+from inductor's own cache on disk. How a span is cut into graphs depends on nothing but the steps left of it, so
+stopping and placement change no bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,266 @@
+"""A process that hangs is found by its pulse, named with where it stands, and lost like one that died."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
+from paths import TESTS
+from processes import family, python, start
+from torch import nn
+
+from exogym.callbacks import Every
+from exogym.core.base import pulse
+from exogym.errors import ArgumentError, WorkerError
+
+HANG_S = 1.0
+LIMIT_S = 240  # for what must not wait for ever; a busy machine starts torch in half a minute
+
+
+def stop_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def spin_for_ever():
+    while True:
+        pass
+
+
+def once(act):
+    calls = []
+    return lambda: calls or calls.append(0) or act()
+
+
+def sleep_in_c():
+    time.sleep(10_000)
+
+
+class Late(nn.Module):
+    """The plain model; its training steps, or else its first one or its evaluations, take their time."""
+
+    shared_attributes = ("calls",)
+
+    def __init__(self, step_s=0.0, first_s=0.0, evaluation_s=0.0):
+        super().__init__()
+        self.inner, self.home, self.calls = plain_model(), os.getpid(), 0
+        self.step_s, self.first_s, self.evaluation_s = step_s, first_s, evaluation_s
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            first = self.calls == 1  # that of the trial is undone, so the first of training is another first
+            time.sleep((self.first_s if first else self.step_s) if os.getpid() != self.home else 0)
+        else:
+            time.sleep(self.evaluation_s)
+        return self.inner(x)
+
+
+@pytest.fixture(autouse=True)
+def limit():
+    """What waits for ever ends with an error."""
+
+    def late(number, frame):
+        raise TimeoutError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+HANGS = {"stopped": stop_itself, "endless loop": spin_for_ever, "asleep in C": sleep_in_c}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_worker_that_hangs_is_named_with_where_it_stands(name):
+    before, handler = family(), signal.getsignal(pulse.SIGNAL)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorkerError, match=r"worker process 1 \(nodes 2 to 3\) hangs: nothing of it was seen") as caught:
+        train(**AVERAGES, model=Trouble(HANGS[name]), processes=2, hang_s=HANG_S)
+    text = str(caught.value)
+    assert f"for 1 s in a training step{', stopped by a signal (SIGSTOP)' * (name == 'stopped')} (hang_s=1" in text
+    assert (f"in {HANGS[name].__name__}" in text and "in forward" in text) is (name != "stopped")
+    assert (family(), signal.getsignal(pulse.SIGNAL), len(os.listdir("/proc/self/fd"))) == (
+        before,
+        handler,
+        descriptors,
+    )
+
+
+def test_without_a_limit_it_is_waited_for(tmp_path):
+    """The control: what was before. A test of its own ends it."""
+
+    def act():
+        if not (tmp_path / "once").exists():
+            (tmp_path / "once").touch()
+            stop_itself()
+
+    class Impatient(Exception):
+        pass
+
+    def give_up(number, frame):
+        raise Impatient
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(3)
+    with pytest.raises(Impatient):
+        train(**AVERAGES, model=Trouble(act), processes=2, hang_s=None)
+
+
+def test_a_run_whose_process_hangs_starts_again_from_the_last_checkpoint(tmp_path, capfd):
+    def act():
+        if not (tmp_path / "once").exists():
+            (tmp_path / "once").touch()
+            stop_itself()
+
+    options = {"processes": 2, "hang_s": HANG_S, "checkpoint_interval": 3}
+    trainer = train(**AVERAGES, model=Trouble(act), save_dir=tmp_path / "run", max_restarts=1, **options)
+    quiet = train(**AVERAGES, model=Trouble(lambda: None), save_dir=tmp_path / "quiet", **options)
+    assert outcome(trainer) == outcome(quiet)
+    assert "hangs" in (err := capfd.readouterr().err) and "starting again from the last checkpoint (1 of 1)" in err
+
+
+SLOW = {  # each takes longer than the limit in all, and no part of it does
+    "steps": (lambda: Late(step_s=0.2), {}),
+    "first step": (lambda: Late(first_s=2.5), {}),
+    "evaluation": (lambda: Late(evaluation_s=1.3), {}),
+    "callback": (lambda: Late(), {"callbacks": [Every(10, lambda loop: time.sleep(2.5))]}),
+    "callback that beats": (
+        lambda: Late(),
+        {"callbacks": [Every(10, lambda loop: [(time.sleep(0.4), loop.beat()) for _ in range(20)] and None)]},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "beats" in name else []) for name in SLOW]
+)
+def test_what_is_slow_but_honest_is_left_alone(name):
+    make, options = SLOW[name]
+    trainer = train(
+        **AVERAGES | {"max_steps": 11, "val_interval": 11} | options, model=make(), processes=2, hang_s=HANG_S
+    )
+    assert trainer.history.column("train_loss")[0][-1] == 11
+
+
+def test_a_run_that_is_stopped_as_a_whole_goes_on():
+    """As by Ctrl-Z: nobody has looked on meanwhile."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setsid()
+            train(**AVERAGES, model=Late(step_s=0.1), processes=2, hang_s=HANG_S)
+            code = 0
+        finally:
+            os._exit(code)
+    time.sleep(1.0)
+    os.killpg(pid, signal.SIGSTOP)
+    time.sleep(2.5 * HANG_S)
+    os.killpg(pid, signal.SIGCONT)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+MAIN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from core.engine import test_hang as t
+
+for act in (t.spin_for_ever, t.once(t.stop_itself)):
+    try:
+        t.train(**t.AVERAGES, model=t.Trouble(act, elsewhere=False), processes=3, hang_s=t.HANG_S)
+    except t.WorkerError as error:
+        print(error, flush=True)
+"""
+
+
+def test_where_the_main_process_hangs_its_workers_end():
+    """And itself, if it still runs Python; one that was stopped hears of it when it goes on."""
+    with tempfile.TemporaryFile("w+") as out:
+        run = start(["-c", MAIN, TESTS], files=(None, out.fileno(), 2))
+        os.waitid(os.P_PID, run, os.WSTOPPED)
+        while children_of(run):
+            time.sleep(0.05)
+        os.kill(run, signal.SIGCONT)
+        assert os.waitpid(run, 0)[1] == 0
+        out.seek(0)
+        said = out.read()
+    looping, stopped = said.split("the main process hangs: ")
+    assert looping.startswith("the main process hung (hang_s=1; None lets it be)") and "in spin_for_ever" in looping
+    assert stopped.startswith("nothing of it was seen for 1 s in a training step, stopped by a signal (SIGSTOP)")
+
+
+def children_of(parent):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, above = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(above) == parent and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("hang_s", [0, -1, "10", float("inf"), True])
+def test_limits_that_cannot_be(hang_s):
+    with pytest.raises(ArgumentError, match="hang_s="):
+        train(**AVERAGES, hang_s=hang_s)
+
+
+# Worlds that torchrun, or the launcher, starts
+
+SLEEPY = [Every(10, lambda loop: [(time.sleep(0.5), loop.beat()) for _ in range(14)] and None)]
+
+WORLD = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from core.engine import test_hang as t
+
+torch.set_num_threads(1)
+mark, name = Path("once"), sys.argv[2]
+
+def act():
+    if os.environ["RANK"] == "1" and not mark.exists():
+        mark.touch()
+        t.HANGS[name]()
+
+options = {"save_dir": "saved", "checkpoint_interval": 3, "resume": True} if sys.argv[3:] else {}
+trainer = t.train(**t.AVERAGES, model=t.Trouble(act, elsewhere=False), hang_s=t.HANG_S, callbacks=t.SLEEPY, **options)
+if os.environ["RANK"] == "0":
+    print("ended in", t.fingerprint(trainer.model))
+"""
+
+
+def in_a_world(module, folder, *words):
+    """Run `WORLD` in two processes; return the exit status and what was said."""
+    (folder / "script.py").write_text(WORLD)
+    command = ["-m", *module, "--nproc_per_node", "2", "script.py", TESTS, *words]
+    done = python(*command, cwd=folder)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["endless loop", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_under_torchrun_a_rank_that_hangs_is_killed(name, tmp_path):
+    code, said = in_a_world(["torch.distributed.run", "--standalone"], tmp_path, name)
+    assert code == 1 and "exogym: rank 1 hangs: nothing of it was seen for 1 s in a training step" in said, said
+    assert ("in spin_for_ever" in said) is (name == "endless loop")
+    assert "exitcode  : -9" in said and "ended in" not in said
+
+
+@pytest.mark.slow
+def test_under_the_launcher_a_rank_that_hangs_is_started_again(tmp_path):
+    """And one that waits for others does not hang: here for a callback longer than anything may take by itself."""
+    code, said = in_a_world(["exogym.launch", "--max_restarts", "1"], tmp_path, "stopped", "save")
+    assert code == 0, said
+    line = (
+        "rank 1 was killed by signal 9 (SIGKILL): WorkerError: rank 1 hangs: nothing of it was seen for 1 s in a trai"
+    )
+    assert line in said and "starting again (restart 1 of 1)" in said
+    assert f"ended in {fingerprint(train(**AVERAGES, model=Trouble(lambda: None)).model)}" in said

@@ -1,0 +1,234 @@
+"""Every snippet and every command of the documentation runs."""
+
+import functools
+import json
+import pkgutil
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from processes import python
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHORT = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
+LONG = (  # a shorter one of the same kind runs among the fast tests
+    "python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 20",
+    "exogym compare --dataset shakespeare --strategies single,ddp,diloco,fedavg,sparta:p_sparta=0.05,demo --nodes 4",
+    "exogym sweep --dataset digits --sweep H=5,10 --sweep strategy=diloco,fedavg --seeds 2 --nodes 4 --steps 40"
+    " --out runs/sweep",
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            found += [line for line in block.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "documentation"}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+def test_the_long_ones_are_commands_of_the_pages():
+    assert not set(LONG) - set(commands())
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in commands()])
+def test_commands_run(command, tmp_path):
+    words = shlex.split(command)
+    if words[0] == "make":
+        recipe = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert recipe.returncode == 0 and recipe.stdout, recipe.stderr
+        return
+    if words[0] in ("git", "pip", "cd"):
+        assert command in (
+            "pip install -e '.[demo]'",
+            "git clone https://github.com/exo-explore/gym.git exogym",
+            "cd exogym",
+        )
+        return
+    assert words[0] in ("exogym", "python"), f"no test knows how to run {command!r}"
+    if words[1].startswith("benchmarks/"):  # takes minutes, and some need root: its options are to be known
+        told = python(ROOT / words[1], "--help")
+        known = set(re.findall(r"--[a-z][a-z-]*", told.stdout))
+        assert told.returncode == 0 and {word for word in words[2:] if word.startswith("--")} <= known, told.stderr
+        return
+    if words[:2] in (["exogym", "runs"], ["exogym", "ui"]):  # works on what is there
+        make_runs(tmp_path)
+    if words[:2] == ["exogym", "ui"]:  # answers until it is ended
+        with subprocess.Popen(
+            [sys.executable, *runnable(words)], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        ) as page:
+            try:
+                assert page.stdout is not None
+                address = page.stdout.readline().strip().replace("/?", "/api/runs?")
+                assert {run["name"] for run in json.load(urllib.request.urlopen(address))} == {"digits", "other"}
+            finally:
+                page.terminate()
+        return
+    done = python(*runnable(words), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@functools.cache
+def trained() -> Path:
+    """Return the folder of the run that the page on runs makes first."""
+    folder = Path(tempfile.mkdtemp())
+    script = blocks(ROOT / "docs" / "runs.md", "python")[0]
+    assert python("-c", script, cwd=folder).returncode == 0
+    return folder / "runs" / "digits"
+
+
+def make_runs(folder: Path) -> None:
+    for name in ("digits", "other"):
+        shutil.copytree(trained(), folder / "runs" / name)
+
+
+def runnable(words: list[str]) -> list[str]:
+    """Return the words after `python` of a command of the documentation, with the repository's files, and short."""
+    files = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
+    more = {"compare": SHORT, "demo": SHORT, "ui": ["--port", "0"]}
+    if words[0] == "exogym":
+        return ["-m", "exogym", *words[1:], *more.get(words[1], [])]
+    return [*files, *([] if words[1] == "-m" else SHORT[:2])]
+
+
+def test_what_is_run_is_what_is_written():
+    """Only a comparison and a script of run/ are cut short."""
+    short = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
+    assert runnable(["exogym", "compare", "--nodes", "4"]) == ["-m", "exogym", "compare", "--nodes", "4", *short]
+    assert runnable(["exogym", "advise", "--nodes", "4"]) == ["-m", "exogym", "advise", "--nodes", "4"]
+    assert runnable(["python", "run/mnist.py"]) == [str(ROOT / "run" / "mnist.py"), "--steps", "4"]
+    launch = ["-m", "exogym.launch", "--nproc_per_node", "2"]
+    assert runnable(["python", *launch, "run/x.py"]) == [*launch, str(ROOT / "run" / "x.py")]
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a heading of a page may be linked by."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target, anchor in LINK.findall(page.read_text()):
+            if "://" not in target:
+                other = page.parent / target if target else page
+                assert other.exists(), f"{page.name} links to {target}"
+                assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page not in reached:
+            reached.add(page)
+            targets = [page.parent / target for target, _ in LINK.findall(page.read_text()) if target.endswith(".md")]
+            ahead += [target.resolve() for target in targets if "://" not in str(target)]
+    assert reached >= {*PAGES, ROOT / "benchmarks" / "RESULTS.md"}
+
+
+def test_llms_txt_is_the_list_of_the_pages():
+    """As `make docs` writes it; its links lead to files of the clone."""
+    made = runpy.run_path(str(ROOT / "docs" / "site" / "llms.py"))
+    text = (ROOT / "llms.txt").read_text("utf-8")
+    assert text == made["llms"](made["in_the_clone"]), "llms.txt is not that of docs/index.md: python docs/site/llms.py"
+    listed = {ROOT / target for target, _ in LINK.findall(text)}
+    assert listed >= {*PAGES} - {ROOT / "README.md", ROOT / "docs" / "index.md"}
+    assert all(page.is_file() for page in listed) and text.startswith("# ExoGym\n\n> Simulate ")
+
+
+def unknown_names(text: str) -> set[str]:
+    """Return the files and the modules, functions and classes of ours that a text names and that are not there."""
+    files = set(re.findall(r"(?<![\w./])(?:exogym|tests|benchmarks|docs)/[\w/]+\.(?:py|md|png)", text))
+    unknown = {file for file in files if not (ROOT / file).exists()}
+    for name in set(re.findall(r"(?<![\w./-])exogym(?:\.[A-Za-z_]\w*)+", text)):
+        module, rest, folder = "exogym", name.split(".")[1:], ROOT / "exogym"
+        while rest and ((folder / rest[0] / "__init__.py").exists() or (folder / f"{rest[0]}.py").exists()):
+            module, folder = f"{module}.{rest[0]}", folder / rest.pop(0)
+        try:
+            pkgutil.resolve_name(f"{module}:{'.'.join(rest)}")
+        except AttributeError:
+            unknown.add(name)
+    return unknown
+
+
+@pytest.mark.parametrize("where", ["README.md", "CONTRIBUTING.md", "docs", "exogym", "run", "benchmarks"])
+def test_names_of_ours_in_prose_and_messages_are_there(where):
+    top = ROOT / where
+    files = [top] if top.is_file() else [p for p in sorted(top.rglob("*")) if p.suffix in (".py", ".md")]
+    found = {str(file.relative_to(ROOT)): names for file in files if (names := unknown_names(file.read_text()))}
+    assert files and not found
+
+
+def test_a_name_of_a_room_that_was_left_is_found():
+    assert unknown_names("exogym.core.training.loop and exogym/core/training/loop.py, exogym.LocalTrainer.fit") == set()
+    assert unknown_names("see `exogym.loop`") == {"exogym.loop"}
+    assert unknown_names("in exogym/loop.py: exogym.core.training.loop.Loop") == {
+        "exogym/loop.py",
+        "exogym.core.training.loop.Loop",
+    }
+
+
+ONLY = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions, requires
+from packaging.requirements import Requirement
+
+def plain(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+wanted, ahead = set(), [("exogym", extra) for extra in ["", *sys.argv[1].split(",")]]
+while ahead:
+    name, extra = ahead.pop()
+    if (name, extra) not in wanted:
+        wanted.add((name, extra))
+        for needed in map(Requirement, requires(name) or []):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                ahead += [(plain(needed.name), more) for more in ["", *needed.extras]]
+names = {name for name, _ in wanted}
+missing = {top for top, owners in packages_distributions().items() if not names & set(map(plain, owners))}
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in missing else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+exec(compile(sys.stdin.read(), "page", "exec"))
+"""
+
+
+@pytest.mark.parametrize("extras", ["page", ""])
+def test_what_the_first_page_installs_is_enough_for_its_first_run(extras, tmp_path):
+    page = ROOT / "docs" / "getting_started.md"
+    (named,) = re.findall(r"^pip install -e '\.\[([\w,]+)\]'$", page.read_text(), re.M)
+    words = [sys.executable, "-c", ONLY, named if extras == "page" else extras]
+    done = subprocess.run(words, input=blocks(page, "python")[0], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0) == (extras == "page"), done.stderr
+    assert extras or "the data set digits was not found" in done.stderr  # the control

@@ -1,0 +1,130 @@
+"""The page on islands: its tables are what the formulas say, and its example is one run in both places."""
+
+import json
+import subprocess
+import sys
+
+import processes
+import pytest
+import splits
+import torch
+from paths import ROOT
+from processes import python
+from torch import nn
+from torch.utils.data import DataLoader
+
+from exogym import DistributedTrainer, NodeMesh
+from exogym.core.clock import seconds_of
+from exogym.core.mesh.traffic import talk_of_layers
+from exogym.core.progress import readable_bytes
+from exogym.network import readable_seconds
+from exogym.study.advise import advise
+
+PAGE = (ROOT / "docs" / "islands.md").read_text("utf-8")
+TOKENS, LAYERS, WIDTH, EXAMPLES = 1024, 24, 2048, 32
+STRATEGIES = ("ddp", "diloco:H=100", "diloco:H=500")
+SIZE = 796_928  # parameters of the model whose steps are measured
+SPLITS = ("shard=8", "shard=4,tensor=2", "tensor=8", "stages=8,microbatches=32", "shard=4,stages=2,microbatches=8")
+
+
+def flops(parameters):
+    """Of a step: 6 for each parameter and token."""
+    return 6 * parameters * EXAMPLES * TOKENS
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_table_of_splits_is_computed(split):
+    alone_s, cells = seconds_of(flops(1.3e9), "h100"), []
+    for link in ("nvlink", "pcie", "lan-10g"):
+        mesh = NodeMesh.parse(f"{split},network={link}")
+        talk = talk_of_layers(mesh, 1.3e9, LAYERS, EXAMPLES * TOKENS * WIDTH * 4.0, EXAMPLES)
+        cells.append(readable_seconds(alone_s * mesh.compute_share(EXAMPLES) + talk.seconds))
+    row = [f"`{split.replace(',', ', ')}`", readable_bytes(talk.tx_bytes / mesh.size), f"{mesh.bubble(EXAMPLES):.0%}"]
+    assert "| " + " | ".join([*row, *cells]) + " |" in PAGE
+
+
+@pytest.mark.parametrize(("name", "parameters", "layers"), [("124M", 124e6, 12), ("1.3B", 1.3e9, LAYERS)])
+@pytest.mark.parametrize("link", ["nvlink", "pcie"])
+def test_the_table_of_strategies_is_computed(name, parameters, layers, link):
+    cells = []
+    for network in ("100Mbps,20ms", "1Gbps,20ms"):
+        advice = advise(
+            parameters=parameters, num_nodes=2, network=network, flops=flops(parameters),
+            node=NodeMesh(shard=8, network=link), layers=layers, strategies=STRATEGIES,
+        )  # fmt: skip
+        by_name = {row.strategy: row.seconds_per_step for row in advice.rows}
+        cells += [readable_seconds(by_name[strategy]) for strategy in STRATEGIES]
+    assert "| " + " | ".join([name, f"`{link}`", *cells]) + " |" in PAGE
+
+
+SCRIPT = f"""
+import runpy, sys
+sys.argv = ["islands.py", "--steps", "4", "--H", "2", *%r]
+runpy.run_path({str(ROOT / "run" / "islands.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("words", ["", "--model gpt2", "--model llama --split tensor"])
+def test_islands_in_one_process_and_in_four(tmp_path, words):
+    """Of ours and of Hugging Face's models: one loss and the same bytes."""
+    given = words.split()
+    alone = python("-W", "error", ROOT / "run" / "islands.py", "--steps", "4", "--H", "2", *given, cwd=tmp_path)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout.startswith("2 islands of 2 devices, 4 steps: validation loss ")
+    code, log = processes.world(4, tmp_path / "world", SCRIPT % given)
+    assert code == 0 and alone.stdout in log, log
+
+
+DEVICES = """
+import pytest
+from torch.utils.data import DataLoader
+from exogym import DistributedTrainer
+from exogym.errors import ArgumentError
+
+made = trainer()
+sgd = torch.optim.SGD(made.model.parameters(), lr=0.1)
+with pytest.raises(ArgumentError, match="2 processes run this script, and a node of shard=3 is 3 of them"):
+    DistributedTrainer(made.model, sgd, num_gpus=3)
+with pytest.raises(ArgumentError, match="here processes talk through gloo"):
+    DistributedTrainer(made.model, sgd, backend="nccl")
+devices = DistributedTrainer(made.model, sgd, backend="gloo", loss_fn=nn.functional.cross_entropy)
+devices.train(DataLoader(made.subject.train_dataset, batch_size=8), epochs=1)
+keep([made.model.state_dict(), devices.history.last["inside_bytes"]])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is so without a GPU")
+def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
+    """As many as run the script, if nothing is said; the result is that of one process, which says that it is one."""
+    found, inside = splits.split(tmp_path, 2, DEVICES)
+    made = splits.trainer()
+    optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+    devices = DistributedTrainer(made.model, optimizer, 2, loss_fn=nn.functional.cross_entropy)
+    devices.train(DataLoader(made.subject.train_dataset, batch_size=8))
+    assert "one process computes what 2 devices would" in capsys.readouterr().err
+    whole = made.model.state_dict()
+    assert max(float((found[name] - whole[name]).abs().max()) for name in whole) <= splits.SGD
+    assert inside == devices.history.last["inside_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_times_between_islands_are_measured_and_predicted(tmp_path):
+    """The short version of `benchmarks/islands.py`; how far predictions are off is not judged."""
+    rows = tmp_path / "rows.json"
+    script = ROOT / "benchmarks" / "islands.py"
+    quick = ["--rounds", "1", "--segments", "1", "--steps", "2", "--sleep", "0"]
+    words = [*quick, "--rates", "50mbit", "--strategies", "ddp,diloco:H=4"]
+    command = [sys.executable, str(script), *words, "--json", str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = list(json.loads(rows.read_text()).values())
+    assert [(row["split"], row["strategy"], row["rate"]) for row in found] == [
+        ("shard=2", text, "50mbit") for text in ("ddp", "diloco:H=4")
+    ]
+    for row, every in zip(found, (1, 4), strict=True):
+        sent_bytes = 4 * SIZE / every  # of two islands each sends one model
+        assert row["recorded"] == pytest.approx(sent_bytes)
+        assert 1 < row["sent"] / sent_bytes < 1.05
+        least_s = 8 * sent_bytes / 50e6
+        assert least_s < row["predicted_s"] and least_s < row["from_island_s"] and 0.45 * least_s < row["measured_s"]
+    assert found[0]["predicted_s"] > 2 * found[1]["predicted_s"]

@@ -1,0 +1,105 @@
+"""One script in simulation, under torchrun and on hosts, by the commands of the documentation: the same weights."""
+
+import hashlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, fixtures
+from hosts.fixtures import said, wait_for
+from paths import ROOT
+
+from exogym import LocalTrainer, load_model
+from exogym.strategy import DiLoCoStrategy
+from exogym.study.tasks import load_task
+from exogym.testing import fingerprint
+
+hosts, project, tidy = fixtures.hosts, fixtures.project, fixtures.tidy  # where pytest looks for them
+pytestmark = pytest.mark.usefixtures("tidy")
+COUNT = 2
+PROGRAMS = Path(sys.executable).parent  # python, torchrun, exogym
+SHORT = "--max_steps 12 --num_nodes 2 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0"
+TEXT = "\n\n".join(f"ANN:\nThe {i} bells of number {i * i} ring." for i in range(400))
+
+
+def documented() -> list[str]:
+    """Return the commands of docs/real_machines.md."""
+    page = (ROOT / "docs" / "real_machines.md").read_text()
+    section = page.split("### One script, three places\n")[1]
+    return re.findall(r"```text\n(.*?)```", section, re.S)[0].splitlines()
+
+
+def run(hosts: Hosts, project: Path, command: str, *more: str) -> tuple[str, list[str]]:
+    """Run a command in the project's folder, cut short; return the SHA-256 of what it saved, and the losses it said."""
+    words = [*shlex.split(command), *shlex.split(SHORT), "--data", str(project), *more]
+    path = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
+    done = hosts.controller.run(words, cwd=project, env=os.environ | path)
+    assert done.returncode == 0, said(done)
+    saved = project / words[words.index("--save") + 1]
+    return hashlib.sha256(saved.read_bytes()).hexdigest(), re.findall(r"step +\d+  validation loss .*", done.stdout)
+
+
+def test_the_documented_commands_save_the_same_bytes(hosts: Hosts, project: Path) -> None:
+    """And each says its losses once, the same ones: after `fit` one process speaks."""
+    (project / "run").mkdir()
+    (project / "run" / "nanogpt_diloco.py").write_text((ROOT / "run" / "nanogpt_diloco.py").read_text())
+    (project / "tinyshakespeare.txt").write_text(TEXT, encoding="utf-8")
+    hosts.file(project / "distributed_hosts.json")
+    commands = documented()
+    assert [command.split()[0] for command in commands] == ["python", "torchrun", "python"]
+    assert ["--hosts" in command for command in commands] == [False, False, True]
+    simulated, *others = [*commands, commands[1].replace("torchrun", "python -m exogym.launch", 1)]
+    saved, losses = run(hosts, project, simulated)
+    assert len(losses) == 13
+    for command in others:
+        assert run(hosts, project, command) == (saved, losses), command
+    assert run(hosts, project, simulated, "--H", "6")[0] != saved  # the control
+
+
+PROFILE = """
+[small]
+task = shakespeare
+steps = 120
+
+[distributed:small]
+base_profile = small
+strategy = diloco
+communication_interval = 20
+hosts_config = hosts.json
+save_dir = checkpoints
+checkpoint_interval = 10
+max_restarts = 1
+"""
+
+
+@pytest.mark.slow
+def test_shakespeare_with_a_killed_worker_ends_in_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
+    """`exogym distributed-train` on the embedded task; a worker is killed once a checkpoint is there."""
+    (project / "config.ini").write_text(PROFILE)
+    hosts.file(project / "hosts.json")
+    with open(project / "said", "w") as file:
+        words = [PROGRAMS / "exogym", "distributed-train", "small"]
+        started = hosts.controller.start(words, cwd=project, stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: list((project / "checkpoints").glob("step_*")), started)
+    (worker,) = [pid for pid, line in hosts[1].processes().items() if "launch/runner.py" in line]
+    os.kill(worker, signal.SIGKILL)
+    assert started.wait(300) == 0, (project / "said").read_text()
+    assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in (project / "said").read_text()
+
+    def simulated(H: int) -> str:
+        task = load_task("shakespeare")
+        strategy = DiLoCoStrategy(
+            inner_optim="adamw", lr=task.lr, H=H, outer_lr=task.outer_lr, max_norm=task.max_norm,
+            lr_scheduler=task.lr_scheduler, warmup_steps=task.warmup_steps,
+        )  # fmt: skip
+        trainer = LocalTrainer(task.make_model(seed=0), task.train)
+        return fingerprint(trainer.fit(strategy, num_nodes=2, max_steps=120, batch_size=task.batch_size))
+
+    (folder,) = (project / "runs").iterdir()
+    ended = load_model(load_task("shakespeare").make_model(seed=1), folder / "fit_1.model.safetensors")
+    assert fingerprint(ended) == simulated(H=20) != simulated(H=30)

@@ -1,0 +1,271 @@
+"""Training on hosts that are lost and come back.
+
+The law: such a run has the bits of the simulation with the same outages.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Hosts, fixtures
+from hosts.fixtures import said, wait_for
+from paths import TESTS
+
+from exogym import LocalTrainer, load_model
+from exogym.core.record.run_folder import read_status
+from exogym.faults import Faults
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
+from exogym.testing import fingerprint, small_problem
+
+hosts, project = fixtures.hosts, fixtures.project  # where pytest looks for them
+COUNT = 3
+STEPS = 240
+STRATEGIES: dict[str, Any] = {
+    "diloco": lambda: DiLoCoStrategy(H=5, lr=0.01),
+    "long diloco": lambda: DiLoCoStrategy(H=50, lr=0.01),
+    "fedavg": lambda: FedAvgStrategy(H=5, lr=0.01),
+    "sparta": lambda: SPARTAStrategy(lr=0.01),
+    "ddp": lambda: SimpleReduceStrategy(lr=0.01),
+}
+
+TRAIN = """
+import os, sys, time, torch
+from exogym import NetworkTrainer
+from exogym.callbacks import Every
+from exogym.machines.remote.elastic import recovery
+from exogym.core.training.loop import TrainingLoop
+from exogym.testing import small_problem
+sys.path.insert(0, sys.argv[1])
+from machines.remote.test_elastic import STEPS, STRATEGIES
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, data): self.data = data
+    def __len__(self): return len(self.data)
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_RANK", "")): time.sleep(0.01)
+        return self.data[i]
+
+def note(loop):
+    with open("step.tmp", "w") as file:
+        file.write(f"{loop.step} {len(loop.fleet.comm.present)}")
+    os.replace("step.tmp", "step")
+    if len(loop.fleet.comm.present) < loop.fleet.num_nodes:
+        time.sleep(1)  # a busy machine takes its time to start the lost one again
+
+if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
+    TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
+
+ship = recovery.ship
+
+def noted(wire, tensors, source, takers):
+    if wire.owner[source] == wire.process:
+        open("shipped", "a").write("".join(f"{name}\\n" for name in tensors))
+    return ship(wire, tensors, source, takers)
+
+recovery.ship = noted
+model, data = small_problem()
+model.register_buffer("read_everywhere", torch.arange(4.0), persistent=False)
+model.register_buffer("of_this_process", torch.tensor(float(os.getpid())), persistent=False)
+trainer = NetworkTrainer(
+    "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
+)
+trainer.fit(
+    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]), hang_s=10,
+    callbacks=[Every(50 if sys.argv[9:] else 10, note)], save_dir=sys.argv[6] or None,
+    checkpoint_interval=100 if sys.argv[6] else None, resume=sys.argv[8:9] == ["resume"],
+    val_interval=1000 if sys.argv[9:] else None,
+)
+print("outages", trainer.outages)
+"""
+
+
+def start(
+    hosts: Hosts, project: Path, name: str, min_hosts: int, steps: int = STEPS, restarts: int = 1, save_dir: str = "",
+    dies: str = "", more: Sequence[str] = (),
+) -> Any:  # fmt: skip
+    """Start the training; return the process once it has trained 50 steps."""
+    (project / "train.py").write_text(TRAIN)
+    hosts.file(project / "hosts.json")
+    with open(project / "said", "w") as file:
+        options = [name, str(min_hosts), str(steps), str(restarts), save_dir, dies, *more]
+        words = ["train.py", str(TESTS), *options]
+        run = hosts.controller.start([sys.executable, *words], cwd=project, stdout=file, stderr=file)
+    wait_for(lambda: progress(project)[0] >= 50, run)
+    return run
+
+
+def progress(project: Path) -> tuple[int, int]:
+    """Return (step, nodes that are there), as rank 0 saw them last."""
+    path = project / "step"
+    step, present = path.read_text().split() if path.exists() else ("0", "0")
+    return int(step), int(present)
+
+
+def kill_worker(hosts: Hosts, number: int) -> None:
+    (worker,) = [pid for pid, line in hosts[number].processes().items() if "runner.py" in line]
+    os.kill(worker, signal.SIGKILL)
+
+
+def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int, Any]:
+    """Hold the run's model and losses against the simulation with the run's own outages; return these."""
+    (folder,) = (project / "runs").iterdir()
+    facts = json.loads((folder / "fit_1.facts.json").read_text())
+    away = {int(k): [tuple(x) for x in v] for k, v in facts["description"]["outages"].items()}
+    found = fingerprint(load_model(small_problem()[0], folder / "fit_1.model.safetensors"))
+    for faults, same in ((Faults(absent=away, forget=True), True), (Faults(absent=away), False), (None, False)):
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+        trainer.fit(STRATEGIES[name](), num_nodes=COUNT, max_steps=steps, batch_size=8, faults=faults)
+        returned = any(last is not None for spans in away.values() for _, last in spans)
+        if same or (away and faults is None) or (returned and name != "ddp"):
+            assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
+        if same:
+            assert trainer.traffic == facts["traffic"]
+    is_told_without_a_gap(folder, steps)
+    return away
+
+
+def is_told_without_a_gap(folder: Path, steps: int) -> None:
+    """Hold the run folder of rank 0 against what happened: each step of a node that was never away, once."""
+    status = read_status(folder)
+    assert (status["state"], status["step"]) == ("done", steps)
+    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    told = [row["step"] for row in rows if row["node"] == COUNT - 1]
+    assert told == list(range(told[0], steps + 1))
+
+
+@pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
+def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: Path, name: str, number: int) -> None:
+    """The first rank's too: then another one is the first meanwhile."""
+    run = start(hosts, project, name, min_hosts=1)
+    kill_worker(hosts, number)
+    assert run.wait(300) == 0, (project / "said").read_text()
+    away = is_the_simulation(project, name)
+    ((first, last),) = away[number]
+    assert set(away) == {number} and last is not None and 1 < first < last <= STEPS, away
+    assert hosts.left_over() == {}
+    shipped = [name for name in (project / "shipped").read_text().split("\n") if name.startswith("constant")]
+    assert shipped == ["constant of_this_process"], "who comes back is sent only what it has otherwise"
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_done_without_and_comes_back(hosts: Hosts, project: Path) -> None:
+    """In an endless loop, while its thread goes on to tell the membership server that it is there."""
+    run = start(hosts, project, "diloco", min_hosts=1)
+    (project / "hang1").touch()
+    wait_for(lambda: "rank 1 hangs" in said_by(project), run)
+    assert "in __getitem__" in said_by(project)
+    (project / "hang1").unlink()
+    assert run.wait(300) == 0, said_by(project)
+    away = is_the_simulation(project, "diloco")
+    assert set(away) == {1} and "rank 1 was killed by signal 9 (SIGKILL): WorkerError: rank 1 hangs" in said_by(project)
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_who_dies_when_all_is_done_takes_nothing_along(hosts: Hosts, project: Path) -> None:
+    """The first rank, after the last meeting and before it writes: another host has the results."""
+    run = start(hosts, project, "fedavg", min_hosts=1, steps=150, restarts=0, dies="0")
+    assert run.wait(300) == 0, said_by(project)
+    assert "rank 0 was killed by signal 9" in said_by(project)
+    assert is_the_simulation(project, "fedavg", 150) == {}
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Path) -> None:
+    run = start(hosts, project, "diloco", min_hosts=3, restarts=0)
+    kill_worker(hosts, 2)
+    assert run.wait(300) != 0
+    text = (project / "said").read_text()
+    assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end_of_that(
+    hosts: Hosts, project: Path
+) -> None:
+    """Ctrl-C while a host is away; the resumed run has all hosts again, and takes up the stretch where it stood."""
+    run = start(hosts, project, "long diloco", min_hosts=1, restarts=0, save_dir="checkpoints", more=["", "rare"])
+    kill_worker(hosts, 1)
+    wait_for(lambda: "2 of 3 ranks go on" in said_by(project), run)
+    wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(300) != 0
+    assert "local steps into the next stretch" in said_by(project), said_by(project)
+    shutil.rmtree(project / "runs")
+    (project / "step").unlink()
+    run = start(hosts, project, "long diloco", min_hosts=1, save_dir="checkpoints", more=["resume", "rare"])
+    assert run.wait(300) == 0, said_by(project)
+    away = is_the_simulation(project, "long diloco")
+    ((first, last),) = away[1]
+    assert set(away) == {1} and first <= 101 < last and last % 50 == 1, away
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+def test_when_all_are_lost_they_go_on_from_a_checkpoint_that_lacks_the_rows_of_one(hosts: Hosts, project: Path) -> None:
+    run = start(hosts, project, "diloco", min_hosts=1, restarts=2, save_dir="checkpoints")
+    kill_worker(hosts, 1)
+    wait_for(lambda: (project / "checkpoints" / "step_0000000100").exists(), run)
+    rows = {path.name for path in (project / "checkpoints" / "step_0000000100").glob("rows*")}
+    kill_worker(hosts, 0)
+    kill_worker(hosts, 2)
+    assert run.wait(300) == 0, said_by(project)
+    away = is_the_simulation(project, "diloco")
+    assert rows == {"rows-0-0.safetensors", "rows-2-2.safetensors"} and away[1][0][1] >= 101, (rows, away)
+    assert hosts.left_over() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "ddp"])
+def test_a_host_that_is_cut_off_for_minutes_is_done_without_and_comes_back(
+    hosts: Hosts, project: Path, name: str
+) -> None:
+    """After a minute the others go on; the host ends its part by itself; the controller starts it again."""
+    steps = 3000
+    run = start(hosts, project, name, min_hosts=1, steps=steps, restarts=0)
+    hosts.cut(hosts[1])
+    try:
+        wait_for(lambda: progress(project)[1] == 2, run, within_s=100)
+    finally:
+        hosts.restore(hosts[1])
+    wait_for(lambda: progress(project)[1] == 3, run, within_s=150)
+    assert run.wait(600) == 0, (project / "said").read_text()
+    away = is_the_simulation(project, name, steps)
+    assert set(away) == {1} and len(away[1]) == 1
+    assert "trying again in 5 s" in said_by(project)
+    assert hosts.left_over() == {}
+
+
+def said_by(project: Path) -> str:
+    return (project / "said").read_text()
+
+
+def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
+    (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
+    hosts.file(project / "hosts.json")
+    words = [
+        str(Path(sys.executable).with_name("exogym")),
+        "distributed-train",
+        "a",
+        "--hosts",
+        "hosts.json",
+        "--dry-run",
+    ]
+    done = hosts.controller.run(words, cwd=project)
+    assert done.returncode == 0, said(done)
+    assert (
+        "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
+    )

@@ -1,0 +1,143 @@
+"""What a run on hosts sees of them: the file it leaves, and what is said about the prediction before it."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import everywhere
+
+from exogym.cli import main
+from exogym.core.engine.wire import place
+from exogym.errors import ArgumentError
+from exogym.machines.remote.watching import LEAST, MOST, WatchedWire
+from exogym.network import Network
+from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
+from exogym.study.advise.afterwards import held_against, what_it_sends
+
+CONFIG = """
+[distributed:small]
+task = digits
+strategy = diloco:H=2
+steps = 16
+nodes = 2
+"""
+PARAMETERS = 64 * 32 + 32 + 32 * 10 + 10
+
+
+def in_world(processes, nodes, folder, body, native=False):
+    """Run `body(wire, rank)` in processes that meet over gloo, on a watched wire."""
+
+    def member(rank):
+        store = dist.FileStore(str(folder / "store"), processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+        body(WatchedWire(place(nodes, processes), native=native), rank)
+        dist.destroy_process_group()
+
+    everywhere(processes, member)
+
+
+def test_who_came_last_says_how_long_a_call_took(tmp_path):
+    """Each waited for the other now and then; the median of the shorter times is 3 and 5, of one call in three."""
+
+    def body(wire, rank):
+        wire.took_s = {
+            "exact all_reduce 4000": [[9.0, 3.0, 2.0], [3.0, 8.0, 7.0]][rank],
+            "exact all_reduce 8": [5.0, 5.0, 5.0],  # more than four thousand bytes took: noise
+            "all_gather 12": [1.0] * (LEAST - 1),
+            "broadcast 12": [1.0] * (3 * rank),  # not in both
+            "agreement 4": [[0.25, 0.5], [0.5, 0.25]][rank] * LEAST,
+        }
+        fields = wire.fields(0.1 + rank)
+        assert fields["collectives"] == {"exact all_reduce": {"8": 3.0, "4000": 3.0}}
+        assert fields["message_s"] == 0.25 and fields["step_s"] == [0.1, 1.1] and fields["num_nodes"] == 2
+        assert Network.of(fields).cost("all_reduce", 4000, 2, "exact").seconds == 3.0
+        assert wire.fields(0.0) is None  # nothing but a first stretch was trained
+
+    in_world(2, 2, tmp_path, body)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_calls_go_by_what_they_are(tmp_path, native):
+    name = "all_reduce" if native else "exact all_reduce"
+
+    def body(wire, rank):
+        for _ in range(MOST + 5):
+            wire.reduce(torch.ones(1, 100), [0, 1], "mean")
+        for _ in range(LEAST):
+            wire.reduce(torch.ones(1, 7), [0, 1], "max")  # no sum
+            wire.reduce(torch.ones(1, 7), [0], "sum", everywhere=True)  # not of all
+            wire.rows(torch.ones(1, 3), [0, 1])
+            wire.rows(torch.ones(1, 5), [1])
+            wire.agree(False)
+        assert {key: len(times) for key, times in wire.took_s.items()} == {
+            f"{name} 400": MOST, "all_gather 12": LEAST, "broadcast 20": LEAST, "agreement 4": LEAST
+        }  # fmt: skip
+        assert wire.waited_s > sum(map(sum, wire.took_s.values())) > 0
+        assert set(wire.fields(0.1)["collectives"]) == {name, "all_gather", "broadcast"}
+
+    in_world(2, 2, tmp_path, body, native)
+
+
+def test_several_nodes_of_a_process_are_no_hosts(tmp_path):
+    def body(wire, rank):
+        for _ in range(LEAST):
+            wire.reduce(torch.ones(2, 100), [0, 1, 2, 3], "mean")
+        assert wire.fields(0.1) is None
+
+    in_world(2, 4, tmp_path, body)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run on two hosts without a measurement, one with that of the first, and one with that of other hosts."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "config.ini").write_text(CONFIG)
+    (folder / "hosts.json").write_text(json.dumps({"master": {"address": "localhost", "device": "cpu", "slots": 2}}))
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        words = ["distributed-train", "small", "--hosts", "hosts.json"]
+        assert main(words) == 0
+        (first,) = (folder / "runs").iterdir()
+        yield folder, first, words
+    finally:
+        os.chdir(before)
+
+
+def test_a_run_leaves_what_it_saw_and_the_next_is_held_against_it(runs, capsys):
+    folder, first, words = runs
+    fields = json.loads((first / "measured.json").read_text())
+    network = Network.of(str(first / "measured.json"))
+    network.measurement.check_hosts(["localhost", "localhost"])
+    assert list(fields["collectives"]["exact all_reduce"]) == [str(4 * PARAMETERS)]
+    assert min(fields["step_s"]) > 0 and fields["message_s"] > 0 and "hosts" in fields
+    description = json.loads((first / "fit_1.facts.json").read_text())["description"]
+    assert description["parameters"] == PARAMETERS
+
+    (folder / "measured.json").write_text((first / "measured.json").read_text())
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    (again,) = set((folder / "runs").iterdir()) - {first}
+    description = json.loads((again / "fit_1.facts.json").read_text())["description"]
+    assert held_against(network, description, None) in said
+    assert re.search(r"a step was predicted to take .* and took .*: \d+\.\d % (more|less); .* communication", said)
+
+    other = json.dumps(fields | {"hosts": ["a", "b"]})
+    (folder / "measured.json").write_text(other)
+    assert main([*words, "--network", "measured.json"]) == 2
+    assert "the measurement is of a, b; the hosts are localhost, localhost" in capsys.readouterr().err
+
+
+def test_what_is_predicted_afterwards_is_what_advice_says():
+    """Two hosts, H = 10 steps of 0.1 s, then 1 s of the exact reduction and 2 agreements: 0.2 s and 0.4 ms a step."""
+    run = {"model": [["w", [1000], "torch.float32"]], "num_nodes": 2, "seconds_per_step": 0.1}
+    collectives = {"exact all_reduce": {"4000": 1.0}, "all_reduce": {"4000": 0.5}}
+    fields = {"num_nodes": 2, "collectives": collectives, "step_s": [0.1, 0.1], "message_s": 0.002}
+    told = held_against(Network.of(fields), run | what_it_sends(DiLoCoStrategy(H=10), run), None)
+    assert told == "a step was predicted to take 200 ms and took 100 ms: 100.4 % more; 100 ms of it communication"
+    assert what_it_sends(AsyncDiLoCoStrategy(H=10), run) == {}
+    with pytest.raises(ArgumentError, match="exogym doctor --measure --task"):
+        held_against(Network.of({"num_nodes": 2, "collectives": collectives}), run, None)

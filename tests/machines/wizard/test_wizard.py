@@ -1,0 +1,532 @@
+"""The wizard: what it proposes, the files it leaves, and a session in a terminal on computers found in a network."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+import soundfile
+import torch
+import typer
+from hosts import Hosts, fixtures
+from paths import ROOT
+from processes import python
+from speech_files import folder_of_tones, tone
+
+from exogym import LocalTrainer, load_model
+from exogym.cli import app, main
+from exogym.cli import wizard as wizard_command
+from exogym.cli.asking import Asker
+from exogym.cli.values import DATASETS
+from exogym.core.record.history import History
+from exogym.core.saving.export import save_model
+from exogym.errors import ArgumentError
+from exogym.machines.remote.profile import Profile, evaluations_of, load_profile, options_of
+from exogym.machines.wizard import Taken, hand_over, make_session, propose
+from exogym.machines.wizard.leaving import lost
+from exogym.models import MLP
+from exogym.models.whisper import WhisperModelWrapper, WordErrors
+from exogym.models.whisper.tokens import byte_tokens
+from exogym.models.whisper.weights import SMALL
+from exogym.network import Network
+from exogym.study.compare import forecast, measured_evaluation_s
+from exogym.study.tasks import load_task
+from exogym.testing import fingerprint
+
+hosts = fixtures.hosts  # where pytest looks for it
+COUNT = 2
+STEPS, WHISPER_STEPS = 60, 30
+PATIENCE_S = 600
+ENTER, DOWN, BACK = "\r", "\x1b[B", "\x7f"
+MODEL = "fit_1.model.safetensors"
+
+
+def measured(bandwidth_bps: float, latency_s: float = 1e-4, nodes: int = 2) -> Network:
+    """Return a network as measured, whose all-reduce takes as long as that of a link."""
+    times = {size: latency_s + 8 * size / bandwidth_bps for size in (8, 1 << 12, 1 << 20, 1 << 24)}
+    return Network.measured(all_reduce=times, num_nodes=nodes)
+
+
+def measured_of(hosts: Hosts) -> dict[str, Any]:
+    """Return what a file says that was measured of the hosts, by the names they have: den is the first."""
+    known = measured(2e8).measurement
+    assert known is not None
+    return known.describe() | {"hosts": [host.address for host in hosts.machines[::-1]], "step_s": [0.05, 0.05]}
+
+
+def planned(network: Network, **more: Any) -> Any:
+    given: dict[str, Any] = {"parameters": 1e6, "steps": 2000, "batch_size": 8, "step_s": [0.05, 0.05]}
+    return propose(network=network, **given | more)
+
+
+# What is proposed
+
+
+def test_the_slower_the_network_the_rarer_nodes_meet() -> None:
+    found = [planned(measured(bandwidth)) for bandwidth in (1e12, 2e8, 7e7, 1e6)]
+    assert [plan.strategy for plan in found] == ["ddp", "diloco:H=30", "diloco:H=100", "diloco:H=300"]
+
+
+def test_the_estimate_is_steps_times_the_predicted_step_and_evaluations() -> None:
+    plan = planned(measured(2e8), evaluations=11, evaluated=240)
+    row = next(row for row in plan.advice.rows if row.strategy == plan.strategy)
+    evaluations = 11 * 240 / 8 * 0.05 / 3
+    assert plan.seconds == pytest.approx(2000 * row.seconds_per_step + evaluations)
+    assert plan.alone_s == pytest.approx(2000 * 2 * 0.05 + evaluations)
+    assert plan.speedup == row.speedup and 1 < plan.speedup < 2
+
+
+def test_a_strategy_of_ones_own_is_compared_and_taken() -> None:
+    plan = planned(measured(2e8), strategy="diloco:H=7")
+    assert plan.strategy == "diloco:H=7" and "because you chose it" in str(plan)
+    with pytest.raises(ArgumentError, match="dilcoo"):
+        planned(measured(2e8), strategy="dilcoo")
+
+
+def test_no_period_is_longer_than_a_quarter_of_the_run() -> None:
+    for steps, longest in ((2000, 300), (120, 30), (12, 3), (1, 1)):
+        names = [row.strategy for row in planned(measured(1e5), steps=steps).advice.rows]
+        assert max(int(found[1]) for name in names if (found := re.search(r"H=(\d+)", name))) == longest
+
+
+def test_what_else_the_measurement_says() -> None:
+    assert planned(measured(2e8)).hints == []
+    (hint,) = planned(measured(2e8), step_s=[0.05, 0.08]).hints
+    assert "1.6 times as long" in hint and "--balance steps" in hint
+    (hint,) = planned(measured(1e5), steps=40).hints
+    assert "alone would be faster" in hint
+    with pytest.raises(ArgumentError, match="no measurement"):
+        propose(network=Network("1Gbps"), parameters=1e6, steps=10, batch_size=8)
+
+
+def test_an_evaluation_takes_as_long_as_it_was_measured() -> None:
+    """On the first host, whose process evaluates; a file without it is said to lack it."""
+    known = measured(2e8).measurement
+    assert known is not None
+    network = Network.of(known.describe() | {"step_s": [0.05, 0.04], "evaluation_s": [3.0, 2.0]})
+    without, plan = (planned(network, step_s=None, evaluations=n, evaluated=240) for n in (0, 11))
+    assert plan.seconds - without.seconds == pytest.approx(11 * 3.0)
+    assert plan.alone_s - without.alone_s == pytest.approx(11 * 2.0)
+    assert not any("evaluation" in hint for hint in plan.hints)
+    (hint,) = planned(measured(2e8), evaluations=11, evaluated=240).hints
+    assert "an evaluation was not measured" in hint
+
+
+@pytest.mark.parametrize("steps", [3, 19, 40])
+def test_a_run_is_evaluated_as_often_as_the_estimate_counts(steps: int) -> None:
+    profile = Profile("digits", strategy="ddp", steps=steps)
+    model, train, val, task = profile.problem()
+    trainer = LocalTrainer(model, train, val)
+    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, True) | {"num_nodes": 1})
+    found = [row["step"] for row in trainer.history.rows(node=None) if row["val_loss"] is not None]
+    assert len(found) == evaluations_of(steps) and found[-1] == steps
+
+
+@pytest.mark.parametrize(("each_s", "counted"), [(0.01, 8 + 60), (0.1, 8)])
+def test_an_evaluation_is_timed_as_a_run_does_it(monkeypatch: pytest.MonkeyPatch, each_s: float, counted: int) -> None:
+    """Of sixty examples, on a clock that only evaluation moves: a short one wholly, a long one by eight of them."""
+    clock, timed = [0.0], [0]
+
+    class Slow(MLP):
+        def forward(self, batch: Any) -> Any:
+            if not self.training:
+                clock[0] += each_s * len(batch[1])
+                timed[0] += len(batch[1])
+            return super().forward(batch)
+
+    task = load_task("digits")
+    val = torch.utils.data.Subset(task.val, range(60))
+    task = dataclasses.replace(task, val=val, build=lambda: Slow([64, 4, 10]))
+    monkeypatch.setattr(forecast, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert measured_evaluation_s(task) == pytest.approx(60 * each_s)
+    assert timed[0] == 3 * counted  # a run evaluates at its start and its end, too
+
+
+# The files
+
+
+def test_the_files_of_a_session_repeat_it(tmp_path: Path) -> None:
+    fields = {"task": "digits", "strategy": "diloco:H=20", "steps": 40, "batch_size": 4, "lr": None, "seed": 3}
+    session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
+    assert session.command == "exogym distributed-train wizard --sync"
+    profile = load_profile(tmp_path / "run" / "config.ini", "wizard")
+    assert profile == session.profile and profile.steps == 40 and profile.seed == 3 and profile.lr is None
+    assert profile.hosts_config == str(tmp_path / "run" / "distributed_hosts.json")
+    compile((tmp_path / "run" / "train.py").read_text(), "train.py", "exec")
+    with pytest.raises(ArgumentError, match=r"has a config\.ini already"):
+        make_session(tmp_path / "run", fields, {"master": "10.0.0.1"}, sync=True)
+    with pytest.raises(ArgumentError, match="unknown"):
+        make_session(tmp_path / "other", fields | {"unknown": 1}, {"master": "10.0.0.1"}, sync=True)
+    assert not (tmp_path / "other" / "config.ini").exists()
+
+
+def test_what_was_taken_is_read_from_the_events(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    assert Taken.of(tmp_path, 10.0, 20.0) is None
+    events.write_text('{"kind": "start", "at_s": 100.0}\n{"kind": "start", "at_s": 103.0}\n')
+    assert Taken.of(tmp_path, 10.0, 20.0) is None
+    events.write_text(events.read_text() + '{"kind": "done", "at_s": 108.0}\n')
+    assert Taken.of(tmp_path, 10.0, 20.0) == Taken(10.0, 5.0, 20.0)
+    assert "50 % less" in str(Taken(10.0, 5.0, 20.0))
+
+
+# What a trained model leaves
+
+
+def trained_speech(folder: Path) -> Path:
+    """Write the model file of a run of the task "whisper" with the small model; return it."""
+    torch.manual_seed(0)
+    return save_model(WhisperModelWrapper.from_weights(SMALL, window_s=1.0, lora_rank=2), folder / MODEL)
+
+
+@pytest.mark.slow
+def test_the_lines_that_use_a_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are printed: of speech by transformers, of another task by this package."""
+    monkeypatch.chdir(tmp_path)
+    soundfile.write("recording.wav", tone(1.5, 8_000), 8_000)
+    options = {"weights": SMALL, "general": None}
+    told = hand_over("whisper", None, options, trained_speech(tmp_path))
+    lines = [line.strip() for line in told if line.startswith("    ")]
+    assert len(lines) == 3 and "pipeline" in lines[1]
+    lines[2] = lines[2].replace("[0])['text']", "[0], generate_kwargs={'max_new_tokens': 3})['text']")
+    exec("\n".join(lines), {})
+    assert {"config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "model").iterdir()
+    }
+
+
+def test_the_lines_that_use_another_model_run(tmp_path: Path) -> None:
+    model = load_task("digits", hidden=5).make_model(3)
+    told = hand_over("digits", None, {"hidden": 5}, save_model(model, tmp_path / MODEL))
+    found: dict[str, Any] = {}
+    exec("\n".join(line.strip() for line in told if line.startswith("    ")), found)
+    assert fingerprint(found["model"]) == fingerprint(model)
+
+
+class Hearing:
+    """Stands for a model: hears these words, whatever is said."""
+
+    tokens = byte_tokens()
+
+    def __init__(self, *words: str):
+        self.words = words
+
+    def transcribe(self, clips: list[Any]) -> list[str]:
+        return [self.words[i % len(self.words)] for i in range(len(clips))]
+
+    def errors_on(self, clips: list[Any], texts: list[str]) -> WordErrors:
+        return WordErrors.of(texts, self.transcribe(clips))
+
+
+def test_a_model_that_lost_running_speech_is_warned_of(tmp_path: Path) -> None:
+    """Against texts, or against what was heard before where nobody wrote it down; with what to do."""
+    said = "and so my fellow americans ask not what your country can do for you"
+    general = folder_of_tones(tmp_path / "general", 10, [said] * 10)
+    before: Any = Hearing(said)
+    after: Any = Hearing("one", "two")
+    for name, where in ((str(general), "2 clips of general"), (str(general / "3.wav"), "3.wav")):
+        kept, gone = lost(before, before, name), lost(before, after, name)
+        assert len(kept) == 1 and where in kept[0] and len(gone) == 2 and where in gone[0]
+        assert gone[1].startswith("warning: the model lost running speech")
+        assert "replay=0.5" in gone[1] and "--lr" in gone[1]
+    assert "0.0000 before, 1.0000 after" in lost(before, after, str(general))[0]
+    assert len(lost(before, Hearing(said.replace(" you", " me")), str(general))) == 2  # one word of 14
+    (line,) = lost(before, after, str(tmp_path / "nowhere"))
+    assert "was not checked" in line and "does not exist" in line
+
+
+def test_the_result_says_how_much_was_listened_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History()
+    history.add_evaluation(0, 0, {"val_loss": 2.0, "val_wer": 0.5})
+    history.add_evaluation(9, 0, {"val_loss": 1.0, "val_wer": 0.25})
+    monkeypatch.setattr(wizard_command, "train", lambda *given: tmp_path)
+    monkeypatch.setattr(wizard_command, "history_of", lambda *given: history)
+    fields = {"task": "digits", "strategy": "ddp"}
+    session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
+    wizard_command.carry_out(session, planned(measured(2e8)), False, "2 of the 5 clips that are held out")
+    said = capsys.readouterr().out
+    assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 clips that are held out" in said
+
+
+def test_running_speech_is_copied_with_the_data(tmp_path: Path) -> None:
+    hosts_file = tmp_path / "hosts.json"
+    hosts_file.write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
+    data, general = (folder_of_tones(tmp_path / name / "speech", 2) for name in ("own", "talks"))
+    options = f"lora_rank=4, general={general}, replay=0.5"
+    for none in (None, "general=none", "general=spoken", "lora_rank=4"):
+        assert wizard_command.general_of(none) is None
+    with pytest.raises(ArgumentError, match="general=nowhere: there is no such file or folder"):
+        wizard_command.general_of("general=nowhere")
+    place = wizard_command.Place.of(tmp_path / "run", None, hosts_file, data, wizard_command.general_of(options))
+    place.make()
+    there = place.options_there(options)
+    assert options_of(there) == {"lora_rank": 4, "general": "data/general/speech", "replay": 0.5}
+    assert (tmp_path / "run" / "data/general/speech/manifest.csv").exists()
+    assert (tmp_path / "run" / "data/speech/manifest.csv").exists()
+    assert wizard_command.Place.of(tmp_path / "b", None, hosts_file, None).options_there(options) == options
+
+
+# Without a terminal
+
+
+def test_without_a_terminal_each_question_names_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    asker = Asker()
+    assert not asker.can_ask and not asker.sure("Start?")
+    assert asker.text("--steps", "How many?", int, "7") == 7 and asker.choose("--x", "?", {"a": "A"}, "a") == "a"
+    assert "--steps 7" in capsys.readouterr().err
+    for ask in (
+        lambda: asker.choose("--task", "What?", {"a": "A"}),
+        lambda: asker.several("--computers", "Which?", {"a": "A"}),
+        lambda: asker.text("--code", "Which?", str),
+    ):
+        with pytest.raises(ArgumentError, match=r"no terminal to ask in: give --(task|computers|code)"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ([], "give --task"),
+        (["--task", "digit"], "did you mean 'digits'"),
+        (["--task", "digits", "--hosts", "one.json"], "one computer only"),
+        (["--task", "digits", "--hosts", "torn.json"], "not JSON"),
+        (["--task", "digits", "--folder", "full"], "is not empty"),
+        (["--task", "digits", "--hosts", "two.json", "--strategy", "dilocoo"], "did you mean 'diloco'"),
+        (["--task", "digits", "--hosts", "two.json", "--balance", "evenly"], "balance='evenly'"),
+        (["--task", "whisper", "--data", "one.json"], "give the folder"),
+        (["--task", "digits", "--computers", "a", "--code", "12"], "wanted NAME=CODE"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_done(
+    words: list[str], wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("one.json").write_text('{"master": "10.0.0.1"}')
+    Path("two.json").write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
+    Path("torn.json").write_text("{")
+    Path("full").mkdir()
+    Path("full/file").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["wizard", "--steps", "10", *words]) == 2
+    assert wrong in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_done_without_a_yes(hosts: Hosts, tmp_path: Path) -> None:
+    """Neither before anything is measured, nor with what was measured before; the hosts are only looked at."""
+    hosts.file(tmp_path / "hosts.json")
+    there = tmp_path / "there"
+    words = ["-m", "exogym", "wizard", "--task", "digits", "--hosts", "hosts.json", "--steps", str(STEPS)]
+    words += ["--path-on-hosts", str(there)]
+    with hosts.controller.inside():
+        done = python(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "all is well" in done.stdout and "nothing was done" in done.stdout, done.stderr
+    fields = measured_of(hosts)
+    (tmp_path / "measured.json").write_text(json.dumps(fields | {"hosts": fields["hosts"][::-1]}))
+    with hosts.controller.inside():
+        done = python(*words, "--measured", "measured.json", cwd=tmp_path)
+    assert done.returncode == 0 and "times as fast" in done.stdout and "nothing was trained" in done.stdout, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts.json", "measured.json"]
+
+
+def test_what_is_not_well_comes_with_help(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.file(tmp_path / "hosts.json", python_env="/nowhere/python")
+    with hosts.controller.inside():
+        done = python(
+            "-m", "exogym", "wizard", "--task", "digits", "--hosts", "hosts.json", "--steps", "9", "--yes", cwd=tmp_path
+        )  # fmt: skip
+    assert done.returncode == 1 and "name a Python 3.11 or later that is there" in done.stdout, done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["hosts.json"]
+
+
+# In a terminal
+
+
+class Terminal:
+    """The wizard in a terminal, driven as a person would; `text` is all that was seen."""
+
+    def __init__(self, hosts: Hosts, folder: Path, *words: str):
+        wide = {"LINES": "50", "COLUMNS": "130"}  # what is said is broken there, whatever pytest was started in
+        environment = os.environ | wide | {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "HOME": str(folder)}
+        line = hosts.controller.words([sys.executable, "-m", "exogym", "wizard", *words])
+        self.process = pexpect.spawn(
+            line[0], line[1:], cwd=str(folder), env=environment, encoding="utf-8", timeout=PATIENCE_S,
+            dimensions=(50, 130),
+        )  # fmt: skip
+        self.seen: list[str] = []
+
+    def until(self, text: str) -> None:
+        """Wait for a text on the screen."""
+        self.process.expect_exact(text)
+        self.seen += [self.process.before, self.process.after]
+
+    def answer(self, question: str, keys: str) -> None:
+        self.until(question)
+        self.process.send(keys)
+
+    def end(self) -> int:
+        self.process.expect(pexpect.EOF)
+        self.seen.append(self.process.before)
+        self.process.close()
+        (Path(os.environ.get("EXOGYM_TRANSCRIPT", "/dev/null"))).write_text(self.text)
+        status: int = self.process.exitstatus
+        return status
+
+    @property
+    def text(self) -> str:
+        return "".join(self.seen)
+
+
+@pytest.fixture
+def agents(hosts: Hosts) -> Iterator[list[str]]:
+    """Both hosts wait to be found, and let nobody in; the codes that they show."""
+    started = []
+    for name, host in zip(("studio", "den"), hosts.machines, strict=True):
+        host.authorized_keys.write_text("")
+        words = [sys.executable, "-m", "exogym", "agent", "--name", name, "--authorized-keys", host.authorized_keys]
+        started.append(host.start(words, stdout=subprocess.PIPE))
+    try:
+        codes = []
+        for process in started:
+            said = [next(process.stdout) for _ in range(2)]
+            codes.append(said[0].removeprefix("code for pairing: ").strip())
+        yield codes
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def ssh_config(folder: Path) -> Path:
+    config = folder / "ssh_config"
+    config.write_text(f"UserKnownHostsFile {folder / 'known'}\nGlobalKnownHostsFile /dev/null\nIdentitiesOnly yes\n")
+    return config
+
+
+def talk(terminal: Terminal, codes: list[str], task: int, steps: int, measures: bool) -> None:
+    """Answer as a person would, who first types a wrong code and looks at what else there is to choose.
+
+    Args:
+        task: its place in the list.
+        measures: whether nothing was measured before.
+    """
+    terminal.answer("What shall be trained?", DOWN * task + ENTER)
+    terminal.answer("2 found. Which shall train?", ENTER)
+    terminal.answer("Code that den at 10.77.0.11 shows:", ("000-001" if codes[1] != "000-001" else "000-002") + ENTER)
+    terminal.until("the code is not the one")
+    terminal.answer("Code that den at 10.77.0.11 shows:", codes[1] + ENTER)
+    terminal.until("paired with den")
+    terminal.answer("Code that studio at 10.77.0.10 shows:", codes[0] + ENTER)
+    terminal.until("paired with studio")
+    terminal.answer("Shall this computer train, too?", "n")
+    terminal.answer("How many steps shall each computer train?", BACK * 6 + str(steps) + ENTER)
+    terminal.until("all is well")
+    if measures:
+        terminal.answer("Measure now?", ENTER)
+    terminal.until("times as fast")
+    terminal.answer("Shall it start?", DOWN + ENTER)
+    for question in ("Which strategy?", "How many steps?", "How many examples in a batch?", "How is the load"):
+        terminal.answer(question, ENTER)
+    terminal.answer("Shall it start?", ENTER)
+    terminal.until("the same run again, in that folder: exogym distributed-train wizard --sync; or python train.py")
+
+
+def simulated(session: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the fingerprint of the same run in simulation."""
+    monkeypatch.chdir(session)
+    profile = load_profile("config.ini", "wizard")
+    model, train, val, task = profile.problem()
+    options = profile.fit_options(task, True) | {"num_nodes": 2}
+    LocalTrainer(model, train, val).fit(profile.make_strategy(task), **options)
+    return fingerprint(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["digits", "whisper"])
+def test_from_computers_in_a_network_to_a_trained_model(
+    hosts: Hosts, agents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    """Found, paired by codes, looked at, measured, agreed to, trained; and in simulation the same bits.
+
+    Whisper learns a folder of clips that the hosts have not: fewer words of those held out are wrong afterwards.
+    """
+    words = ["--ssh-config", str(ssh_config(tmp_path)), "--path-on-hosts", str(tmp_path / "there"), "--key", "own/key"]
+    if task == "whisper":
+        write_clips(tmp_path / "speech", 48, 12)
+        words += ["--data", "speech"]
+    else:
+        (tmp_path / "measured.json").write_text(json.dumps(measured_of(hosts)))
+        words += ["--measured", "measured.json"]
+    terminal = Terminal(hosts, tmp_path, *words)
+    steps = STEPS if task == "digits" else WHISPER_STEPS
+    talk(terminal, agents, DATASETS.index(task), steps, measures=task == "whisper")
+    assert terminal.end() == 0, terminal.text
+    assert re.search(r"training took .* were estimated, \d+ % (more|less)", terminal.text), terminal.text
+    name = "loss" if task == "digits" else "word error rate"
+    found = re.search(rf"validation {name}: (\d\.\d+) before, (\d\.\d+) after", terminal.text)
+    assert found and float(found[2]) < float(found[1]), terminal.text
+    session = tmp_path / f"exogym-{task}"
+    assert {path.name for path in session.iterdir()} >= {"distributed_hosts.json", "config.ini", "measured.json"}
+    (run,) = (session / "runs").iterdir()
+    if task == "whisper":
+        assert (run / "model" / "preprocessor_config.json").exists() and "running speech (4 sentences" in terminal.text
+    again = simulated(session, monkeypatch)
+    assert fingerprint(load_model(load_profile("config.ini", "wizard").problem()[0], run / MODEL)) == again
+
+
+def write_clips(folder: Path, train: int, held_out: int) -> None:
+    """Write lines that espeak-ng reads aloud, and a manifest."""
+    import soundfile
+
+    from exogym.data.speech import lines_of_shakespeare, spoken
+
+    folder.mkdir()
+    learnt, kept = lines_of_shakespeare(train, held_out)
+    rows = ["file,split,text"]
+    for number, row in enumerate(spoken([*learnt, *kept])):
+        audio: Any = row["audio"]
+        soundfile.write(folder / f"{number}.wav", audio["array"], audio["sampling_rate"])
+        rows.append(f'{number}.wav,{"train" if number < train else "validation"},"{row["text"]}"')
+    (folder / "manifest.csv").write_text("\n".join(rows))
+
+
+@pytest.mark.slow
+def test_the_command_and_the_script_repeat_the_run(hosts: Hosts, tmp_path: Path) -> None:
+    """What the wizard says repeats the run does: bit for bit, without the wizard, and without a terminal."""
+    hosts.file(tmp_path / "hosts.json")
+    for host in hosts.machines:
+        host.authorized_keys.write_text(hosts.key.with_suffix(".pub").read_text())
+    words = ["-m", "exogym", "wizard", "--task", "digits", "--hosts", "hosts.json", "--steps", str(STEPS), "--yes"]
+    words += ["--path-on-hosts", str(tmp_path / "there"), "--strategy", "diloco:H=7", "--folder", "session"]
+    session = tmp_path / "session"
+    with hosts.controller.inside():
+        done = python(*words, cwd=tmp_path)
+        assert done.returncode == 0 and "training took" in done.stdout, done.stdout + done.stderr
+        for again in (["-m", "exogym", "distributed-train", "wizard", "--sync"], ["train.py"]):
+            assert (done := python(*again, cwd=session)).returncode == 0, done.stdout + done.stderr
+    model = load_profile(session / "config.ini", "wizard").problem()[0]
+    found = [fingerprint(load_model(model, run / MODEL)) for run in (session / "runs").iterdir()]
+    assert len(found) == 3 and len(set(found)) == 1
+
+
+def test_the_pages_name_options_that_are_there() -> None:
+    commands: Any = typer.main.get_command(app)
+    known = {name for command in commands.commands.values() for option in command.params for name in option.opts}
+    for page in ("wizard", "discovery"):
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
+    rows = re.findall(r"^\| `(--[a-z-]+)`", (ROOT / "docs" / "discovery.md").read_text(), re.M)
+    for command in ("agent", "discover"):
+        own = {option.opts[0] for option in commands.commands[command].params} - {"--debug", "--code", "--help"}
+        assert own <= set(rows), command
