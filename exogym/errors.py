@@ -130,11 +130,18 @@ def run_script(main: Callable[[], object]) -> None:
         sys.exit(BROKEN_PIPE)
 
 
+# second name of an argument -> the argument, and what each value means there (None: nothing); no values: the same
+ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
+    "autocast": ("precision", {True: "bf16", False: None}),
+    "inner_lr": ("lr", {}),
+}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F) -> F:
     """Refuse unknown keyword arguments of `function` with the nearest real name.
+
+    A second name of an argument (`ALIASES`) is taken for the first.
 
     Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described; and
     what the class says in `not_taken`, a dict, of an argument that others of its kind take is said instead of a name.
@@ -154,11 +161,13 @@ def checked(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in signature.parameters:
-                where = function.__qualname__.removesuffix(".__init__")
-                known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
-                raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
+        for name in [name for name in kwargs if name not in signature.parameters]:
+            if ALIASES.get(name, ("", {}))[0] in signature.parameters:
+                _take_alias(name, kwargs)
+                continue
+            where = function.__qualname__.removesuffix(".__init__")
+            known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
+            raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -171,6 +180,23 @@ def checked(function: F) -> F:
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _take_alias(name: str, kwargs: dict[str, Any]) -> None:
+    """Put what is given by a second name under the first one.
+
+    Raises:
+        ArgumentError: a value that means nothing there, or another one under the first name.
+    """
+    real, values = ALIASES[name]
+    given = kwargs.pop(name)
+    if values:
+        check_choice(name, given, values)
+    value = values[given] if values else given
+    if value is None:
+        return
+    if kwargs.setdefault(real, value) != value:
+        raise ArgumentError(f"{name}={given!r} means {real}={value!r}, but {real}={kwargs[real]!r} is given too")
 
 
 def _lacking(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

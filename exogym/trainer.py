@@ -7,8 +7,8 @@ import functools
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +19,15 @@ from exogym.core.base.devices import OneThread, resolve_device
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
+from exogym.core.training.options import FitOptions, takes_options
 from exogym.core.training.subject import Subject
 from exogym.errors import ArgumentError, Stopped, checked
 
 if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
-    from exogym.balance import Balance
     from exogym.core.clock import Clock
     from exogym.core.communicator import Wire
     from exogym.core.engine import Engine
-    from exogym.core.mesh import NodeMesh
     from exogym.core.record.metrics import Metric
-    from exogym.core.training.options import FitOptions
-    from exogym.data.partition import Partitioner
-    from exogym.faults import Faults
-    from exogym.network import Network
     from exogym.strategy.strategy import Strategy
 
 
@@ -156,129 +151,9 @@ class LocalTrainer(Trainer):
     spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
 
-    @checked
-    def fit(
-        self,
-        strategy: Strategy,
-        *,
-        num_nodes: int = 1,
-        node: NodeMesh | Sequence[NodeMesh] | None = None,
-        num_epochs: int | None = None,
-        max_steps: int | None = None,
-        batch_size: int = 32,
-        gradient_accumulation: int = 1,
-        minibatch_size: int | None = None,
-        max_memory_usage: float | None = None,
-        shuffle: bool = True,
-        partitioner: Partitioner | str | None = None,
-        val_size: int | None = None,
-        val_interval: int | None = None,
-        precision: str = "fp32",
-        autocast: bool = False,
-        seed: int = 0,
-        device: str | torch.device = "auto",
-        devices: Sequence[int] | None = None,
-        compute: str = "loop",
-        processes: int | str = 1,
-        engine: str | Engine | None = None,
-        cpus_per_process: int = 1,
-        reduction: str = "tree",
-        balance: Balance | str | None = None,
-        faults: Faults | None = None,
-        on_nonfinite: str = "raise",
-        network: Network | str | None = None,
-        step_seconds: Any = None,
-        timeline: bool = False,
-        final_sync: bool = True,
-        logger: Any = None,
-        log_interval: int = 1,
-        progress: bool | None = None,
-        callbacks: Sequence[Callable[..., Any]] = (),
-        save_dir: str | Path | None = None,
-        checkpoint_interval: int | None = None,
-        keep_checkpoints: int = 2,
-        resume: bool = False,
-        max_restarts: int = 0,
-        hang_s: float | None = 600.0,
-        run_dir: str | Path | None = None,
-        client_state_memory: float | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> nn.Module:
+    @takes_options(FitOptions)
+    def fit(self, **given: Any) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
-
-        Args:
-            strategy: what nodes do and tell each other.
-            num_nodes: N.
-            node: each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node
-                its own. Under `python -m exogym.launch` or torchrun each process is one device. In one process the
-                result is that of one device per node, computed in the micro-batches of its devices; what all devices
-                of a node would send each other is counted, as `inside_bytes` in the history. In several processes only
-                the main one has the final model; in the others its parameters are on the meta device.
-            num_epochs, max_steps: neither: one epoch; `max_steps` alone: as many epochs as it takes; both:
-                whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
-            batch_size, gradient_accumulation: a step of a node consumes their product in examples; of a node that has
-                fewer, all it has. The step's gradient is the mean over `gradient_accumulation` batches, whatever the
-                loss. Where targets are below 0, a batch counts as many as it has of the others.
-            minibatch_size: examples computed at once. Changes memory, not results beyond rounding: before training a
-                few examples are computed together and in parts, and a loss that is not a mean over examples (a sum,
-                class weights, pairs inside a batch) is refused where these show it. Torch's `CrossEntropyLoss` and
-                `NLLLoss` as `loss_fn` are taken with `weight` and `ignore_index`: a part counts what its classes
-                weigh. BatchNorm takes its statistics, and dropout its draws, in each minibatch.
-            max_memory_usage: fraction of the memory (0 to 1) to stay in; a minibatch_size that fits is found and said.
-                Refused as there where batches must be split.
-            shuffle, partitioner: which examples a node gets (see `exogym.data`); None deals them anew each epoch.
-            val_size: evaluate on at most so many examples.
-            val_interval: steps between evaluations; None: after each epoch. Also at the start and the end.
-            precision: "fp32", or "bf16", "fp16" autocast; `autocast=True` is bf16.
-            seed: fixes everything; the caller's random state is left as it was.
-            device: "auto" takes a GPU where there is one (CUDA, then Apple's MPS), or a torch device.
-            compute: "loop" (one node after another, exact), "vmap" (rows at once), "compiled" (steps as one graph by
-                torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs), "auto" (tries the
-                first three and says which ends this run soonest).
-            processes: so many processes share the nodes, forked from this one (Linux, CPU); the result has the same
-                bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
-                torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
-            engine: "ray": on a cluster of Ray's, or one that is started here, in as many processes as there is room
-                for (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or
-                where the processes are that run this script together.
-            cpus_per_process: processors that Ray gives to each process.
-            devices: refused; a process trains on one device. Several GPUs are several processes, under torchrun.
-            reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-            balance: share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
-                "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
-            faults: nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`); what
-                each strategy does then is in its docstring. A node that is away has no row in the history.
-            on_nonfinite: what to do where a gradient or an update is not finite, before others see it: "raise"; "skip":
-                the node gives nothing to the round, as one that is away, then takes all that another holds, and has
-                no row in the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling
-                handles are no errors.
-            network: predict how long the run would take on this network (see `exogym.network`), as text ("wifi",
-                "100Mbps,20ms") or a `Network`: `time_s` in the history, and `trainer.clock`.
-            step_seconds: of a node's step there: a number, text ("80ms"), one per node or a `StepTime`; None: as
-                measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
-            timeline: keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
-            final_sync: synchronise steps left over at the end, and count it.
-            logger: a logger, several, or callables (see `exogym.logger`).
-            log_interval: steps between records.
-            progress: show a progress bar; None: if stderr is a terminal.
-            callbacks: see `exogym.callbacks`.
-            save_dir, checkpoint_interval, keep_checkpoints: where and how often to checkpoint (also at the end),
-                and how many are kept.
-            resume: go on from the newest good checkpoint of `save_dir`, or start where there is none; another number
-                of processes will do.
-            max_restarts: so often, where training fails or one of several processes dies, all start again from the last
-                checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
-            hang_s: of several processes one that hangs is killed, and is lost as one that died (see `max_restarts`);
-                what a step of a node (of a micro-batch, where steps are split) may take at most. The start, the first
-                step, each batch of an evaluation, a checkpoint and a callback (between two `loop.beat()`) may take six
-                times as long. None: never, as when a debugger holds a process.
-            run_dir: write what the run is, does and comes to into this folder (see `core.record.run_folder`): a new
-                one, or with `resume` that of the run that goes on. Without `save_dir` checkpoints go there too, where
-                `checkpoint_interval` or `resume` asks for them.
-            client_state_memory: bytes that each process may hold of what sampled clients keep while they do not act
-                (optimizers, control variates); what is over that lies in files under `save_dir`. None: all in memory.
-                While a checkpoint is written all of it is in memory.
-            dataloader_kwargs: for torch's DataLoader (num_workers, collate_fn, ...).
 
         Raises:
             ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known; also where
@@ -293,12 +168,10 @@ class LocalTrainer(Trainer):
         error with several processes: the nodes here), and `trainer.history` what happened until then. After an error
         with `engine="ray"` both are as they were before.
         """
-        given = locals()
-        from exogym.core.training.options import FitOptions, asked_to_go_on, option_names
+        from exogym.core.training.checking import asked_to_go_on, checked_options
 
-        given["resume"] = asked_to_go_on(given)
-        options = FitOptions(**{name: given[name] for name in option_names()})
-        self._place(options)
+        asked = FitOptions(**given)
+        self._place(checked_options(replace(asked, resume=asked_to_go_on(asked))))
         return self.model
 
     def _place(self, options: FitOptions) -> None:

@@ -1,5 +1,6 @@
 """What a user may get wrong: the documented exception, before training, and nothing changed or left behind."""
 
+import dataclasses
 import inspect
 import multiprocessing
 import random
@@ -12,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, NetworkTrainer
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.core.training.options import FitOptions
+from exogym.core.training.options import FitOptions, words_of
 from exogym.errors import ArgumentError, CheckpointError, DataError, ExoGymError, ModelError, TrainingError
 from exogym.strategy import (
     DeMoStrategy,
@@ -203,6 +204,7 @@ MISSPELT = {
     "epochs": "did you mean 'num_epochs'",
     "batchsize": "did you mean 'batch_size'",
     "nodes": "did you mean 'num_nodes'",
+    "devices": "did you mean 'device'",
     "steps": "did you mean 'max_steps'",
     "lr": "fit\\(\\) has no argument 'lr'",
     "checkpoint_every": "did you mean 'checkpoint_interval'",
@@ -293,12 +295,21 @@ def test_every_argument_error_is_a_value_error_and_a_type_error():
             start(num_nodes=0)
 
 
-def test_options_are_the_arguments_of_fit():
-    """What is validated is what is given: no argument without a field, no field without an argument, equal defaults."""
-    given = inspect.signature(LocalTrainer.fit).parameters
-    checked = inspect.signature(FitOptions).parameters
-    assert [n for n in given if n != "self"] == list(checked)
-    assert all(given[name].default == checked[name].default for name in checked)
+@pytest.mark.parametrize("trainer, other", [(LocalTrainer, {}), (NetworkTrainer, {"num_nodes": None})])
+def test_options_are_the_arguments_of_fit(trainer, other):
+    """Editors and `help` show what is taken: the fields of the one definition, with their types and defaults."""
+    shown = inspect.signature(trainer.fit)
+    defined = inspect.signature(FitOptions).parameters
+    assert [*shown.parameters] == ["self", *defined] and shown.return_annotation == "nn.Module"
+    for name, field in defined.items():
+        if name in other:
+            field = field.replace(default=other[name], annotation=f"{field.annotation} | None")
+        assert shown.parameters[name] == field
+    assert "max_steps: Length of the run." in inspect.getdoc(LocalTrainer.fit)
+
+
+def test_each_option_has_its_words():
+    assert all(words_of(field.name).endswith(".") for field in dataclasses.fields(FitOptions))
 
 
 def test_success_leaves_the_callers_world_alone():

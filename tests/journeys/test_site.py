@@ -94,7 +94,7 @@ def test_a_name_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_every_option_of_fit_is_told() -> None:
     names = set(inspect.signature(LocalTrainer.fit).parameters) - {"self"}
     told = {word for head in re.findall(r"^(`.*)$", reference.options(), re.M) for word in re.findall(r"`(\w+)", head)}
-    assert told == names - {"autocast"}  # which is told with precision
+    assert told == names
 
 
 def test_every_command_is_told() -> None:

@@ -425,7 +425,6 @@ WRONG = {
     "yes": ({"processes": True}, "processes=True must be a whole number"),
     "a half": ({"processes": 1.5}, "processes=1.5 must be a whole number"),
     "too many": ({"processes": 5}, "5 processes for num_nodes=4: every process needs a node; start at most 4"),
-    "devices": ({"devices": [0]}, r"devices=\[0\]: one process trains on one device"),
     "restarts": ({"max_restarts": -1, "save_dir": "x"}, "max_restarts=-1 must be a whole number, 0 or more"),
     "restarts, but no folder": ({"max_restarts": 2, "processes": 2}, "max_restarts needs save_dir"),
 }

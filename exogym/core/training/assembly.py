@@ -118,9 +118,10 @@ def _assemble(
             description["chosen"] = on_main(wire, lambda: _choose(options, worker, stream, first_batch))
         chosen = description["chosen"]
         worker.micro_batch_size = chosen["micro_batch_size"]
-        if options.weighs_nodes and snapshot is None:
-            chosen["speeds"] = node_speeds(options.balance, wire, worker, stream)
-        balance = Balance(options.balance.kind, chosen["speeds"]) if options.weighs_nodes else None
+        weighing = options.weighing
+        if weighing is not None and snapshot is None:
+            chosen["speeds"] = node_speeds(weighing, wire, worker, stream)
+        balance = None if weighing is None else Balance(weighing.kind, chosen["speeds"])
         work = None if balance is None else _share_out(balance, stream, fleet)
         sizes = options.step_examples if work is None else stream.batch_sizes
         spread = None
@@ -213,7 +214,7 @@ def workplace(
     kind: Any = Worker
     if wire.devices.parts > 1:
         from exogym.core.compute.split_worker import SplitWorker as kind
-    worker = kind(model, loss, device, options.chosen_precision, options.seed, options.micro_batch_size)
+    worker = kind(model, loss, device, options.precision, options.seed, options.micro_batch_size)
     if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
         worker.weights.counting = counting(subject.loss_fn)
     if options.meshes:
@@ -335,7 +336,7 @@ def _description(
     layouts = [block.layout.whole or block.layout for block in fleet.blocks]
     model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
-    by_process = options.balance is not None and options.balance.kind == "nodes" and options.balance.speeds
+    by_process = options.shares is not None and options.shares.kind == "nodes" and options.shares.speeds
     dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
     return options.description() | rounds | {

@@ -1,37 +1,32 @@
-"""The arguments of a run as one value: checked once, described as JSON."""
+"""The options of a run: names, types, defaults and words, written here once.
+
+`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes_options`); the
+command line takes defaults and words of the options that it shares with `fit` (`words_of`).
+"""
 
 from __future__ import annotations
 
 import functools
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from exogym.balance import Balance
-from exogym.core.combinations import check
-from exogym.core.compute.finite import POLICIES
-from exogym.core.compute.ways import WAYS
-from exogym.core.compute.worker import check_precision
-from exogym.core.engine import Ray
-from exogym.core.mesh import NodeMesh
-from exogym.core.record.run_folder import RESUME
-from exogym.data.partition import Partitioner
-from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.faults import Faults
-from exogym.network import Network
-from exogym.strategy.strategy import Strategy
+from exogym.errors import checked
 
-COMPUTE = (*WAYS, "auto")
-COUNTS = (
-    *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
-    "cpus_per_process",
-)
-OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
+if TYPE_CHECKING:  # none of this is needed to know the options
+    import torch
+
+    from exogym.core.engine import Engine
+    from exogym.core.mesh import NodeMesh
+    from exogym.data.partition import Partitioner
+    from exogym.faults import Faults
+    from exogym.network import Network
+    from exogym.strategy.strategy import Strategy
+
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),
@@ -40,9 +35,86 @@ DECISIVE = (
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What `fit` was asked; the fields are its arguments, explained there."""
+    """What `fit` was asked.
+
+    Args:
+        strategy: What nodes do and tell each other.
+        num_nodes: Nodes of the fleet, N.
+        node: Each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node has its
+            own split. Under `python -m exogym.launch` or torchrun each process is one device. In one process the result
+            is that of one device per node, computed in the micro-batches of its devices; `inside_bytes` in the history
+            counts what the devices of a node would send each other. In several processes only the main one has the
+            final model; in the others its parameters are on the meta device.
+        num_epochs, max_steps: Length of the run. Neither: one epoch; `max_steps` alone: as many epochs as it takes;
+            both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
+        batch_size, gradient_accumulation: A step of a node consumes their product in examples; a node that has fewer
+            takes all it has. The step's gradient is the mean over `gradient_accumulation` batches, whatever the loss.
+            Where targets are below 0, a batch counts as many as it has of the others.
+        minibatch_size: Examples computed at once. This changes memory, not results beyond rounding: before training a
+            few examples are computed together and in parts, and a loss that is not a mean over examples (a sum, class
+            weights, pairs inside a batch) is refused where these show it. Torch's `CrossEntropyLoss` and `NLLLoss` as
+            `loss_fn` are taken with `weight` and `ignore_index`: a part counts what its classes weigh. BatchNorm takes
+            its statistics, and dropout its draws, in each minibatch.
+        max_memory_usage: Fraction of the memory (0 to 1) to stay in. A minibatch_size that fits is found and said.
+            Where batches must be split, losses are refused as for `minibatch_size`.
+        shuffle, partitioner: Which examples a node gets (see `exogym.data`); without a partitioner they are dealt anew
+            each epoch.
+        val_size: Evaluate on at most so many examples.
+        val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
+        precision: "fp32", or "bf16", "fp16" autocast; `autocast=True` is bf16.
+        seed: It fixes everything; the caller's random state is left as it was.
+        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU where there is one (CUDA, then
+            Apple's MPS).
+        compute: "loop" (one node after another, exact), "vmap" (rows at once), "compiled" (steps as one graph by
+            torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs), "auto" (tries the first
+            three and says which ends this run soonest).
+        processes: Processes that share the nodes, or "auto". They are forked from this one (Linux, CPU); the result has
+            the same bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
+            torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
+        engine: "ray": on a cluster of Ray's, or one that is started here, in as many processes as there is room for
+            (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or where the
+            processes are that run this script together.
+        cpus_per_process: Processors that Ray gives to each process.
+        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+        balance: Share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
+            "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
+        faults: Nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`). The
+            docstring of each strategy says what it does then. A node that is away has no row in the history.
+        on_nonfinite: What to do where a gradient or an update is not finite, before others see it. "raise"; "skip": the
+            node gives nothing to the round, as one that is away, then takes all that another holds, and has no row in
+            the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling handles are no
+            errors.
+        network: Predict the time on this network (see `exogym.network`), as text ("wifi", "100Mbps,20ms") or a
+            `Network`. `time_s` in the history and `trainer.clock` say how long the run would take there.
+        step_seconds: Seconds of a node's step there: a number, text ("80ms"), one per node or a `StepTime`. None: as
+            measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
+        timeline: Keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
+        final_sync: Synchronise steps left over at the end, and count it.
+        logger: A logger, several, or callables (see `exogym.logger`).
+        log_interval: Steps between records.
+        progress: Show a progress bar; None: if stderr is a terminal.
+        callbacks: Functions of the training loop (see `exogym.callbacks`).
+        save_dir, checkpoint_interval, keep_checkpoints: Where and how often to checkpoint (also at the end), and how
+            many are kept.
+        resume: Go on from the newest good checkpoint of `save_dir`, or start where there is none. Another number of
+            processes will do.
+        max_restarts: So often, where training fails or one of several processes dies, all start again from the last
+            checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
+        hang_s: Seconds that a step of a node may take (of a micro-batch, where steps are split) with several processes.
+            A process that takes longer counts as hung: it is killed, and handled like one that died (`max_restarts`).
+            The start, the first step, each batch of an evaluation, a checkpoint and a callback (between two
+            `loop.beat()`) may take six times as long. None: never, as when a debugger holds a process.
+        run_dir: Write what the run is, does and comes to into this folder (see `core.record.run_folder`). It is a new
+            folder, or with `resume` the folder of the run that goes on. Without `save_dir` checkpoints go there too,
+            where `checkpoint_interval` or `resume` asks for them.
+        client_state_memory: Bytes that each process may hold of the state that sampled clients keep while they do not
+            act (optimizers, control variates). The rest lies in files under `save_dir`. None: all in memory. While a
+            checkpoint is written all of it is in memory.
+        dataloader_kwargs: For torch's DataLoader (num_workers, collate_fn, ...).
+    """
 
     strategy: Strategy
+    _: KW_ONLY
     num_nodes: int = 1
     node: NodeMesh | Sequence[NodeMesh] | None = None
     num_epochs: int | None = None
@@ -56,19 +128,17 @@ class FitOptions:
     val_size: int | None = None
     val_interval: int | None = None
     precision: str = "fp32"
-    autocast: bool = False
     seed: int = 0
     device: str | torch.device = "auto"
-    devices: Sequence[int] | None = None
     compute: str = "loop"
     processes: int | str = 1
-    engine: Any = None
+    engine: str | Engine | None = None
     cpus_per_process: int = 1
     reduction: str = "tree"
-    balance: Any = None
+    balance: Balance | str | None = None
     faults: Faults | None = None
     on_nonfinite: str = "raise"
-    network: Any = None
+    network: Network | str | None = None
     step_seconds: Any = None
     timeline: bool = False
     final_sync: bool = True
@@ -86,110 +156,6 @@ class FitOptions:
     client_state_memory: float | None = None
     dataloader_kwargs: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be known to work.
-
-        Raises:
-            ArgumentError: a value is of the wrong kind, out of range, or contradicts another.
-        """
-        if not isinstance(self.strategy, Strategy):
-            raise ArgumentError(
-                f"strategy={self.strategy!r} is not a Strategy: give an instance such as "
-                "exogym.strategy.DiLoCoStrategy(H=100)"
-                + (
-                    ", or exogym.strategy.registry.parse_strategy of this text"
-                    if isinstance(self.strategy, str)
-                    else ""
-                )
-            )
-        for name in COUNTS:
-            check_count(name, getattr(self, name))
-        for name in OPTIONAL_COUNTS:
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        check_choice("compute", self.compute, COMPUTE)
-        check_choice("reduction", self.reduction, ("tree", "native"))
-        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
-        if self.processes != "auto":
-            check_count("processes", self.processes)
-        if isinstance(self.engine, str):
-            check_choice("engine", self.engine, ("ray",))
-        elif not isinstance(self.engine, Ray | None):
-            raise ArgumentError(f"engine={self.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
-        if self.engine is None and self.cpus_per_process != 1:
-            raise ArgumentError("cpus_per_process is for processes that an engine starts elsewhere: give engine='ray'")
-        if isinstance(self.max_restarts, bool) or not isinstance(self.max_restarts, int) or self.max_restarts < 0:
-            raise ArgumentError(f"max_restarts={self.max_restarts!r} must be a whole number, 0 or more")
-        if self.hang_s is not None and not (is_number(self.hang_s) and 0 < self.hang_s < math.inf):
-            raise ArgumentError(f"hang_s={self.hang_s!r} must be seconds, more than 0, or None to let processes hang")
-        check_precision(self.precision)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ArgumentError(f"seed={self.seed!r} must be a whole number")
-        if self.devices is not None:
-            raise ArgumentError(
-                f"devices={self.devices!r}: one process trains on one device, named by device=; for several GPUs start "
-                "the script with python -m exogym.launch --nproc_per_node, which gives each process its own"
-            )
-        if self.autocast and self.precision not in ("fp32", "bf16"):
-            raise ArgumentError(f"autocast=True means precision='bf16', but precision={self.precision!r} is given too")
-        usage = self.max_memory_usage
-        if usage is not None and not (is_number(usage) and 0 < usage <= 1):
-            raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
-        for name in ("checkpoint_interval", "resume", "max_restarts"):
-            if getattr(self, name) and self.save_dir is None and self.run_dir is None:
-                raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to, or run_dir")
-        if not isinstance(self.callbacks, Sequence):
-            raise ArgumentError(f"callbacks={self.callbacks!r} must be a list of functions of the training loop")
-        for name in ("save_dir", "run_dir"):
-            if not isinstance(getattr(self, name), str | os.PathLike | None) or getattr(self, name) == "":
-                raise ArgumentError(f"{name}={getattr(self, name)!r} must be the path of a folder")
-        object.__setattr__(self, "save_dir", folder_of_checkpoints(vars(self)))
-        for name in ("save_dir", "run_dir"):  # a process elsewhere has another current folder
-            if self.engine is not None and getattr(self, name) is not None:
-                object.__setattr__(self, name, Path(getattr(self, name)).absolute())
-        if self.network is not None:
-            object.__setattr__(self, "network", Network.of(self.network))
-        for name in ("step_seconds", "timeline"):
-            if getattr(self, name) and self.network is None and not (name[0] == "s" and self.strategy.asks_clients):
-                raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
-        if not isinstance(self.faults, Faults | None):
-            raise ArgumentError(
-                f"faults={self.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
-            )
-        if self.faults is not None and self.faults.trace is not None:
-            if not self.strategy.asks_clients:
-                raise ArgumentError(
-                    f"faults: a trace says whom a server can ask, and {type(self.strategy).__name__} as it is asks "
-                    "nobody: take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= "
-                    "or drop_rate="
-                )
-            self.faults.trace.check(self.num_nodes)
-        if self.faults is not None and self.faults.bad_nodes:
-            self.faults.bad(self.num_nodes)
-            object.__setattr__(self, "strategy", self.strategy.beside(self.faults))
-        if self.balance is not None:
-            object.__setattr__(self, "balance", Balance.of(self.balance))
-            if self.weighs_nodes:
-                self.balance.check_speeds(self.num_nodes, "nodes")
-        if self.client_state_memory is not None:
-            if not (is_number(self.client_state_memory) and 0 <= self.client_state_memory < math.inf):
-                raise ArgumentError(
-                    f"client_state_memory={self.client_state_memory!r} must be bytes, at least 0, as 2e9"
-                )
-            if self.save_dir is None:
-                raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
-        for name in ("shuffle", "autocast", "final_sync", "resume", "timeline"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{name}={getattr(self, name)!r} must be True or False")
-        for callback in self.callbacks:
-            if not callable(callback):
-                raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
-        if self.node is not None:
-            object.__setattr__(self, "node", _one_each(self.node, self.num_nodes))
-            for mesh in self.meshes:
-                mesh.check_batch(self.batch_size)
-        check(self.features())
-
     def features(self) -> dict[str, str]:
         """Return which of `exogym.core.combinations.FEATURES` this run has, the strategy's among them."""
         found = self.strategy.features()
@@ -200,14 +166,14 @@ class FitOptions:
             "max_memory_usage": self.max_memory_usage is not None,
         }
         found |= {name: f"{name}={getattr(self, name)!r}" for name, is_given in given.items() if is_given}
-        if self.chosen_precision == "fp16":
+        if self.precision == "fp16":
             found['precision="fp16"'] = "precision='fp16'"
         if self.meshes:
             found["node"] = "node="
         if any(mesh.depth > 1 for mesh in self.meshes):
             found["stages"] = "node= with stages"
-        if self.weighs_nodes:
-            what = f"balance={self.balance.kind!r}"
+        if self.weighing is not None:
+            what = f"balance={self.weighing.kind!r}"
             found |= {'balance="batch" or "steps"': what} | ({what.replace("'", '"'): what})
         return found
 
@@ -227,10 +193,6 @@ class FitOptions:
         return self.batch_size * self.gradient_accumulation
 
     @property
-    def chosen_precision(self) -> str:
-        return "bf16" if self.autocast else self.precision
-
-    @property
     def micro_batch_size(self) -> int | None:
         """Examples computed at once, or None for a whole step's."""
         if self.minibatch_size is None and self.gradient_accumulation > 1:
@@ -238,9 +200,14 @@ class FitOptions:
         return self.minibatch_size
 
     @property
-    def weighs_nodes(self) -> bool:
-        """Whether nodes work and weigh by their speeds. Dealing nodes to processes changes no result."""
-        return self.balance is not None and self.balance.kind != "nodes"
+    def shares(self) -> Balance | None:
+        """How the load is shared out, as a value."""
+        return None if self.balance is None else Balance.of(self.balance)
+
+    @property
+    def weighing(self) -> Balance | None:
+        """How nodes work and weigh by their speeds. Dealing nodes to processes changes no result."""
+        return None if self.shares is None or self.shares.kind == "nodes" else self.shares
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Steps each node takes."""
@@ -251,53 +218,84 @@ class FitOptions:
 
     def description(self) -> dict[str, Any]:
         """Return what decides the result of a run, as JSON."""
-        given = {name: getattr(self, name) for name in DECISIVE} | {"precision": self.chosen_precision}
+        given = {name: getattr(self, name) for name in DECISIVE}
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
-            given |= {"network": self.network.describe(), "step_seconds": describe(self.step_seconds)}
+            network = self.network if isinstance(self.network, str) else self.network.describe()
+            given |= {"network": network, "step_seconds": describe(self.step_seconds)}
         elif self.step_seconds is not None:
             given |= {"step_seconds": describe(self.step_seconds)}
         given |= {"node": [mesh.describe() for mesh in dict.fromkeys(self.meshes)]} if self.meshes else {}
-        given |= {"balance": self.balance.kind} if self.weighs_nodes else {}
+        given |= {"balance": self.weighing.kind} if self.weighing is not None else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
 
 
-def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
-    """Return the split of each node, from one for all or one for each."""
-    found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
-    if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
-        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list of one for each node")
-    if len(found) != num_nodes:
-        raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
-    return tuple(found)
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-def folder_of_checkpoints(given: Mapping[str, Any]) -> Any:
-    """Return `save_dir` of the options `given`, or where they ask for checkpoints the place for them in `run_dir`."""
-    asked = given["checkpoint_interval"] or given["resume"] or given["max_restarts"]
-    if given["save_dir"] is None and asked and isinstance(given["run_dir"], str | os.PathLike):
-        return Path(given["run_dir"]) / "checkpoints"
-    return given["save_dir"]
+def takes_options(
+    options: Callable[P, object], **defaults: Any
+) -> Callable[[Callable[Concatenate[T, ...], R]], Callable[Concatenate[T, P], R]]:
+    """Give a method the arguments of `options`, with their defaults and words; it is called with all of them, by name.
 
+    Type checkers and editors read the arguments from the class, as Python does: there is no second list. A docstring
+    without "Args:" gets the section of the class.
 
-def asked_to_go_on(given: Mapping[str, Any]) -> bool:
-    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+    Args:
+        defaults: in place of the class's.
 
-    So a script that was stopped can be started again, as it is, to go on.
+    Raises:
+        ArgumentError: by the method: an argument that is not one of them; the message names the nearest.
     """
-    wanted, run_dir = os.environ.get(RESUME), given["run_dir"]
-    if wanted is None or not isinstance(run_dir, str | os.PathLike):
-        return given["resume"]
-    return given["resume"] or os.path.realpath(wanted) == os.path.realpath(run_dir)
+    own = inspect.signature(options)
+    told = _section(inspect.getdoc(options) or "")
+
+    def decorate(method: Callable[Concatenate[T, ...], R]) -> Callable[Concatenate[T, P], R]:
+        (self,) = [p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        arguments = [_with_default(p, defaults.get(p.name, p.default)) for p in own.parameters.values()]
+        signature = inspect.signature(method).replace(parameters=[self, *arguments])
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> R:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return method(given.arguments.pop(self.name), **given.arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        text = inspect.cleandoc(method.__doc__ or "")
+        if "\nArgs:" not in text:
+            text = re.sub(r"(?=\nRaises:|\Z)", f"\n{told}\n", text, count=1)
+        call.__doc__ = text
+        return checked(call)
+
+    return decorate
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _with_default(argument: inspect.Parameter, default: Any) -> inspect.Parameter:
+    is_none = default is None and argument.default is not None
+    return argument.replace(default=default, annotation=argument.annotation + " | None" * is_none)
 
 
-def option_names() -> list[str]:
-    return [field.name for field in fields(FitOptions)]
+def _section(docstring: str) -> str:
+    """Return the section "Args:" of a docstring."""
+    found = re.search(r"^Args:\n((    .*)?\n?)*", docstring, re.M)
+    return "" if found is None else found[0].rstrip()
+
+
+@functools.cache
+def words_of(name: str) -> str:
+    """Return the first sentence of the words of an option.
+
+    >>> words_of("num_nodes")
+    'Nodes of the fleet, N.'
+    """
+    text = " ".join(_section(inspect.getdoc(FitOptions) or "").split())
+    found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
+    assert found is not None, name
+    return found[1]
 
 
 def describe(value: Any) -> Any:

@@ -84,7 +84,7 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     """
     nodes = options.num_nodes
     split = options.meshes and world_size() > 1  # its devices are processes
-    keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or options.weighs_nodes
+    keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or (options.weighing is not None)
     most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
     if most is None or 2 * rows_for(most, 1) > nodes or processes >= nodes:
         return nodes
@@ -135,7 +135,7 @@ def _dealt(
     engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
     """Return what is asked with the ids of each process, and the options with their speeds where they decided."""
-    balance, processes = options.balance, engine.processes(asked)
+    balance, processes = options.shares, engine.processes(asked)
     nodes = rows_of_run(options, processes, engine)
     even = replace(asked, placement=place(nodes, processes))
     if balance is None or balance.kind != "nodes" or processes == 1:

@@ -16,7 +16,8 @@ from exogym.core.saving.checkpoint import differences, load_newest, remove_lefto
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import check_counters
-from exogym.core.training.options import FitOptions, is_number
+from exogym.core.training.checking import is_number
+from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
@@ -76,8 +77,8 @@ def matching_snapshot(
     _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first: what another run chose for itself says nothing
     agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
     description["chosen"] = dict(saved["chosen"])
-    if options.weighs_nodes and options.balance.speeds is not None:
-        description["chosen"]["speeds"] = options.balance.speeds
+    if options.weighing is not None and options.weighing.speeds is not None:
+        description["chosen"]["speeds"] = options.weighing.speeds
     _refuse_another(folder, saved, own | {"chosen": description["chosen"]}, but=FREE)
     stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
     if stands_at > description["limits"]["total_steps"]:
@@ -127,7 +128,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
         "speeds": speeds is None or (isinstance(speeds, list) and len(speeds) == options.num_nodes
         and all(is_number(x) and 0 < x < np.inf for x in speeds)),
     }  # fmt: skip
-    right["speeds"] = right["speeds"] and (speeds is not None) == options.weighs_nodes
+    right["speeds"] = right["speeds"] and (speeds is not None) == (options.weighing is not None)
     for name, is_right in right.items():
         if not is_right:
             raise CheckpointError(

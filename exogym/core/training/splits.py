@@ -14,7 +14,7 @@ def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:
     Raises:
         ArgumentError: something that does not go with nodes of several processes.
     """
-    balance = options.balance
+    balance = options.shares
     if balance is not None and (balance.kind == "nodes" or balance.speeds is None):
         raise ArgumentError(
             f"balance={balance.kind!r} with node= in several processes: each node has its own there, and its speed is "

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from exogym.balance import Balance
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
@@ -21,10 +19,9 @@ from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.value import groups_of
 from exogym.core.progress import notice
 from exogym.core.record.metrics import Metric
-from exogym.core.training.options import FitOptions, folder_of_checkpoints, option_names
-from exogym.data.partition import Partitioner
+from exogym.core.training.checking import checked_options, folder_of_checkpoints
+from exogym.core.training.options import FitOptions, takes_options
 from exogym.errors import ArgumentError, WorkerError, check_count, checked
-from exogym.faults import Faults
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import results
 from exogym.machines.remote.elastic import recovery as elastic
@@ -35,8 +32,6 @@ from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.watching import WatchedTrainer
 from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
-from exogym.network import Network
-from exogym.strategy.strategy import Strategy
 from exogym.trainer import LocalTrainer, Trainer
 
 ONE_FIT = (
@@ -109,54 +104,8 @@ class NetworkTrainer(Trainer):
         self.nodes_per_host = nodes_per_host
         self.folder: Path | None = None
 
-    @checked
-    def fit(
-        self,
-        strategy: Strategy,
-        *,
-        num_nodes: int | None = None,
-        node: NodeMesh | Sequence[NodeMesh] | None = None,
-        num_epochs: int | None = None,
-        max_steps: int | None = None,
-        batch_size: int = 32,
-        gradient_accumulation: int = 1,
-        minibatch_size: int | None = None,
-        max_memory_usage: float | None = None,
-        shuffle: bool = True,
-        partitioner: Partitioner | str | None = None,
-        val_size: int | None = None,
-        val_interval: int | None = None,
-        precision: str = "fp32",
-        autocast: bool = False,
-        seed: int = 0,
-        device: str | torch.device = "auto",
-        devices: Sequence[int] | None = None,
-        compute: str = "loop",
-        processes: int | str = 1,
-        engine: str | None = None,
-        cpus_per_process: int = 1,
-        reduction: str = "tree",
-        balance: Balance | str | None = None,
-        faults: Faults | None = None,
-        on_nonfinite: str = "raise",
-        network: Network | str | None = None,
-        step_seconds: Any = None,
-        timeline: bool = False,
-        final_sync: bool = True,
-        logger: Any = None,
-        log_interval: int = 1,
-        progress: bool | None = None,
-        callbacks: Sequence[Callable[..., Any]] = (),
-        save_dir: str | Path | None = None,
-        checkpoint_interval: int | None = None,
-        keep_checkpoints: int = 2,
-        resume: bool = False,
-        max_restarts: int = 0,
-        hang_s: float | None = 600.0,
-        run_dir: str | Path | None = None,
-        client_state_memory: float | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> nn.Module:
+    @takes_options(FitOptions, num_nodes=None)
+    def fit(self, **given: Any) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
@@ -178,13 +127,11 @@ class NetworkTrainer(Trainer):
             WorkerError: a host failed; what its processes printed is in `folder`.
             KeyboardInterrupt: Ctrl-C, after all hosts have ended.
         """
-        given = locals()
-        given = {name: given[name] for name in option_names()}
-        if engine is not None:
+        if given["engine"] is not None:
             raise ArgumentError(
-                f"engine={engine!r} has hosts of its own: give it to LocalTrainer, without a hosts file"
+                f"engine={given['engine']!r} has hosts of its own: give it to LocalTrainer, without a hosts file"
             )
-        given["save_dir"] = folder_of_checkpoints(given)
+        given["save_dir"] = folder_of_checkpoints(FitOptions(**given))
         number, part = next(_fits), Part.of_this_process()
         if part is not None:
             return self._on_host(part, number, given)
@@ -320,7 +267,7 @@ class NetworkTrainer(Trainer):
         restarts = given["max_restarts"]
         if self.min_hosts is not None:
             given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
-        options = FitOptions(**given)
+        options = checked_options(FitOptions(**given))
         if not options.meshes and options.num_nodes < slots:
             raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
         if options.meshes and self.min_hosts is not None:

@@ -1,0 +1,193 @@
+"""What is refused of a run's options, before anything is made or trained."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from exogym.core.combinations import check
+from exogym.core.compute.finite import POLICIES
+from exogym.core.compute.ways import WAYS
+from exogym.core.compute.worker import check_precision
+from exogym.core.engine import Ray
+from exogym.core.mesh import NodeMesh
+from exogym.core.record.run_folder import RESUME
+from exogym.core.training.options import FitOptions
+from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.faults import Faults
+from exogym.network import Network
+from exogym.strategy.strategy import Strategy
+
+COMPUTE = (*WAYS, "auto")
+COUNTS = (
+    *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
+    "cpus_per_process",
+)
+SWITCHES = ("shuffle", "final_sync", "resume", "timeline")
+FOLDERS = ("save_dir", "run_dir")
+OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
+
+
+def checked_options(asked: FitOptions) -> FitOptions:
+    """Return the options with values for what may be given as text; refuse what cannot be known to work.
+
+    Each option by itself comes first: only then can it be asked what goes with what.
+
+    Raises:
+        ArgumentError: a value is of the wrong kind, out of range, or contradicts another.
+    """
+    _check_kinds(asked)
+    _check_numbers(asked)
+    _check_values(asked)
+    options = replace(
+        asked, save_dir=_placed(asked, folder_of_checkpoints(asked)), run_dir=_placed(asked, asked.run_dir),
+        balance=asked.shares,
+        network=None if asked.network is None else Network.of(asked.network),
+        node=None if asked.node is None else _one_each(asked.node, asked.num_nodes),
+    )  # fmt: skip
+    _check_together(options)
+    if options.faults is not None and options.faults.bad_nodes:
+        options = replace(options, strategy=options.strategy.beside(options.faults))
+    check(options.features())
+    return options
+
+
+def _check_kinds(options: FitOptions) -> None:
+    """Check what must be one of some kind or word, each by itself."""
+    if not isinstance(options.strategy, Strategy):
+        is_text = isinstance(options.strategy, str)
+        raise ArgumentError(
+            f"strategy={options.strategy!r} is not a Strategy: give an instance such as "
+            "exogym.strategy.DiLoCoStrategy(H=100)"
+            + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
+        )
+    check_choice("compute", options.compute, COMPUTE)
+    check_choice("reduction", options.reduction, ("tree", "native"))
+    check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
+    check_precision(options.precision)
+    if isinstance(options.engine, str):
+        check_choice("engine", options.engine, ("ray",))
+    elif not isinstance(options.engine, Ray | None):
+        raise ArgumentError(f"engine={options.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
+    if not isinstance(options.faults, Faults | None):
+        raise ArgumentError(
+            f"faults={options.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
+        )
+
+
+def _check_values(options: FitOptions) -> None:
+    """Check folders, switches and callbacks, each by itself."""
+    for name in FOLDERS:
+        if not isinstance(getattr(options, name), str | os.PathLike | None) or getattr(options, name) == "":
+            raise ArgumentError(f"{name}={getattr(options, name)!r} must be the path of a folder")
+    for name in SWITCHES:
+        if not isinstance(getattr(options, name), bool):
+            raise ArgumentError(f"{name}={getattr(options, name)!r} must be True or False")
+    if not isinstance(options.callbacks, Sequence):
+        raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions of the training loop")
+    for callback in options.callbacks:
+        if not callable(callback):
+            raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+
+
+def _check_numbers(options: FitOptions) -> None:
+    """Check the numbers among the options, each by itself."""
+    for name in COUNTS:
+        check_count(name, getattr(options, name))
+    for name in OPTIONAL_COUNTS:
+        if getattr(options, name) is not None:
+            check_count(name, getattr(options, name))
+    if options.processes != "auto":
+        check_count("processes", options.processes)
+    if not is_whole(options.max_restarts) or options.max_restarts < 0:
+        raise ArgumentError(f"max_restarts={options.max_restarts!r} must be a whole number, 0 or more")
+    if not is_whole(options.seed):
+        raise ArgumentError(f"seed={options.seed!r} must be a whole number")
+    hang_s, usage, memory = options.hang_s, options.max_memory_usage, options.client_state_memory
+    if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < math.inf):
+        raise ArgumentError(f"hang_s={hang_s!r} must be seconds, more than 0, or None to let processes hang")
+    if usage is not None and not (is_number(usage) and 0 < usage <= 1):
+        raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
+    if memory is not None and not (is_number(memory) and 0 <= memory < math.inf):
+        raise ArgumentError(f"client_state_memory={memory!r} must be bytes, at least 0, as 2e9")
+
+
+def _check_together(options: FitOptions) -> None:
+    """Check what options need of each other; what excludes each other is in `exogym.core.combinations`."""
+    if options.engine is None and options.cpus_per_process != 1:
+        raise ArgumentError("cpus_per_process is for processes that an engine starts elsewhere: give engine='ray'")
+    for name in ("checkpoint_interval", "resume", "max_restarts"):
+        if getattr(options, name) and options.save_dir is None and options.run_dir is None:
+            raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to, or run_dir")
+    for name in ("step_seconds", "timeline"):
+        is_asked = name == "step_seconds" and options.strategy.asks_clients
+        if getattr(options, name) and options.network is None and not is_asked:
+            raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
+    if options.faults is not None:
+        _check_faults(options.faults, options)
+    if options.weighing is not None:
+        options.weighing.check_speeds(options.num_nodes, "nodes")
+    if options.client_state_memory is not None and options.save_dir is None:
+        raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
+    for mesh in options.meshes:
+        mesh.check_batch(options.batch_size)
+
+
+def _check_faults(faults: Faults, options: FitOptions) -> None:
+    """Check faults against the strategy and the number of nodes."""
+    if faults.trace is not None:
+        if not options.strategy.asks_clients:
+            raise ArgumentError(
+                f"faults: a trace says whom a server can ask, and {type(options.strategy).__name__} as it is asks "
+                "nobody: take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= "
+                "or drop_rate="
+            )
+        faults.trace.check(options.num_nodes)
+    if faults.bad_nodes:
+        faults.bad(options.num_nodes)
+
+
+def _placed(options: FitOptions, folder: str | Path | None) -> str | Path | None:
+    """Return a folder's path as all processes of the run can use it: elsewhere another folder is the current one."""
+    return folder if folder is None or options.engine is None else Path(folder).absolute()
+
+
+def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
+    """Return the split of each node, from one for all or one for each."""
+    found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
+    if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
+        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list of one for each node")
+    if len(found) != num_nodes:
+        raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
+    return tuple(found)
+
+
+def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
+    """Return `save_dir`, or where the options ask for checkpoints the place for them in `run_dir`."""
+    asked = options.checkpoint_interval or options.resume or options.max_restarts
+    if options.save_dir is None and asked and isinstance(options.run_dir, str | os.PathLike):
+        return Path(options.run_dir) / "checkpoints"
+    return options.save_dir
+
+
+def asked_to_go_on(options: FitOptions) -> bool:
+    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+
+    So a script that was stopped can be started again, as it is, to go on.
+    """
+    wanted = os.environ.get(RESUME)
+    if wanted is None or not isinstance(options.run_dir, str | os.PathLike):
+        return options.resume
+    return options.resume or os.path.realpath(wanted) == os.path.realpath(options.run_dir)
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
