@@ -23,15 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
-from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import InnerOptions
 
 
 class RuleServer:
@@ -180,7 +180,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
     needs = "a server; nobody waits"
     identities = ("equal speeds, K=N, c=0, infinite grace = diloco", "N=1 = diloco", "beta=0: theta - eta/K Delta")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -196,11 +195,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         activation: float = 0.0,
         delay_compensation: float = 0.0,
         max_staleness: int | None = None,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[InnerOptions],
     ):
         if callable(H):
             raise ArgumentError(
@@ -221,10 +216,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
                 raise ArgumentError(f"{name}={flag!r} must be True or False")
         if activation and rule != "delayed_nesterov":
             raise ArgumentError(f"activation={activation} is of rule='delayed_nesterov', not of {rule!r}: leave it out")
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
         self.shard_sampling = shard_sampling
         self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum

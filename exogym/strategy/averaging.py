@@ -17,7 +17,6 @@ learns means and nobody's own values: `exogym.core.communicator.secure`.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +26,10 @@ import torch
 from exogym.core.combinations import check
 from exogym.core.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
+from exogym.strategy.options import defined, parameters_of, signature_of, without_aliases
+from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
-from exogym.strategy.tuning import begun, tuner_of
+from exogym.strategy.tuning import Tuner, begun, tuner_of
 
 NORM_BYTES = 8
 
@@ -158,28 +159,46 @@ class Averaging:
             comm.robust("mean", torch.ones(1))
 
 
-OPTIONS = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Averaging).parameters.values()]
-TUNER = inspect.Parameter(
-    "tuner", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | float | Tuner | None"
-)
+class AveragingOptions(InnerOptions, total=False):
+    """What every strategy on rows takes: that of its inner optimizer, the arguments of `Averaging`, and a tuner."""
+
+    transport: str | None
+    robust: str | Rule | NormCap | None
+    secure_aggregation: bool | SecureAggregation
+    tuner: str | float | Tuner | None
+
+
+def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
+    """Return the tuner that the option `tuner` stands for; None: nothing is tuned."""
+    return None if tuner is None else tuner_of(tuner)
+
+
+defined(AveragingOptions, Averaging, tuned)
 
 
 def with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of a strategy with the arguments of `Averaging`, and `tuner`, beside its own."""
-    own = inspect.signature(init)
-    further = [p for p in (*OPTIONS, TUNER) if p.name not in own.parameters]
+    """Return the constructor of a strategy with all of `AveragingOptions` but the inner optimizer's, and the tuner.
+
+    The tuner gives the constructor what it is to tune. An option that the constructor does not hand on is taken here.
+    """
+    own = signature_of(init)
+    further = [
+        p for p in parameters_of(AveragingOptions)
+        if p.name not in own.parameters and p.name not in InnerOptions.__annotations__
+    ]  # fmt: skip
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
-        tuner, tuning = given.pop("tuner", None), None
+        kwargs = without_aliases(kwargs, own)
+        tuner, tuning = tuned(kwargs.pop("tuner", None)), None
+        later = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
         if tuner is not None:
             bound = own.bind(self, *args, **kwargs)
-            tuning = begun(tuner_of(tuner), own, bound, type(self).__name__)
-            args, kwargs = bound.args[1:], bound.kwargs
+            tuning = begun(tuner, own, bound, type(self).__name__)
+            args, kwargs = bound.args[1:], without_aliases(bound.kwargs, own)
         init(self, *args, **kwargs)
-        if given:
-            self.average_by(**given)
+        if later:
+            self.average_by(**later)
         if tuning is not None:
             self.tune_by(tuning)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
+from exogym.strategy.options import taking
 from exogym.strategy.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
 
@@ -60,6 +61,11 @@ class ClockedStrategy(Strategy):
     max_staleness: int | None = None
     delay_compensation = 0.0
     shard_sampling = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            cls.__init__ = taking(cls.__init__)  # type: ignore[method-assign]
 
     def server(self, fleet: Fleet) -> Server:
         """Return the server at the start of training."""

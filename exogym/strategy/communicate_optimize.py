@@ -21,21 +21,20 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from exogym.core.combinations import check
-from exogym.core.communicator import Rule, SecureAggregation
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.dealing import Dealing
 from exogym.core.fleet.presence import take_rows
 from exogym.core.fleet.state import Shared, Tensors
-from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Faults
-from exogym.strategy.averaging import Averaging, NormCap, with_options
+from exogym.strategy.averaging import Averaging, AveragingOptions, with_options
 from exogym.strategy.modules import (
     CommunicationModule,
     GradientModule,
@@ -44,7 +43,7 @@ from exogym.strategy.modules import (
     example_weights,
     named,
 )
-from exogym.strategy.schedule import Scheduler
+from exogym.strategy.options import split
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.strategy.tuning import Costs, Tuning
@@ -89,23 +88,15 @@ class CommunicateOptimizeStrategy(Strategy):
     driven_by = "rounds"
     stacked = True
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         communication_modules: Sequence[CommunicationModule] = (),
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         gradient_modules: Sequence[GradientModule] = (),
-        transport: str | None = None,
-        robust: str | Rule | NormCap | None = None,
-        secure_aggregation: bool | SecureAggregation = False,
+        **options: Unpack[AveragingOptions],
     ):
-        self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+        self.inner = Inner(inner_optim, **split(options, Inner)[0])
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
             if not isinstance(given, list | tuple):
                 raise ArgumentError(f"{name}={given!r} must be a list of modules")
@@ -122,7 +113,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     )
         self.faults: Faults | None = None
         self.tuning: Tuning | None = None
-        self.average_by(transport=transport, robust=robust, secure_aggregation=secure_aggregation)
+        self.average_by(**split(options, Averaging)[0])
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -487,6 +478,9 @@ class CommunicateOptimizeStrategy(Strategy):
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
         clip_rows(grads, self.inner.max_norm, stacked=True, inside=fleet.comm.wire.inside)
+
+
+CommunicateOptimizeStrategy.__init__ = with_options(CommunicateOptimizeStrategy.__init__)  # type: ignore[method-assign]
 
 
 def _packed(name: str, what: Sequence[str]) -> str:

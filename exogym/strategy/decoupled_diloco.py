@@ -18,15 +18,15 @@ merging (by radius and direction) is left out. A late Delta is taken from the th
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
-from exogym.strategy.schedule import Scheduler
+from exogym.strategy.strategy import InnerOptions
 
 
 class QuorumServer:
@@ -110,7 +110,6 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
     needs = "a server; Q of the nodes"
     identities = ("Q=N = diloco", "Q=1, grace 0 = async_diloco:rule=nesterov, K=1")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -120,11 +119,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         grace_s: float = 0.0,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[InnerOptions],
     ):
         check_count("H", H)
         if quorum is not None:
@@ -132,10 +127,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         check_numbers(
             ("grace_s", grace_s, math.inf), ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1)
         )
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, **options)
         self.H, self.quorum, self.grace_s = H, quorum, grace_s
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
 

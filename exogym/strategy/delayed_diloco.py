@@ -11,15 +11,15 @@ them. Bytes and absent nodes as DiLoCo.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.strategy.communicate_optimize import example_weights
-from exogym.strategy.outer import OuterRule
+from exogym.strategy.options import taking
+from exogym.strategy.outer import OuterRule, OuterRuleOptions
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -31,22 +31,16 @@ class DelayedCommunicator(OuterModule):
     """
 
     weighted_means = True
-    name = "DiLoCoCommunicator"  # what its state has always been kept under
 
-    @checked
+    @taking
     def __init__(
         self,
         H: RoundLength = 100,
         outer_optim: Any = "sgd",
         *,
         delay: int,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        outer_momentum: float | None = None,
-        outer_momentum_scheduler: Scheduler = None,
-        outer_restarts: int | None = None,
         weighting: str = "uniform",
+        **outer: Unpack[OuterRuleOptions],
     ):
         super().__init__()
         self.take_rounds(H)
@@ -56,11 +50,9 @@ class DelayedCommunicator(OuterModule):
             raise ArgumentError(f"delay={delay} is of rounds of one length: give it with a number as H")
         if delay > self.interval_steps:
             raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
-        self.rule = OuterRule(
-            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
-            outer_restarts,
-        )  # fmt: skip
+        self.rule = OuterRule(outer_optim, **outer)
         self.weighting, self.delay = weighting, delay
+        self.name = "DiLoCoCommunicator"  # what its state has always been kept under
 
     def features(self) -> dict[str, str]:
         return {"outer steps in parts or late": f"delay={self.delay}"}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ from torch import Tensor
 from exogym.core.compress import BlockDCT
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import mark_used
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -149,7 +149,6 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
     identities = ("all sent = the sign of the mean gradient", "beta=1: what is sent and kept = all gradients")
     own_rule = True
 
-    @checked
     def __init__(
         self,
         *,
@@ -157,17 +156,11 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         compression_topk: int = 32,
         compression_chunk: int = 64,
         weight_decay: float = 0.0,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         if not weight_decay >= 0:
             raise ArgumentError(f"weight_decay={weight_decay!r} must be at least 0")
-        rate: Any = inner_lr if lr is None else lr
-        super().__init__(
-            OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay),
-            lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-            gradient_modules=[DCTMomentum(compression_decay, compression_topk, compression_chunk)],
-        )  # fmt: skip
+        rate = options.get("lr")
+        inner = OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay)
+        momentum = DCTMomentum(compression_decay, compression_topk, compression_chunk)
+        super().__init__(inner, gradient_modules=[momentum], **options)

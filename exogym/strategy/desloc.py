@@ -22,14 +22,15 @@ With absent nodes: means are over those that are there. A node that comes back t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.moments import FIRST, SECOND, Kind, Moments
-from exogym.strategy.schedule import Scheduler
+from exogym.strategy.options import split
 from exogym.strategy.strategy import Inner
 from exogym.strategy.traffic import Traffic
 
@@ -74,7 +75,6 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps, and less often for the moments"
     identities = ("H_u, H_v over all steps = fedavg", "H=H_u=1, SGD with momentum = ddp", "equal data = one node")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -82,14 +82,10 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         *,
         H_u: int | None = None,
         H_v: int | None = None,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         check_count("H", H)
-        moments = Moments(Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps).spec)
+        moments = Moments(Inner(inner_optim, **split(options, Inner)[0]).spec)
         if H_v is not None and SECOND not in moments.kinds:
             raise ArgumentError(f"H_v={H_v}, but inner_optim={inner_optim!r} keeps no second moments: take 'adamw'")
         averages = []
@@ -97,7 +93,4 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         for kind, option, every in ((FIRST, "H_u", H_u), (SECOND, "H_v", H_u if H_v is None else H_v)):
             check_count(option, every)
             averages += [MomentAverage(moments, kind, every)] if kind in moments.kinds else []
-        super().__init__(
-            inner_optim, [AveragingCommunicator(H, weighting="uniform"), *averages], lr=lr, inner_lr=inner_lr,
-            max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [AveragingCommunicator(H, weighting="uniform"), *averages], **options)

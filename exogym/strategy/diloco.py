@@ -35,7 +35,7 @@ that was down comes back with theta: P b bytes, broadcast by one that stayed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -43,15 +43,16 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
 from exogym.strategy.island import IslandCommunicator
 from exogym.strategy.modules import views
-from exogym.strategy.outer import OuterOptimizer, OuterRule, Received, outer_spec
+from exogym.strategy.options import split, taking
+from exogym.strategy.outer import OuterOptimizer, OuterRule, OuterRuleOptions, Received, outer_spec
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -72,27 +73,19 @@ class DiLoCoCommunicator(PeriodicModule):
 
     weighted_means = True
 
-    @checked
+    @taking
     def __init__(
         self,
         H: RoundLength = 100,
         outer_optim: Any = "sgd",
         *,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        outer_momentum: float | None = None,
-        outer_momentum_scheduler: Scheduler = None,
-        outer_restarts: int | None = None,
         weighting: str = "uniform",
+        **outer: Unpack[OuterRuleOptions],
     ):
         super().__init__()
         self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
-        self.rule = OuterRule(
-            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
-            outer_restarts,
-        )  # fmt: skip
+        self.rule = OuterRule(outer_optim, **outer)
         self.weighting = weighting
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
@@ -139,6 +132,10 @@ class DiLoCoCommunicator(PeriodicModule):
         return self.outer.cut(name.removeprefix("outer."), shape, self.slots) if is_outer else super().cut(name, shape)
 
 
+class DiLoCoOptions(OuterRuleOptions, AveragingOptions, total=False):
+    """Options of `DiLoCoStrategy` that others have, too."""
+
+
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
     """DiLoCo: H local steps with an inner optimizer, then one outer step on the average difference.
 
@@ -173,45 +170,30 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         "equal data = one node",
     )
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         outer_optim: Any = "sgd",
         H: RoundLength = 100,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        outer_momentum: float | None = None,
-        outer_momentum_scheduler: Scheduler = None,
-        outer_restarts: int | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         weighting: str = "uniform",
         delay: int = 0,
         eager: bool = False,
         island_size: int | None = None,
         island_H: int | None = None,
+        **options: Unpack[DiLoCoOptions],
     ):
-        rule: dict[str, Any] = dict(
-            outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler, outer_warmup_rounds=outer_warmup_rounds,
-            outer_momentum=outer_momentum, outer_momentum_scheduler=outer_momentum_scheduler,
-            outer_restarts=outer_restarts, weighting=weighting,
-        )  # fmt: skip
+        rule, others = split(options, OuterRule)
         if eager and delay:
             raise ArgumentError(f"eager=True waits a whole round for the average, so delay={delay} is not for it")
         check_count("delay", delay, least=0)
         outer: PeriodicModule
         if eager:
-            outer = EagerCommunicator(H, outer_optim, **rule)
+            outer = EagerCommunicator(H, outer_optim, weighting=weighting, **rule)
         elif delay:
-            outer = DelayedCommunicator(H, outer_optim, delay=delay, **rule)
+            outer = DelayedCommunicator(H, outer_optim, delay=delay, weighting=weighting, **rule)
         else:
-            outer = DiLoCoCommunicator(H, outer_optim, **rule)
+            outer = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError("islands need both: island_size, their nodes, and island_H, the steps between averages")
@@ -222,7 +204,4 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
                     "number, eager=False and no tuner of H"
                 )
             modules = [IslandCommunicator(island_size, island_H, outer), outer]
-        super().__init__(
-            inner_optim, modules, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, modules, **others)

@@ -21,7 +21,7 @@ stayed as its theta_i, nothing on its way to it and a fresh outer optimizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors, below
-from exogym.errors import check_choice, checked
+from exogym.errors import check_choice
 from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
-from exogym.strategy.outer import OuterOptimizer, OuterRule
+from exogym.strategy.options import taking
+from exogym.strategy.outer import OuterOptimizer, OuterRule, OuterRuleOptions
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -44,27 +44,19 @@ class EagerCommunicator(PeriodicModule):
 
     weighted_means = True
 
-    @checked
+    @taking
     def __init__(
         self,
         H: RoundLength = 100,
         outer_optim: Any = "sgd",
         *,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        outer_momentum: float | None = None,
-        outer_momentum_scheduler: Scheduler = None,
-        outer_restarts: int | None = None,
         weighting: str = "uniform",
+        **outer: Unpack[OuterRuleOptions],
     ):
         super().__init__()
         self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
-        self.rule = OuterRule(
-            outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
-            outer_restarts,
-        )  # fmt: skip
+        self.rule = OuterRule(outer_optim, **outer)
         self.weighting = weighting
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -39,11 +39,12 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults import Availability
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.options import defined, split
 from exogym.strategy.participation import Participation, Round
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import AskedRounds, Traffic
 
@@ -411,6 +412,25 @@ def _islands(clients: list[int], size: int | None, seed: int, round_: int) -> li
     return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
 
 
+class ClientOptions(TypedDict, total=False):
+    """What all federated strategies take: arguments of `AveragingCommunicator`."""
+
+    client_fraction: float
+    local_steps: Sequence[int] | None
+    local_epochs: int | None
+    keep_inner_state: bool
+    over_sampling: float
+    deadline_s: float | None
+    min_reports: int
+
+
+defined(ClientOptions, AveragingCommunicator)
+
+
+class FederatedOptions(ClientOptions, AveragingOptions, total=False):
+    """What all federated strategies take: of clients, of means, and of the inner optimizer."""
+
+
 class FedAvgStrategy(CommunicateOptimizeStrategy):
     """Federated averaging, with islands, client sampling, weights by data and unequal work.
 
@@ -427,34 +447,16 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps; with client_fraction a server and those clients"
     identities = ("H=1, SGD = ddp", "islands of 1 = nodes alone", "islands of N = no islands", "equal data = one node")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         island_size: int | None = None,
         H: RoundLength = 10,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-        client_fraction: float = 1.0,
         weighting: str = "examples",
-        local_steps: Sequence[int] | None = None,
-        local_epochs: int | None = None,
-        keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
+        **options: Unpack[FederatedOptions],
     ):
-        average = AveragingCommunicator(
-            H, island_size=island_size, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
-            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
-        )  # fmt: skip
-        super().__init__(
-            inner_optim, [average], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        clients, others = split(options, AveragingCommunicator)
+        average = AveragingCommunicator(H, island_size=island_size, weighting=weighting, privacy=privacy, **clients)
+        super().__init__(inner_optim, [average], **others)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -37,14 +37,14 @@ from torch import Tensor
 from exogym.core.base.torch_private import copy_
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
 from exogym.strategy.fedprox import ProximalTerm
 from exogym.strategy.modules import views
+from exogym.strategy.options import split
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run
 from exogym.strategy.traffic import Traffic
 
@@ -164,35 +164,18 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     identities = ("equal numbers of steps = fedavg",)
     only_inner = ("sgd",)
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         H: RoundLength = 10,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-        client_fraction: float = 1.0,
         weighting: str = "examples",
-        local_steps: Sequence[int] | None = None,
-        local_epochs: int | None = None,
-        keep_inner_state: bool = True,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
         mu: float = 0.0,
+        **options: Unpack[FederatedOptions],
     ):
-        average = AveragingCommunicator(
-            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
-            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
-        )  # fmt: skip
+        clients, others = split(options, AveragingCommunicator)
+        average = AveragingCommunicator(H, weighting=weighting, **clients)
         proximal = ProximalTerm(average, mu)
-        inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
-        super().__init__(
-            inner_optim, [EqualisedWork(average, inner, proximal.mu), average, *([proximal] if mu else [])], lr=lr,
-            inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-        )  # fmt: skip
+        inner = Inner(inner_optim, **split(others, Inner)[0])
+        modules = [EqualisedWork(average, inner, proximal.mu), average, *([proximal] if mu else [])]
+        super().__init__(inner_optim, modules, **others)

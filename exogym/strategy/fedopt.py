@@ -20,20 +20,19 @@ round, also one without clients. What the server makes of D costs no more epsilo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_choice, checked
+from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
+from exogym.strategy.options import split
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
 RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
@@ -148,7 +147,6 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         "adam, H=1, N=1, SGD = torch's Adam",
     )
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
@@ -161,28 +159,11 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         tau: float = 1e-3,
         initial_v: float | None = None,
         bias_correction: bool = False,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-        client_fraction: float = 1.0,
         weighting: str = "examples",
-        local_steps: Sequence[int] | None = None,
-        local_epochs: int | None = None,
-        keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
+        **options: Unpack[FederatedOptions],
     ):
-        average = AveragingCommunicator(
-            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
-            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
-        )  # fmt: skip
+        clients, others = split(options, AveragingCommunicator)
+        average = AveragingCommunicator(H, weighting=weighting, privacy=privacy, **clients)
         server = ServerStep(average, server_optim, server_lr, beta1, beta2, tau, initial_v, bias_correction)
-        super().__init__(
-            inner_optim, [average, server], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [average, server], **others)

@@ -17,7 +17,7 @@ a node whose synchronisation was lost is still held near the theta that it last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -25,14 +25,14 @@ from torch import Tensor
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
 from exogym.strategy.modules import views
+from exogym.strategy.options import split
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 
 
@@ -87,34 +87,16 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps; with client_fraction a server and those clients"
     identities = ("mu=0 = fedavg", "H=1 = fedavg", "quadratic clients: (A + mu I)^-1 (A w + mu theta)")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         mu: float = 0.01,
         H: RoundLength = 10,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-        client_fraction: float = 1.0,
         weighting: str = "examples",
-        local_steps: Sequence[int] | None = None,
-        local_epochs: int | None = None,
-        keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
+        **options: Unpack[FederatedOptions],
     ):
-        average = AveragingCommunicator(
-            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state, privacy=privacy,
-            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
-        )  # fmt: skip
-        super().__init__(
-            inner_optim, [average, ProximalTerm(average, mu)], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
-            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-        )  # fmt: skip
+        clients, others = split(options, AveragingCommunicator)
+        average = AveragingCommunicator(H, weighting=weighting, privacy=privacy, **clients)
+        super().__init__(inner_optim, [average, ProximalTerm(average, mu)], **others)

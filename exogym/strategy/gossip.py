@@ -17,12 +17,13 @@ With absent nodes: W is that of the graph between the nodes that are there. One 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from exogym.core.fleet import Fleet
-from exogym.errors import check_choice, check_count, checked
+from exogym.errors import check_choice, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -31,7 +32,6 @@ from exogym.strategy.communicate_optimize import (
 )
 from exogym.strategy.graphs import GRAPHS, Edges, edges_of, metropolis
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -144,7 +144,6 @@ class GossipStrategy(CommunicateOptimizeStrategy):
     needs = "each node its neighbours (two on a ring) every H steps"
     identities = ("complete graph, SGD = ddp", "N=1 = the inner optimizer", "the mean over the nodes is kept")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
@@ -152,17 +151,10 @@ class GossipStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 1,
         *,
         order: str = "adapt_then_combine",
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         check_choice("order", order, ORDERS)
         late = order == "adapt_then_combine"
         after: list[CommunicationModule] = [GossipCommunicator(graph, H)] if late else []
         before = [] if late else [GossipBeforeStep(graph, H)]  # type: ignore[arg-type]
-        super().__init__(
-            inner_optim, after, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=before,
-        )  # fmt: skip
+        super().__init__(inner_optim, after, gradient_modules=before, **options)

@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import check_choice, checked
+from exogym.errors import check_choice
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.graphs import DIRECTED, pushing, takers_of
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -107,20 +107,11 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
         "N=1 = the inner optimizer",
     )
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         graph: Any = "exponential",
         H: RoundLength = 1,
-        *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
-        super().__init__(
-            inner_optim, [PushSum(graph, H)], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [PushSum(graph, H)], **options)

@@ -11,13 +11,18 @@ DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). Its co
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-from exogym.errors import checked
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.options import split
+from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
+
+
+class MuLoCoOptions(OuterOptions, AveragingOptions, total=False):
+    """Options of `MuLoCoStrategy` that others have, too."""
 
 
 class MuLoCoStrategy(CommunicateOptimizeStrategy):
@@ -38,32 +43,18 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps"
     identities = ("= diloco with inner_optim='muon'", "N=1, outer SGD(lr=1) = Muon", "equal data = one node")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "muon",
         outer_optim: Any = "sgd",
         H: RoundLength = 30,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         weighting: str = "uniform",
+        **options: Unpack[MuLoCoOptions],
     ):
+        rule, others = split(options, OuterRule)
         if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
-            outer_lr = 0.9 if outer_lr is None else outer_lr
-            outer_momentum = 0.8 if outer_momentum is None else outer_momentum
-        outer = DiLoCoCommunicator(
-            H, outer_optim, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_lr_scheduler=outer_lr_scheduler,
-            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
-        )  # fmt: skip
-        super().__init__(
-            inner_optim, [outer], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+            for name, value in (("outer_lr", 0.9), ("outer_momentum", 0.8)):
+                rule[name] = value if rule.get(name) is None else rule[name]
+        outer = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)
+        super().__init__(inner_optim, [outer], **others)

@@ -23,17 +23,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from exogym.core.base.draws import numpy_generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -128,7 +128,6 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
         "equal data = one node",
     )
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -138,14 +137,7 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
         alpha: float = 0.5,
         beta: float = 0.7,
         gamma: float | None = None,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         noloco = NoLoCoCommunicator(H, group_size, alpha, beta, gamma)
-        super().__init__(
-            inner_optim, [noloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [noloco], **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.options import defined
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
 
@@ -43,32 +44,56 @@ class OuterRule:
 
     Args:
         outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
-        lr: eta; 0.7 for 'sgd'.
-        lr_scheduler: eta_r as `lr_scheduler` gives a rate, over outer rounds: "constant", "cosine", "linear", a torch
-            scheduler class or a callable of the round that gives a factor on eta.
-        warmup_rounds: W.
-        momentum: mu; 0.9 for 'sgd'.
-        momentum_scheduler: mu_r likewise, a factor on mu (on the first beta of an optimizer that has betas).
-        restarts: K: the outer optimizer forgets its state before the rounds K, 2 K, ...; None: never.
+        outer_lr: eta; 0.7 for 'sgd'.
+        outer_lr_scheduler: eta_r as `lr_scheduler` gives a rate, over outer rounds: "constant", "cosine", "linear", a
+            torch scheduler class or a callable of the round that gives a factor on eta.
+        outer_warmup_rounds: W.
+        outer_momentum: mu; 0.9 for 'sgd'.
+        outer_momentum_scheduler: mu_r likewise, a factor on mu (on the first beta of an optimizer that has betas).
+        outer_restarts: K: the outer optimizer forgets its state before the rounds K, 2 K, ...; None: never.
     """
 
     def __init__(
         self,
         outer_optim: Any = "sgd",
-        lr: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_rounds: int = 0,
-        momentum: float | None = None,
-        momentum_scheduler: Scheduler = None,
-        restarts: int | None = None,
+        outer_lr: float | None = None,
+        outer_lr_scheduler: Scheduler = None,
+        outer_warmup_rounds: int = 0,
+        outer_momentum: float | None = None,
+        outer_momentum_scheduler: Scheduler = None,
+        outer_restarts: int | None = None,
     ):
-        check_schedule(lr_scheduler, warmup_rounds, ("outer_lr_scheduler", "outer_warmup_rounds"))
-        check_schedule(momentum_scheduler, 0, ("outer_momentum_scheduler", "outer_warmup_rounds"))
-        if restarts is not None:
-            check_count("outer_restarts", restarts)
-        self.spec = outer_spec(outer_optim, lr, momentum)
-        self.lr_scheduler, self.warmup_rounds = lr_scheduler, warmup_rounds
-        self.momentum_scheduler, self.restarts = momentum_scheduler, restarts
+        check_schedule(outer_lr_scheduler, outer_warmup_rounds, ("outer_lr_scheduler", "outer_warmup_rounds"))
+        check_schedule(outer_momentum_scheduler, 0, ("outer_momentum_scheduler", "outer_warmup_rounds"))
+        if outer_restarts is not None:
+            check_count("outer_restarts", outer_restarts)
+        self.spec = outer_spec(outer_optim, outer_lr, outer_momentum)
+        self.lr_scheduler, self.warmup_rounds = outer_lr_scheduler, outer_warmup_rounds
+        self.momentum_scheduler, self.restarts = outer_momentum_scheduler, outer_restarts
+
+
+class OuterRates(TypedDict, total=False):
+    """The outer rate and its schedule: arguments of `OuterRule`."""
+
+    outer_lr: float | None
+    outer_lr_scheduler: Scheduler
+    outer_warmup_rounds: int
+
+
+class OuterOptions(OuterRates, total=False):
+    """The outer rate, its schedule, and the outer momentum."""
+
+    outer_momentum: float | None
+
+
+class OuterRuleOptions(OuterOptions, total=False):
+    """All arguments of `OuterRule` but the optimizer."""
+
+    outer_momentum_scheduler: Scheduler
+    outer_restarts: int | None
+
+
+defined(OuterRuleOptions, OuterRule)
 
 
 class OuterOptimizer:

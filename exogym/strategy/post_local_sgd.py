@@ -16,13 +16,13 @@ With absent nodes: as DDP up to t0, as local SGD later.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
-from exogym.errors import check_count, checked
+from exogym.errors import check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import GradientAverage
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -93,20 +93,12 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step up to t0, then every H steps"
     identities = ("t0 over all steps = ddp", "t0=0 = fedavg", "t0=0, H=1, SGD = ddp")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         H: RoundLength = 16,
         start_step: int = 100,
-        *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
-        super().__init__(
-            inner_optim, [LateAverage(H, start_step)], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
-            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps, gradient_modules=[EarlyGradientAverage(start_step)],
-        )  # fmt: skip
+        late, early = LateAverage(H, start_step), EarlyGradientAverage(start_step)
+        super().__init__(inner_optim, [late], gradient_modules=[early], **options)

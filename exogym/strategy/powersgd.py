@@ -22,7 +22,7 @@ broadcast.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Slot
 from exogym.core.fleet.presence import give_shared, rows_of, shared_row
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -170,7 +170,6 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, twice, with r (n + m) of n m"
     identities = ("full rank = ddp", "= torch's powerSGD_hook", "sum_t G + mean_i E_i = sum_t mean_i G_i")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -178,13 +177,6 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
         start_step: int = 0,
         *,
         min_rate: float = 2.0,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[LowRankMean(rank, start_step, min_rate)],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[LowRankMean(rank, start_step, min_rate)], **options)

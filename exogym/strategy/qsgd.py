@@ -15,13 +15,13 @@ coding is shorter), all-gather, tx = rx = (N-1) payload. With absent nodes: as D
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.compress import Quantized, Stochastic, buckets
-from exogym.errors import check_count, checked
+from exogym.errors import check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean
-from exogym.strategy.schedule import Scheduler
 
 
 class QSGDStrategy(CommunicateOptimizeStrategy):
@@ -41,18 +41,13 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step; what a node gets grows with N"
     identities = ("levels=2^20 = ddp within 1e-5", "the mean over draws = the gradient")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         levels: int = 7,
         *,
         bucket: int = 512,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         check_count("bucket", bucket)
         code = Stochastic(levels)
@@ -61,7 +56,4 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
             lambda P, b: math.ceil(P * code.bits / 8) + 4 * math.ceil(P / bucket),
             "row",
         )
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[mean],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[mean], **options)

@@ -16,14 +16,14 @@ tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, in shards of those that are th
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.compress import Absmax, mean_in_shards
 from exogym.core.fleet import Fleet
-from exogym.errors import check_count, checked
+from exogym.errors import check_count
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.traffic import Traffic
 
@@ -69,20 +69,12 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, with a quarter of ddp's bytes at 8 bits"
     identities = ("within two halves of a scale of ddp", "numbers on the grid: = ddp")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         bits: int = 8,
         *,
         bucket: int = 512,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[QuantizedAverage(bits, bucket)],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[QuantizedAverage(bits, bucket)], **options)

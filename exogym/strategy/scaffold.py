@@ -18,7 +18,7 @@ that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ from torch import Tensor
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.federated_averaging import AveragingCommunicator
+from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
 from exogym.strategy.fedopt import ServerStep
 from exogym.strategy.modules import views
+from exogym.strategy.options import split
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -113,36 +113,18 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     }
     identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         H: RoundLength = 10,
         *,
         server_lr: float = 1.0,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-        client_fraction: float = 1.0,
         weighting: str = "uniform",
-        local_steps: Sequence[int] | None = None,
-        local_epochs: int | None = None,
-        keep_inner_state: bool = True,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
+        **options: Unpack[FederatedOptions],
     ):
         if not server_lr >= 0:
             raise ArgumentError(f"server_lr={server_lr!r} must be at least 0")
-        average = AveragingCommunicator(
-            H, client_fraction=client_fraction, weighting=weighting, local_steps=local_steps,
-            local_epochs=local_epochs, keep_inner_state=keep_inner_state,
-            over_sampling=over_sampling, deadline_s=deadline_s, min_reports=min_reports,
-        )  # fmt: skip
+        clients, others = split(options, AveragingCommunicator)
+        average = AveragingCommunicator(H, weighting=weighting, **clients)
         server = [] if server_lr == 1 else [ServerStep(average, "momentum", server_lr, beta1=0.0)]
-        super().__init__(
-            inner_optim, [ControlVariates(average), average, *server], lr=lr, inner_lr=inner_lr, max_norm=max_norm,
-            lr_scheduler=lr_scheduler, warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [ControlVariates(average), average, *server], **others)

@@ -19,7 +19,7 @@ With absent nodes: those that are there vote; for the rest as `compressed_gradie
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from exogym.core.compress import Quantized, ScaledSign, tensors
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import shared_row
-from exogym.errors import checked
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import CompressedMean, own_gradients
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.traffic import Traffic
 
@@ -77,22 +76,14 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, with one bit per parameter; what a node gets grows with N"
     identities = ("N=1 = the sign of the gradient", "error feedback: what is sent and kept = gamma sum g_i")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         *,
         error_feedback: bool = False,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         scaled = CompressedMean(
             lambda layout: Quantized(ScaledSign(), tensors(layout)), lambda P, b: P / 8, "tensors", error_feedback=True
         )
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[scaled if error_feedback else MajorityVote()],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[scaled if error_feedback else MajorityVote()], **options)

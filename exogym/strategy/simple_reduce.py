@@ -14,13 +14,13 @@ synchronisation is a missed step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import all_present
 from exogym.errors import ArgumentError, checked
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.traffic import Traffic
 
 
@@ -85,19 +85,11 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, and a fast line"
     identities = ("N nodes with batch B = one node with batch N B", "= torch's DistributedDataParallel")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         bucket_size_mb: float = 25.0,
+        **options: Unpack[AveragingOptions],
     ):
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[GradientAverage(bucket_size_mb)],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[GradientAverage(bucket_size_mb)], **options)

@@ -16,20 +16,21 @@ mu = beta; with another it is not, since u is in units of gradients. With absent
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.optim import Optimizer
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, StrategyError, check_choice, checked
+from exogym.errors import ArgumentError, StrategyError, check_choice
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.moments import Moments
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRule
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Inner, Run
 from exogym.strategy.traffic import Traffic
 
@@ -101,7 +102,7 @@ class SlowMoCommunicator(OuterModule):
             return gamma.lr(min(self.end_of(round_), T) - 1)
 
         slow = OptimSpec(SlowMomentum, lr=1.0, slow_lr=self.slow_lr, momentum=self.slow_momentum)
-        rule = OuterRule(slow, lr_scheduler=at_the_end)
+        rule = OuterRule(slow, outer_lr_scheduler=at_the_end)
         self.outer = OuterParameters(fleet, rule, self.round_of(T) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
@@ -129,7 +130,6 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps"
     identities = ("beta=0, alpha=1 = fedavg", "constant gamma = diloco with heavy ball, eta=alpha, mu=beta")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
@@ -138,15 +138,8 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
         slow_lr: float = 1.0,
         slow_momentum: float = 0.5,
         buffers: str = "maintain",
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
-        inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+        inner = Inner(inner_optim, **split(options, Inner)[0])
         slow = SlowMoCommunicator(inner, H, slow_lr, slow_momentum, buffers)
-        super().__init__(
-            inner_optim, [slow], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [slow], **options)

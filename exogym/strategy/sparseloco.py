@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ from torch import Tensor
 from exogym.core.compress import ChunkTopK, Statistical, with_feedback
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
-from exogym.errors import ArgumentError, check_choice, checked
+from exogym.errors import ArgumentError, check_choice
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -152,7 +152,6 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
         "H=1, beta=1, SGD, bits=32 = topk by chunks",
     )
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -164,14 +163,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         aggregation: str = "mean",
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         outer = SparseOuterStep(H, topk, chunk, bits, error_decay, outer_lr, aggregation)
-        super().__init__(
-            inner_optim, [outer], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [outer], **options)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -30,10 +30,12 @@ from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
+from exogym.strategy.options import split
+from exogym.strategy.outer import OuterRates, OuterRule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -219,29 +221,25 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, with little"
     identities = ("p=1 = fedavg with H=1", "p=0 = nodes alone", "N=1 = the inner optimizer")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
         p_sparta: float = 0.005,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         compression_method: str = "random",
         quantization_bits: int | None = None,
         rounding: str = "nearest",
         interval: int = 1,
+        **options: Unpack[AveragingOptions],
     ):
         sparta = SparseCommunicator(
             p_sparta, compression_method, quantization_bits, rounding=rounding, interval=interval
         )
-        super().__init__(
-            inner_optim, [sparta], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [sparta], **options)
+
+
+class SPARTADiLoCoOptions(OuterRates, AveragingOptions, total=False):
+    """Options of `SPARTADiLoCoStrategy` that others have, too."""
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -266,7 +264,6 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step, with little, and every H steps"
     identities = ("p=0 = diloco", "p=1, SGD, outer SGD(lr=1) = ddp", "H over all steps = sparta")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -274,33 +271,17 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 100,
         p_sparta: float = 0.005,
         *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
         sparta_interval: int = 1,
         compression_method: str = "random",
         quantization_bits: int | None = None,
         rounding: str = "nearest",
         weighting: str = "uniform",
+        **options: Unpack[SPARTADiLoCoOptions],
     ):
+        rule, others = split(options, OuterRule)
         sparta = SparseCommunicator(
-            p_sparta,
-            compression_method,
-            quantization_bits,
-            rounding=rounding,
-            interval=sparta_interval,
+            p_sparta, compression_method, quantization_bits, rounding=rounding, interval=sparta_interval,
             final_average=False,
-        )
-        diloco = DiLoCoCommunicator(
-            H, outer_optim, outer_lr=outer_lr, outer_lr_scheduler=outer_lr_scheduler,
-            outer_warmup_rounds=outer_warmup_rounds, weighting=weighting,
         )  # fmt: skip
-        super().__init__(
-            inner_optim, [sparta, diloco], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        diloco = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)
+        super().__init__(inner_optim, [sparta, diloco], **others)

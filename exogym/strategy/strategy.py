@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 from exogym.core.base.torch_private import scale_
 from exogym.core.communicator import ALONE, Inside
 from exogym.core.fleet.layout import hidden_matrices
-from exogym.errors import ArgumentError, StrategyError, checked
+from exogym.errors import ArgumentError, StrategyError
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
+from exogym.strategy.options import defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
 
@@ -60,21 +61,39 @@ class Run:
 class Inner:
     """The inner optimizer as a value: spec, clipping and schedule."""
 
-    def __init__(self, optim: Any, lr: Any, inner_lr: Any, max_norm: Any, lr_scheduler: Scheduler, warmup_steps: int):
-        if lr is not None and inner_lr is not None and lr != inner_lr:
-            raise ArgumentError(f"lr={lr} and inner_lr={inner_lr} are two names of one thing: give one of them")
-        rate = inner_lr if lr is None else lr
-        if rate is not None and not (isinstance(rate, int | float) and rate >= 0):
-            raise ArgumentError(f"lr={rate!r} must be a number of at least 0")
+    def __init__(
+        self,
+        optim: Any,
+        *,
+        lr: float | None = None,
+        max_norm: float | None = None,
+        lr_scheduler: Scheduler = None,
+        warmup_steps: int = 0,
+    ):
+        if lr is not None and not (isinstance(lr, int | float) and lr >= 0):
+            raise ArgumentError(f"lr={lr!r} must be a number of at least 0")
         if max_norm is not None and not (isinstance(max_norm, int | float) and max_norm > 0):
             raise ArgumentError(f"max_norm={max_norm!r} must be a positive number, or None for no clipping")
         check_schedule(lr_scheduler, warmup_steps)
-        self.spec = OptimSpec.of(optim, lr=rate)
+        self.spec = OptimSpec.of(optim, lr=lr)
         self.max_norm, self.lr_scheduler, self.warmup_steps = max_norm, lr_scheduler, warmup_steps
         self.base_lr = self.spec.base_lr()
 
     def schedule(self, total_steps: int) -> Schedule:
         return Schedule(self.lr_scheduler, self.warmup_steps, total_steps, self.base_lr)
+
+
+class InnerOptions(TypedDict, total=False):
+    """What every strategy takes beside `inner_optim`: the arguments of `Inner`."""
+
+    lr: float | None
+    inner_lr: float | None
+    max_norm: float | None
+    lr_scheduler: Scheduler
+    warmup_steps: int
+
+
+defined(InnerOptions, Inner)
 
 
 class Strategy:
@@ -170,18 +189,9 @@ class Strategy:
             )
         STRATEGIES[name] = cls
 
-    @checked
-    def __init__(
-        self,
-        inner_optim: Any = "adamw",
-        *,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
-    ):
-        self.inner = Inner(inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps)
+    @taking
+    def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):
+        self.inner = Inner(inner_optim, **split(options, Inner)[0])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         """Return what it sends with P parameters of b bytes on N nodes, as `exogym.advise` reckons with it.

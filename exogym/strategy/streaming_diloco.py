@@ -26,7 +26,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -35,11 +35,12 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
-from exogym.strategy.outer import OuterRule
+from exogym.strategy.options import split
+from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterParameters
-from exogym.strategy.schedule import Scheduler
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -162,6 +163,10 @@ class StreamingCommunicator(CommunicationModule):
             outer.load_state(below(f"{p}.", tensors))
 
 
+class StreamingOptions(OuterOptions, AveragingOptions, total=False):
+    """Options of `StreamingDiLoCoStrategy` that others have, too."""
+
+
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     """DiLoCo in fragments that are sent one after the other, may arrive late, and may be quantised.
 
@@ -194,7 +199,6 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H/F steps, with P/F elements, tau steps to arrive"
     identities = ("F=1, tau=0, alpha=0 = diloco", "equal offsets = diloco", "alpha=1 = nodes alone", "torchft's traces")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "adamw",
@@ -207,22 +211,11 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         pattern: str = "strided",
         bits: int = 32,
         offsets: Sequence[int] | None = None,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        outer_lr: float | None = None,
-        outer_lr_scheduler: Scheduler = None,
-        outer_warmup_rounds: int = 0,
-        outer_momentum: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[StreamingOptions],
     ):
-        rule = OuterRule(outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum)
+        rule, others = split(options, OuterRule)
         streaming = StreamingCommunicator(
-            H, num_fragments, rule, fragment_sync_delay=fragment_sync_delay, pattern=pattern, bits=bits,
-            fragment_update_alpha=fragment_update_alpha, offsets=offsets,
+            H, num_fragments, OuterRule(outer_optim, **rule), fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha, pattern=pattern, bits=bits, offsets=offsets,
         )  # fmt: skip
-        super().__init__(
-            inner_optim, [streaming], lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps,
-        )  # fmt: skip
+        super().__init__(inner_optim, [streaming], **others)

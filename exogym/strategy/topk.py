@@ -12,13 +12,13 @@ Payload k (b + 4) bytes per step, all-gather, tx = rx = (N-1) payload: what a no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from exogym.core.compress import TopK
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ArgumentError
+from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean
-from exogym.strategy.schedule import Scheduler
 
 
 class TopKStrategy(CommunicateOptimizeStrategy):
@@ -40,18 +40,13 @@ class TopKStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes at every step; what a node gets grows with N"
     identities = ("density=1 = ddp", "what is sent and kept = gamma sum g_i", "N=1, density=1 = the inner optimizer")
 
-    @checked
     def __init__(
         self,
         inner_optim: Any = "sgd",
         density: float = 0.01,
         *,
         error_feedback: bool = True,
-        lr: float | None = None,
-        inner_lr: float | None = None,
-        max_norm: float | None = None,
-        lr_scheduler: Scheduler = None,
-        warmup_steps: int = 0,
+        **options: Unpack[AveragingOptions],
     ):
         if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
             raise ArgumentError(f"density={density!r} must be over 0 and at most 1: the share of entries to send")
@@ -61,7 +56,4 @@ class TopKStrategy(CommunicateOptimizeStrategy):
             "row",
             error_feedback,
         )
-        super().__init__(
-            inner_optim, lr=lr, inner_lr=inner_lr, max_norm=max_norm, lr_scheduler=lr_scheduler,
-            warmup_steps=warmup_steps, gradient_modules=[mean],
-        )  # fmt: skip
+        super().__init__(inner_optim, gradient_modules=[mean], **options)

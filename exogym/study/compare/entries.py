@@ -96,7 +96,10 @@ def setting_of(task: Task, nodes: Any, steps: Any, batch_size: Any, seeds: Any, 
 
 def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:
     defaults = {name: getattr(setting, name) for name in DEFAULTS}
-    common = Inner(setting.inner_optim, setting.lr, None, setting.max_norm, setting.lr_scheduler, setting.warmup_steps)
+    common = Inner(
+        setting.inner_optim, lr=setting.lr, max_norm=setting.max_norm, lr_scheduler=setting.lr_scheduler,
+        warmup_steps=setting.warmup_steps,
+    )  # fmt: skip
     entries = {}
     for label, given in split_strategies(strategies).items():
         notes = []

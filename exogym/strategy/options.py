@@ -1,0 +1,112 @@
+"""Options that many constructors take: written once where they are used, and named by a typed dict everywhere else.
+
+A constructor that hands options on names them by a typed dict, which editors and type checkers show:
+
+    def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[AveragingOptions]): ...
+
+`defined` says which callables use the options of a typed dict; their defaults come from there. `taking` gives the
+constructor the signature with all names, and refuses any other name.
+
+>>> class Brush(TypedDict, total=False):
+...     width: int
+>>> def paint(width: int = 3): return f"{width} wide"
+>>> defined(Brush, paint)
+>>> class Wall:
+...     @taking
+...     def __init__(self, colour: str, **options: Unpack[Brush]):
+...         self.coat = colour + ", " + paint(**options)
+>>> Wall("red", width=4).coat, str(inspect.signature(Wall))
+('red, 4 wide', "(colour: 'str', *, width: 'int' = 3)")
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, get_args, get_origin
+
+from exogym.errors import ArgumentError, checked
+
+__all__ = ["ALIASES", "Unpack", "defined", "parameters_of", "signature_of", "split", "taking"]
+
+ALIASES = {"inner_lr": "lr"}  # second names of arguments
+_OPTIONS: dict[str, inspect.Parameter] = {}  # each by its name
+
+
+def defined(kind: type, *uses: Callable[..., Any]) -> None:
+    """Say that the options of the typed dict `kind`, but those known already, are arguments of `uses`.
+
+    An alias has the default of what it stands for.
+
+    Raises:
+        KeyError: one is an argument of none of them.
+    """
+    arguments = {name: p for use in uses for name, p in inspect.signature(use).parameters.items()}
+    for name in kind.__annotations__.keys() - _OPTIONS.keys():
+        _OPTIONS[name] = arguments[ALIASES.get(name, name)].replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY)
+
+
+def parameters_of(kind: type) -> list[inspect.Parameter]:
+    """Return the options of a typed dict as parameters."""
+    return [_OPTIONS[name] for name in kind.__annotations__]
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of `function`, with options that `**options: Unpack[...]` names in its place."""
+    given = inspect.signature(function)
+    parameters = list(given.parameters.values())
+    last = parameters[-1] if parameters else None
+    if last is None or last.kind is not last.VAR_KEYWORD or last.annotation is last.empty:
+        return given
+    kind = last.annotation
+    if isinstance(kind, str):
+        kind = eval(kind, getattr(function, "__globals__", {}))
+    if get_origin(kind) is not Unpack:
+        return given
+    return given.replace(parameters=[*parameters[:-1], *parameters_of(get_args(kind)[0])])
+
+
+def taking(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that takes exactly the arguments of `signature_of`, and aliases as what they stand for."""
+    signature = signature_of(init)
+
+    @functools.wraps(init)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **without_aliases(kwargs, signature))
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return checked(call)
+
+
+def without_aliases(kwargs: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Return arguments under the names that they have in the constructor.
+
+    Raises:
+        ArgumentError: both names are given, with different values.
+    """
+    for alias, name in ALIASES.items():
+        if alias in kwargs and name in signature.parameters:
+            value = kwargs[alias]
+            kwargs = {given: x for given, x in kwargs.items() if given != alias}
+            if value is not None and kwargs.setdefault(name, value) is None:
+                kwargs[name] = value
+            if value is not None and kwargs[name] != value:
+                raise ArgumentError(
+                    f"{name}={kwargs[name]} and {alias}={value} are two names of one thing: give one of them"
+                )
+    return kwargs
+
+
+@functools.cache
+def _names(use: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature_of(use).parameters)
+
+
+def split(options: Mapping[str, Any], use: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those of `options` that are arguments of `use`, and the others."""
+    names = _names(use)
+    return (
+        {name: value for name, value in options.items() if name in names},
+        {name: value for name, value in options.items() if name not in names},
+    )

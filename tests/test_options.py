@@ -1,0 +1,58 @@
+"""Options that strategies share: one definition, which editors, `inspect.signature` and errors show."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+from exogym.errors import ArgumentError
+from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, PeriodicModule
+from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.registry import STRATEGIES
+
+OURS = {name: kind for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_constructor_writes_its_own_arguments_and_shows_all(name: str) -> None:
+    kind: Any = OURS[name]
+    code = inspect.unwrap(kind.__init__).__code__
+    assert code.co_argcount + code.co_kwonlyargcount - 1 <= 12
+    shown = inspect.signature(kind).parameters
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+    assert {"lr", "inner_lr", "max_norm", "lr_scheduler", "warmup_steps"} <= shown.keys()
+    assert kind.driven_by == "clock" or shown.keys() >= AveragingOptions.__annotations__.keys()
+    assert all(p.default is not p.empty for p in shown.values())
+
+
+def test_a_misspelt_option_is_named_whoever_defines_it() -> None:
+    for given, meant in (("outer_momentun", "outer_momentum"), ("transpotr", "transport"), ("max_nrom", "max_norm")):
+        with pytest.raises(ArgumentError, match=re.escape(f"has no argument {given!r}: did you mean {meant!r}?")):
+            DiLoCoStrategy(**{given: 1})
+
+
+def test_an_alias_is_the_argument() -> None:
+    assert FedAvgStrategy(inner_lr=0.25).inner.base_lr == FedAvgStrategy(lr=0.25, inner_lr=0.25).inner.base_lr == 0.25
+    assert FedAvgStrategy(inner_lr=0.25).given_arguments == {"inner_lr": 0.25}  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match=r"lr=0.5 and inner_lr=0.25 are two names of one thing"):
+        FedAvgStrategy(lr=0.5, inner_lr=0.25)
+
+
+def test_a_constructor_that_hands_nothing_on_takes_the_options_of_means_too() -> None:
+    class Silent(PeriodicModule):
+        def communicate(self, fleet: Any, step: int) -> None: ...
+
+    class Short(CommunicateOptimizeStrategy):
+        def __init__(self, H: int = 3, lr: float | None = None):
+            super().__init__("sgd", [Silent()], lr=lr)
+
+    made: Any = Short
+    assert list(inspect.signature(made).parameters) == [
+        *("H", "lr", "transport", "robust", "secure_aggregation", "tuner")
+    ]
+    assert made(robust="norm_cap").averaging.robust == "norm_cap"
+    with pytest.raises(ArgumentError, match="has no argument 'max_norm'"):
+        made(max_norm=1.0)
