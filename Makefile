@@ -41,7 +41,7 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-table: $(VENV)/.stamp-dev ## write the tables in docs/strategies.md anew: strategies, and what cannot be combined
+table: $(VENV)/.stamp-dev ## write the tables of the documents anew: strategies, and what cannot be combined
 	$(BIN)/python tests/strategies.py
 
 pictures: $(VENV)/.stamp-dev ## take the pictures of docs/ui.md anew; needs chromium and chromium-driver

@@ -48,6 +48,7 @@ from exogym.strategy.sparta import SparseCommunicator
 
 NODES, P = 4, 178
 PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
+COMBINATIONS = Path(__file__).parent.parent / "docs" / "reference/combinations.md"
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
 
 
@@ -265,12 +266,32 @@ STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, 
 }
 
 
-def table_of_the_page(first="| name | class |"):
-    """Return docs/strategies.md before its table that begins with `first`, the table, and what follows."""
+def table_of_the_page():
+    """Return docs/strategies.md before its table of strategies, the table, and what follows."""
     page = PAGE.read_text("utf-8")
-    start = page.index(first)
+    start = page.index("| name | class |")
     end = page.index("\n\n", start) + 1
     return page[:start], page[start:end], page[end:]
+
+
+def intro_of_combinations():
+    """Return docs/reference/combinations.md before its first table."""
+    return COMBINATIONS.read_text("utf-8").partition("\n## ")[0] + "\n"
+
+
+def combinations_of_the_page():
+    """Return what docs/reference/combinations.md says after its introduction."""
+    heads = ("feature", "with", "is refused, since", "instead")
+    sections = [
+        f"## {name}\n\n" + _markdown(heads, [(f"`{r.one}`", f"`{r.other}`", r.reason, r.instead) for r in rows])
+        for name, rows in combinations.GROUPS.items()
+    ]
+    features = [(f"`{name}`", what) for name, what in combinations.FEATURES.items()]
+    return "\n".join([*sections, "## Who has a feature\n\n" + _markdown(("feature", "who has it"), features)])
+
+
+def _markdown(heads, rows):
+    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ("---",) * len(heads), *rows))
 
 
 class Broken(PeriodicModule):
@@ -310,6 +331,6 @@ class Broken(PeriodicModule):
 
 
 if __name__ == "__main__":  # make table
-    for text in (table(), combinations.table()):
-        before, _, after = table_of_the_page(text.partition("\n")[0])
-        PAGE.write_text(before + text + after, "utf-8")
+    before, _, after = table_of_the_page()
+    PAGE.write_text(before + table() + after, "utf-8")
+    COMBINATIONS.write_text(intro_of_combinations() + combinations_of_the_page(), "utf-8")

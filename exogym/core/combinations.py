@@ -1,12 +1,14 @@
 """What cannot be combined: one table of pairs of features, each with its reason and what to do instead.
 
 A feature is something that a run has, under the name a user writes: an option (`privacy`), an option with a value
-(`compute="vmap"`), or what a strategy does ("packed values"). Modules, strategies and the options of `fit` say which
-features they have (`features()`), and `check` raises for the first row of the table whose two features
-a run has. A strategy is checked when it is made, the whole run before it trains.
+(`compute="vmap"`), what a strategy does ("packed values"), or what was left out ("no network"). Modules, strategies
+and the options of `fit` say which features they have (`features()`), and `check` raises for the first row of the table
+whose two features a run has. A strategy is checked when it is made, the whole run before it trains. Features that show
+later (who started the process, what the model and the data are like) are checked where they are seen, still before
+training.
 
-To refuse another pair, add a row to `REFUSED`, and, if its feature is new, a line to `FEATURES` and to the `features()`
-of what has it.
+To refuse another pair, add a row to its group in `GROUPS`, and, if its feature is new, a line to `FEATURES` and to the
+`features()` of what has it. A number too large for another one is no pair: it is checked where the numbers are.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):
@@ -17,12 +19,13 @@ exogym.errors.ArgumentError: privacy with robust='krum': ...; leave one of them 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from exogym.errors import ArgumentError
 
 # every feature that a row names, and what has it
 FEATURES: dict[str, str] = {
+    # options of strategies
     "privacy": "an averaging of clients with `privacy=DifferentialPrivacy(...)`",
     "robust": "`robust=` with a rule: a median, a trimmed mean or Krum",
     'robust="norm_cap"': "`robust=` with a cap on norms",
@@ -32,11 +35,34 @@ FEATURES: dict[str, str] = {
     "tuner": "`tuner=` with any tuner",
     'tuner="drift"': "a tuner that sees the drift of nodes",
     'tuner="autocorrelation"': "a tuner that sees the outer gradients",
+    "tuner of outer_lr": "a tuner that chooses the outer rate",
+    "tuner of p_sparta": "a tuner that chooses how much SPARTA sends",
+    "nothing to tune": "a strategy that does not take what the tuner chooses",
+    "outer_lr_scheduler": "`outer_lr_scheduler=`",
+    'compression_method="indices" or "topk"': "SPARTA's `compression_method=` other than `'random'`",
+    'rounding="stochastic"': "SPARTA's `rounding='stochastic'`",
+    "no quantization_bits": "SPARTA without `quantization_bits=`, or with 32",
     "client_fraction": "`client_fraction=` under 1",
+    "no client_fraction": "an averaging in which all clients act: `client_fraction=1`",
     "island_size": "`island_size=` of an averaging",
     "over_sampling, deadline_s or min_reports": "a server that asks more clients than it needs",
+    "deadline_s": "`deadline_s=`",
+    "local_steps": "`local_steps=`",
+    "local_epochs": "`local_epochs=`",
+    "H as a function": "`H=` as a function of the round",
+    "rounds of different lengths": "`H=` as a function of the round, or chosen by a tuner",
+    "weights by examples": "`weighting='examples'` over nodes of which some have more examples than others",
+    "delay": "DiLoCo's `delay=`",
+    "eager": "DiLoCo's `eager=True`",
+    "island_H": "DiLoCo's `island_H=`",
+    "activation": "`activation=` of asynchronous DiLoCo",
+    "a rule without activation": "`rule=` of asynchronous DiLoCo other than `'delayed_nesterov'`",
+    "H_v": "`H_v=` of DES-LOC",
+    "no second moments": "an inner optimizer that keeps no second moments",
+    # what strategies are like
     "gradient_modules": "modules that act on the gradients of all nodes at every step",
     "corrections": "a module that corrects each node's own gradients",
+    "nodes that rest": "clients that are sampled, or take fewer steps than others of a round",
     "packed values": "a strategy that sends something else than sums: packed values, indices, a node's own parameters",
     "no all-reduce": "a strategy that never takes an all-reduce",
     "several modules": "a strategy of more than one module",
@@ -45,18 +71,72 @@ FEATURES: dict[str, str] = {
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
     "(`right_in_mean`)",
+    "acts_on left unsaid": "a module of yours without `acts_on`",
+    "an outer optimizer of whole tensors": "`outer_optim=` that looks at more than one element at a time, as Muon",
     "a clock of its own": "a strategy whose nodes do not wait for each other",
     "gradients at every step": "a strategy whose nodes meet at every step",
+    "no modules": "a strategy that is not made of modules: written for one node, or with a clock of its own",
+    "a server that asks nobody": "a strategy in which no server asks some of the nodes to take part",
+    "stacked": "a strategy for one node with `stacked = True`",
+    "one node's strategy in processes": "a strategy for one node in a run of several processes",
+    # the model and the data
+    "buffers that change": "a model whose buffers a training step changes, as BatchNorm's",
+    "lazy modules": "a model with lazy modules that have no numbers yet",
+    "data factory": "a factory in the place of a data set",
+    "factory of sampled clients": "a factory that makes the data of sampled clients when they act",
+    "no val_dataset": "a trainer without `val_dataset`",
+    # options of fit
     "node": "`fit(node=NodeMesh(...))`",
     "node in several processes": "`fit(node=NodeMesh(...))` with a process for each device",
     "stages": "`fit(node=NodeMesh(stages=...))`",
     "compute": "`fit(compute=...)` but `compute='loop'`",
+    'compute="vmap"': "`fit(compute='vmap')`",
+    'compute="compiled" or "graphs"': "`fit(compute='compiled')` or `'graphs'`",
+    'compute="graphs"': "`fit(compute='graphs')`",
+    'compute="auto"': "`fit(compute='auto')`",
+    "no CUDA": "a device that is no CUDA GPU",
     "processes": "`fit(processes=...)` but 1",
+    "no forks": "a device other than the CPU, or a system other than Linux",
     "engine": "`fit(engine=...)`",
+    "no engine": "a run without `engine=`",
+    "cpus_per_process": "`fit(cpus_per_process=...)` but 1",
+    "processes of a launcher": "a script that torchrun, `python -m exogym.launch` or NetworkTrainer started",
     'precision="fp16"': "`fit(precision='fp16')`",
+    "minibatch_size": "`fit(minibatch_size=...)`",
+    "gradient_accumulation": "`fit(gradient_accumulation=...)` over 1",
     "max_memory_usage": "`fit(max_memory_usage=...)`",
+    "partitioner": "`fit(partitioner=...)`",
+    "val_size": "`fit(val_size=...)`",
+    "val_interval": "`fit(val_interval=...)`",
+    "no num_epochs or max_steps": "a fit that says neither",
+    "balance": "`fit(balance=...)` of any kind",
+    'balance="nodes"': "`fit(balance='nodes')`",
     'balance="batch" or "steps"': "`fit(balance=...)` where nodes weigh what they have done",
     'balance="steps"': "`fit(balance='steps')`",
+    "balance without speeds": "`fit(balance=...)` that measures how fast nodes are",
+    "faults": "`fit(faults=...)` of any kind",
+    "trace": "`faults=Faults(trace=...)`",
+    "planned faults": "`Faults` with absent, lost, slow, bad_nodes, drop_rate, lost_rate or forget",
+    "slow": "`faults=Faults(slow=...)`",
+    "bad_nodes": "`faults=Faults(bad_nodes=...)`",
+    "network": "`fit(network=...)`",
+    "no network": "a run without `network=`",
+    "network without step_seconds": "`fit(network=...)` that measures how long steps take",
+    "step_seconds": "`fit(step_seconds=...)` where no server asks clients, so only the clock goes by it",
+    "no step_seconds": "a run without `step_seconds=`",
+    "timeline": "`fit(timeline=True)`",
+    "speeds": "`compare(speeds=...)`",
+    "target_loss": "`compare(target_loss=...)`",
+    "checkpoint_interval": "`fit(checkpoint_interval=...)`",
+    "resume": "`fit(resume=True)`",
+    "max_restarts": "`fit(max_restarts=...)`",
+    "client_state_memory": "`fit(client_state_memory=...)`",
+    "no save_dir": "a run without `save_dir=`, and without checkpoints in its `run_dir`",
+    "save_dir of each host": "`fit(save_dir=...)` that names another folder on each host",
+    # hosts
+    "NetworkTrainer": "a run on the hosts of a hosts file",
+    "min_hosts": "`NetworkTrainer(min_hosts=...)`",
+    "a second fit": "a script that calls `fit` a second time",
 }
 
 
@@ -77,9 +157,15 @@ _NEEDS_MEAN = "a rule takes the place of means, and there is none here that it c
 _PARTS = "one process or one for each device computes a node that is split over devices, step by step"
 _OWN_MEANS = "nodes would weigh what they have done, and only the communicator's means (op='mean') know those weights"
 
+_FOLDER = "checkpoints go to a folder"
+_STEP_BY_STEP = "it computes the micro-batches of a step one after the other"
+_OWN_SCALE = "fp16 scales each node's loss by itself"
+_SPEEDS_LATE = "each node has its own processes there, and how fast it is shows only when the model is split"
+_CHOSEN_ANEW = "a host that joins later must not choose anew"
+_GIVE_SPEEDS = "give speeds, as in Balance('batch', speeds=[1, 2]), or leave it out"
+
 # Rows are looked at from the top: the first that a run has both features of is what it says.
-REFUSED: tuple[Refused, ...] = (
-    # how means are taken
+_MEANS: tuple[Refused, ...] = (
     Refused("privacy", "robust", _ONE_CHANGES_ALL, "leave one of them out"),
     Refused(
         "privacy",
@@ -189,22 +275,82 @@ REFUSED: tuple[Refused, ...] = (
         "a server that asks more clients than it needs takes one mean of those that report",
         "leave island_size out",
     ),
+    *(
+        Refused(feature, "weights by examples", reason, "give weighting='uniform'")
+        for feature, reason in (
+            ("robust", "a rule counts all nodes alike"),
+            ("privacy", "privacy bounds what one client can change, and weights by examples would not"),
+        )
+    ),
+    Refused(
+        "privacy",
+        "buffers that change",
+        "their mean would be taken without noise",
+        "take a model without them, for example with LayerNorm or GroupNorm instead of BatchNorm",
+    ),
+)
+_OPTIONS: tuple[Refused, ...] = (
     Refused(
         "gradient_modules",
         "corrections",
         "gradient modules act on the gradients of all nodes at every step, and a correction on each node's own",
         "use one or the other",
     ),
+    Refused(
+        "gradient_modules",
+        "nodes that rest",
+        "gradient modules act on the gradients of all nodes at every step, and here nodes rest (client_fraction, "
+        "privacy, local_steps, local_epochs)",
+        "use one or the other",
+    ),
+    Refused("local_steps", "local_epochs", "both say how much a client works", "give one of them"),
     *(
         Refused(
-            "gradient_modules",
             feature,
-            "gradient modules act on the gradients of all nodes at every step, and here nodes rest",
-            "use one or the other",
+            "rounds of different lengths",
+            "it is of rounds of one length",
+            "give a number as H",
         )
-        for feature in ("client_fraction", "privacy")
+        for feature in ("local_steps", "local_epochs", "delay", "island_H")
     ),
-    # a node of several devices
+    Refused(
+        "a clock of its own",
+        "H as a function",
+        "here rounds are each node's own",
+        "give a number, and dylu=True for slow nodes to take fewer steps",
+    ),
+    Refused(
+        "over_sampling, deadline_s or min_reports",
+        "no client_fraction",
+        "they are of a server that asks some of the clients",
+        "give client_fraction under 1",
+    ),
+    Refused("eager", "delay", "eager=True waits a whole round for the average as it is", "leave one of them out"),
+    Refused(
+        "eager",
+        "island_H",
+        "eager=True has no moment at which an island's average could be told",
+        "leave one of them out",
+    ),
+    Refused("activation", "a rule without activation", "it is of rule='delayed_nesterov'", "leave activation out"),
+    Refused("H_v", "no second moments", "there are none to average", "take inner_optim='adamw', or leave H_v out"),
+    Refused(
+        'rounding="stochastic"',
+        "no quantization_bits",
+        "only quantised values are rounded",
+        "give quantization_bits, such as 8",
+    ),
+    Refused("tuner", "nothing to tune", "it chooses an argument that this strategy does not take", "leave tuner out"),
+    Refused("tuner", "H as a function", "it chooses H as it goes", "give the first H as a number"),
+    Refused("tuner of outer_lr", "outer_lr_scheduler", "both set the outer rate", "give one of them"),
+    Refused(
+        "tuner of p_sparta",
+        'compression_method="indices" or "topk"',
+        "it goes through the indices in an order made for one share, and a tuner changes the share",
+        "take compression_method='random'",
+    ),
+)
+_SPLIT: tuple[Refused, ...] = (
     Refused("node", "compute", _PARTS, "leave compute out"),
     Refused("node", "processes", _PARTS + " (under python -m exogym.launch)", "leave processes out"),
     Refused("node", "engine", _PARTS + " (under python -m exogym.launch)", "leave engine out"),
@@ -226,7 +372,70 @@ REFUSED: tuple[Refused, ...] = (
         "what a step takes is not known before the model is split",
         "give minibatch_size instead",
     ),
-    # nodes that weigh what they have done
+    Refused(
+        "node in several processes",
+        "no modules",
+        "nobody knows whether it would do the same with a part of each parameter",
+        "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave node= out",
+    ),
+    Refused(
+        "node in several processes",
+        "acts_on left unsaid",
+        "each process has a part of every parameter",
+        'give the class acts_on = "elements" (any columns will do), "tensors" (whole parameters) or "row" (all of a '
+        "node's)",
+    ),
+    Refused(
+        "node in several processes",
+        "an outer optimizer of whole tensors",
+        "each process has a part of every tensor",
+        "take one that treats each element by itself ('sgd', 'adam', ...)",
+    ),
+    *(
+        Refused("node in several processes", feature, _SPEEDS_LATE, _GIVE_SPEEDS)
+        for feature in ('balance="nodes"', "balance without speeds")
+    ),
+    Refused(
+        "node in several processes",
+        "save_dir of each host",
+        "each process holds a part of its node's rows",
+        "give a folder that all hosts share",
+    ),
+)
+_COMPUTING: tuple[Refused, ...] = (
+    *(
+        Refused("a clock of its own", feature, "it takes its nodes one after another", "use compute='loop'")
+        for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
+    ),
+    *(
+        Refused(
+            'compute="vmap"', feature, "rows are computed at once, each with all of its batch", "use compute='loop'"
+        )
+        for feature in ("minibatch_size", "gradient_accumulation", "max_memory_usage")
+    ),
+    *(
+        Refused(feature, 'precision="fp16"', _OWN_SCALE, "use compute='loop', or 'bf16'")
+        for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
+    ),
+    Refused('compute="graphs"', "no CUDA", "it replays CUDA graphs", "use compute='compiled' or 'loop'"),
+    Refused(
+        "processes",
+        "processes of a launcher",
+        "the processes that run this script share the nodes",
+        "leave processes out",
+    ),
+    Refused("engine", "processes of a launcher", "it starts its processes itself", "leave out one"),
+    Refused(
+        "processes",
+        "no forks",
+        "processes are forked from this one, which is safe on Linux and on the CPU only",
+        "leave it out, and start the script with python -m exogym.launch --nproc_per_node",
+    ),
+    Refused(
+        "cpus_per_process", "no engine", "it is for processes that an engine starts elsewhere", "give engine='ray'"
+    ),
+)
+_BALANCE: tuple[Refused, ...] = (
     Refused(
         'balance="batch" or "steps"',
         "a clock of its own",
@@ -259,6 +468,163 @@ REFUSED: tuple[Refused, ...] = (
         "weighted_means = True says that all it averages are means of the communicator",
     ),
 )
+_FAULTS: tuple[Refused, ...] = (
+    Refused(
+        "bad_nodes",
+        "no modules",
+        "bad nodes send wrong updates, and what this strategy sends is its own",
+        "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out",
+    ),
+    Refused(
+        "a clock of its own",
+        "faults",
+        "slow nodes are slow on its clock, and it takes no planned faults",
+        "leave faults out",
+    ),
+    *(
+        Refused(
+            feature,
+            "faults",
+            "a strategy written for one node can miss nodes in one process and without stacked = True only",
+            "leave those out, or write it as a CommunicationModule",
+        )
+        for feature in ("stacked", "one node's strategy in processes")
+    ),
+    Refused(
+        "slow",
+        "gradients at every step",
+        "slow nodes take fewer local steps, and here every step is of all nodes together",
+        "leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
+    ),
+    Refused("trace", "planned faults", "both say who is there", "give one of them"),
+    Refused(
+        "trace",
+        "a server that asks nobody",
+        "a trace says whom a server can ask",
+        "take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= or drop_rate=",
+    ),
+)
+_TIME: tuple[Refused, ...] = (
+    *(
+        Refused(
+            feature,
+            "no step_seconds",
+            "who reports in time depends on how long steps take",
+            "give fit step_seconds, as step_seconds='50ms', of a client at speed 1",
+        )
+        for feature in ("trace", "deadline_s")
+    ),
+    *(
+        Refused(
+            feature,
+            "no network",
+            "it is of the clock, which goes by a network",
+            "give network, for example network='1Gbps,0.5ms'",
+        )
+        for feature in ("step_seconds", "timeline", "speeds", "target_loss")
+    ),
+    Refused(
+        "a clock of its own",
+        "network without step_seconds",
+        "it goes by how long steps take, and measured times would give another order each time",
+        "give step_seconds, for example step_seconds=0.1, or a list with each node's",
+    ),
+)
+_DATA: tuple[Refused, ...] = (
+    Refused(
+        "partitioner",
+        "data factory",
+        "a factory already decides what each node gets",
+        "give the whole data set, or leave out partitioner",
+    ),
+    Refused(
+        "factory of sampled clients",
+        "no num_epochs or max_steps",
+        "how long an epoch is depends on the data of all nodes, which are not made before they act",
+        "give max_steps; or num_epochs, which makes them all once",
+    ),
+    *(
+        Refused(feature, "no val_dataset", "it is of evaluations", "give the trainer a val_dataset")
+        for feature in ("val_size", "val_interval")
+    ),
+)
+_SAVING: tuple[Refused, ...] = (
+    *(
+        Refused(feature, "no save_dir", _FOLDER, "give save_dir, or run_dir")
+        for feature in ("checkpoint_interval", "resume", "max_restarts")
+    ),
+    Refused("client_state_memory", "no save_dir", "what is over it goes to a folder", "give save_dir"),
+    Refused(
+        "max_restarts",
+        "lazy modules",
+        "there are no numbers yet to start again from",
+        "give the lazy modules of the model one batch before fit, or leave max_restarts out",
+    ),
+)
+_HOSTS: tuple[Refused, ...] = (
+    Refused(
+        "engine",
+        "NetworkTrainer",
+        "it has hosts of its own",
+        "give it to LocalTrainer, without a hosts file",
+    ),
+    Refused("processes", "NetworkTrainer", "the hosts file says how many there are", "leave processes out"),
+    Refused(
+        "min_hosts",
+        "node",
+        "those that remain would have to split their models anew",
+        "leave min_hosts out, and give retries= and a save_dir that all hosts share: all start again from the last "
+        "checkpoint when one is lost",
+    ),
+    Refused(
+        "min_hosts",
+        "no modules",
+        "going on without lost nodes needs a strategy of communication modules",
+        "leave min_hosts out, or take DiLoCo, FedAvg, SPARTA, DDP, ...",
+    ),
+    Refused(
+        "min_hosts", "faults", "hosts that are lost and come back are the faults of such a run", "leave one of them out"
+    ),
+    Refused(
+        "min_hosts", "network", "it predicts times, and here hosts come and go when they do", "leave one of them out"
+    ),
+    Refused(
+        "min_hosts",
+        "balance",
+        "how fast nodes are is measured once, for the hosts of the start",
+        "leave one of them out",
+    ),
+    Refused("min_hosts", "max_memory_usage", _CHOSEN_ANEW, "give minibatch_size instead"),
+    Refused("min_hosts", 'compute="auto"', _CHOSEN_ANEW, "use compute='loop' or 'vmap'"),
+    Refused(
+        "min_hosts",
+        "a second fit",
+        "who comes back in the middle of a later fit could not know what came of the earlier ones",
+        "put each into a script of its own",
+    ),
+)
+GROUPS = {
+    "How means are taken": _MEANS,
+    "Options of strategies": _OPTIONS,
+    "A node of several devices": _SPLIT,
+    "Computing, and processes": _COMPUTING,
+    "Nodes that weigh what they have done": _BALANCE,
+    "Faults": _FAULTS,
+    "Time": _TIME,
+    "Data": _DATA,
+    "Checkpoints": _SAVING,
+    "Hosts": _HOSTS,
+}
+REFUSED: tuple[Refused, ...] = tuple(row for rows in GROUPS.values() for row in rows)
+
+
+def features_of(**options: Any) -> dict[str, str]:
+    """Return the options that were given, as features; None and False were not.
+
+    >>> features_of(delay=3, eager=False, island_H=None)
+    {'delay': 'delay=3'}
+    """
+    return {name: f"{name}={value!r}" for name, value in options.items() if value is not None and value is not False}
 
 
 def check(features: Mapping[str, str]) -> None:
@@ -274,15 +640,12 @@ def check(features: Mapping[str, str]) -> None:
     """
     for row in REFUSED:
         if row.one in features and row.other in features:
-            raise ArgumentError(f"{features[row.one]} with {features[row.other]}: {row.reason}; {row.instead}")
+            one, other = features[row.one], features[row.other]
+            both = f"{one} needs {other[3:]}" if other.startswith("no ") else f"{one} with {other}"
+            raise ArgumentError(f"{both}: {row.reason}; {row.instead}")
 
 
-def table() -> str:
-    """Return `REFUSED` as a table in Markdown.
-
-    >>> table().splitlines()[0]
-    '| feature | with | is refused, since | instead |'
-    """
-    heads = ("feature", "with", "is refused, since", "instead")
-    lines = [heads, ("---",) * len(heads), *((f"`{r.one}`", f"`{r.other}`", r.reason, r.instead) for r in REFUSED)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def refuse(features: Mapping[str, str]) -> NoReturn:
+    """Raise as `check` does, for features of which a row refuses two."""
+    check(features)
+    raise AssertionError(f"no row refuses {features}")

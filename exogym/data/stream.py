@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from exogym.core import combinations
 from exogym.core.base import rng
 from exogym.core.base.devices import total_memory_bytes
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
@@ -103,11 +104,9 @@ class Stream:
         self._kept, self._is_train = kept, is_train
         self.empty: set[int] = set()
         if is_factory(dataset):
-            if partitioner is not None:
-                raise ArgumentError(
-                    f"partitioner={partitioner!r} was given with a data set factory, which already decides what each "
-                    "node gets: give the whole data set, or leave out partitioner"
-                )
+            combinations.check(
+                combinations.features_of(partitioner=partitioner) | {"data factory": "a data set factory"}
+            )
             check = check_or_none if may_be_empty else check_dataset
             self._datasets: Sequence[Any] = Made(dataset, num_nodes, is_train, check, kept)
             self.examples = np.zeros(num_nodes, dtype=np.int64)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
+from exogym.core.combinations import check
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults.availability import Availability, Trace
 
@@ -130,8 +131,8 @@ class Faults:
                 )
             others: dict[str, Any] = {"absent": absent, "lost": lost, "slow": slow, "bad_nodes": bad_nodes}
             others |= {"drop_rate": drop_rate, "lost_rate": lost_rate, "forget": forget}
-            for name in (name for name, value in others.items() if value):
-                raise ArgumentError(f"faults: trace says who is there, and so does {name}: give one of them")
+            planned = ", ".join(f"{name}={value!r}" for name, value in others.items() if value)
+            check({"trace": f"faults with trace={trace!r}"} | ({"planned faults": planned} if planned else {}))
 
     def bad(self, num_nodes: int) -> list[int]:
         """Return the sorted ids of the bad nodes among `num_nodes`: the same in every step.
@@ -171,10 +172,8 @@ class Faults:
                         f"faults name node {node} in {name}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
                     )
         if lockstep and any(share < 1 for share in self.slow.values()):
-            raise ArgumentError(
-                f"faults: slow={self.slow!r} gives nodes fewer local steps, but this strategy takes every step of all "
-                "nodes together: leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)"
-            )
+            together = {"gradients at every step": "a strategy that takes every step of all nodes together"}
+            check({"slow": f"faults with slow={self.slow!r}"} | together)
         return Attendance(self, num_nodes, lockstep, shares)
 
 

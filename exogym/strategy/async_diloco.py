@@ -28,6 +28,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.core.combinations import check, features_of, refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
@@ -198,10 +199,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         **options: Unpack[InnerOptions],
     ):
         if callable(H):
-            raise ArgumentError(
-                "H is a function, but here rounds are each node's own: give a number, and dylu=True for "
-                "slow nodes to take fewer steps"
-            )
+            refuse({"a clock of its own": type(self).__name__, "H as a function": f"H={H!r}"})
         check_count("H", H)
         check_choice("rule", rule, RULES)
         for name, given in (("period", period), ("max_staleness", max_staleness)):
@@ -214,8 +212,8 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         for name, flag in (("dylu", dylu), ("shard_sampling", shard_sampling)):
             if not isinstance(flag, bool):
                 raise ArgumentError(f"{name}={flag!r} must be True or False")
-        if activation and rule != "delayed_nesterov":
-            raise ArgumentError(f"activation={activation} is of rule='delayed_nesterov', not of {rule!r}: leave it out")
+        if rule != "delayed_nesterov":
+            check({"a rule without activation": f"rule={rule!r}"} | features_of(activation=activation or None))
         super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
         self.shard_sampling = shard_sampling

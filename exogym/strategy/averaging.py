@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from exogym.core.combinations import check
 from exogym.core.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
 from exogym.errors import ArgumentError, check_choice, checked
@@ -156,7 +154,7 @@ class Averaging:
         comm.transport, comm.rule = self.transport, self.rule
         comm.secure = None if self.secure is None else replace(self.secure, seed=seed)
         if weighs:
-            comm.robust("mean", torch.ones(1))
+            check(self.features() | {"weights by examples": "weights by examples"})
 
 
 class AveragingOptions(InnerOptions, total=False):

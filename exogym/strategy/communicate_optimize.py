@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import check
+from exogym.core.combinations import check, features_of, refuse
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.dealing import Dealing
 from exogym.core.fleet.presence import take_rows
 from exogym.core.fleet.state import Shared, Tensors
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, check_choice
 from exogym.faults import Faults
 from exogym.strategy.averaging import Averaging, AveragingOptions, with_options
 from exogym.strategy.modules import (
@@ -43,6 +43,7 @@ from exogym.strategy.modules import (
     example_weights,
     named,
 )
+from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import split
 from exogym.strategy.strategy import Inner, Run, Strategy, clip_rows
 from exogym.strategy.traffic import Plan, Traffic
@@ -155,7 +156,7 @@ class CommunicateOptimizeStrategy(Strategy):
         found |= {"corrections": f"{name}, which corrects gradients"} if self.corrections else {}
         found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
         for module in self.modules:
-            found |= module.features()
+            found |= module.features() | _of_parts(module)
         traffic, is_known = self._traffic(1000)
         kinds = {t.kind for t in traffic}
         if not is_known:
@@ -194,10 +195,8 @@ class CommunicateOptimizeStrategy(Strategy):
             and (tuning.name != "p_sparta" or module.tune(tuning.name, tuning.value))
         ]  # fmt: skip
         if not self.tuned:
-            raise ArgumentError(
-                f"tuner={tuning.tuner!r}: {type(self).__name__} does not follow {tuning.name} in rounds of its own: "
-                "leave it out"
-            )
+            what = f"{type(self).__name__}, which does not follow {tuning.name} in rounds of its own"
+            refuse(features_of(tuner=tuning.tuner) | {"nothing to tune": what})
         self._look_at_updates()
 
     def _costs(self, fleet: Fleet, run: Run) -> Costs | None:
@@ -260,10 +259,7 @@ class CommunicateOptimizeStrategy(Strategy):
             self.tuning.start(fleet, run, self._costs(fleet, run) if self.tuning.tuner.sees == "bytes" else None)
             fleet.state.register("tuning", self.tuning)
         if self.gradient_modules and self.local_steps(0, 1) is not None:
-            raise ArgumentError(
-                "gradient modules act on the gradients of all nodes at every step, but a communication module lets "
-                "nodes rest (client_fraction, local_steps, local_epochs): use one or the other"
-            )
+            check(self.features() | {"nodes that rest": "a communication module that lets nodes rest"})
 
     def _given(
         self, module: Module, fleet: Fleet, gradients: bool = False
@@ -305,10 +301,6 @@ class CommunicateOptimizeStrategy(Strategy):
     @property
     def weighted_means(self) -> bool:  # type: ignore[override]
         return self.averaging.rule is None and all(module.weighted_means for module in self.modules)
-
-    def check_parts(self) -> None:
-        for module in self.modules:
-            module.check_parts()
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
@@ -481,6 +473,18 @@ class CommunicateOptimizeStrategy(Strategy):
 
 
 CommunicateOptimizeStrategy.__init__ = with_options(CommunicateOptimizeStrategy.__init__)  # type: ignore[method-assign]
+
+
+def _of_parts(module: Module) -> dict[str, str]:
+    """Return what does not go with several processes for each node, where each has a part of a row."""
+    name, found = type(module).__name__, {}
+    if not module.says_what_it_acts_on:
+        found["acts_on left unsaid"] = f"{name}, which does not say what it acts on"
+    check_choice(f"{name}.acts_on", module.acts_on, ("elements", "tensors", "row"))
+    spec = getattr(getattr(module, "rule", None), "spec", None)
+    if isinstance(spec, OptimSpec) and module.acts_on == "elements" and spec.acts_on != "elements":
+        found["an outer optimizer of whole tensors"] = f"outer_optim={spec!r}, which looks at whole tensors"
+    return found
 
 
 def _packed(name: str, what: Sequence[str]) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from exogym.core.combinations import check
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.strategy.communicate_optimize import example_weights
+from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
 from exogym.strategy.options import taking
 from exogym.strategy.outer import OuterRule, OuterRuleOptions
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
@@ -46,8 +47,7 @@ class DelayedCommunicator(OuterModule):
         self.take_rounds(H)
         check_choice("weighting", weighting, ("uniform", "examples"))
         check_count("delay", delay)
-        if self.rounds is not None:
-            raise ArgumentError(f"delay={delay} is of rounds of one length: give it with a number as H")
+        check(PeriodicModule.features(self) | {"delay": f"delay={delay}"})
         if delay > self.interval_steps:
             raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
         self.rule = OuterRule(outer_optim, **outer)
@@ -55,7 +55,7 @@ class DelayedCommunicator(OuterModule):
         self.name = "DiLoCoCommunicator"  # what its state has always been kept under
 
     def features(self) -> dict[str, str]:
-        return {"outer steps in parts or late": f"delay={self.delay}"}
+        return super().features() | {"outer steps in parts or late": f"delay={self.delay}"}
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]

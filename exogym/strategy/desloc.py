@@ -24,8 +24,9 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import check_count
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -87,7 +88,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         check_count("H", H)
         moments = Moments(Inner(inner_optim, **split(options, Inner)[0]).spec)
         if H_v is not None and SECOND not in moments.kinds:
-            raise ArgumentError(f"H_v={H_v}, but inner_optim={inner_optim!r} keeps no second moments: take 'adamw'")
+            kept = f"inner_optim={inner_optim!r}, which keeps no second moments"
+            check(features_of(H_v=H_v) | {"no second moments": kept})
         averages = []
         H_u = 3 * H if H_u is None else H_u
         for kind, option, every in ((FIRST, "H_u", H_u), (SECOND, "H_v", H_u if H_v is None else H_v)):

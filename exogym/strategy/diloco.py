@@ -39,6 +39,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
@@ -184,8 +185,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         **options: Unpack[DiLoCoOptions],
     ):
         rule, others = split(options, OuterRule)
-        if eager and delay:
-            raise ArgumentError(f"eager=True waits a whole round for the average, so delay={delay} is not for it")
+        check(features_of(eager=eager, delay=delay or None, island_H=island_H))
         check_count("delay", delay, least=0)
         outer: PeriodicModule
         if eager:
@@ -198,10 +198,10 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         if (island_size is None) != (island_H is None):
             raise ArgumentError("islands need both: island_size, their nodes, and island_H, the steps between averages")
         if island_size is not None and island_H is not None:
-            if eager or outer.rounds is not None or island_H >= outer.interval_steps:
+            check(outer.features() | features_of(island_H=island_H))
+            if island_H >= outer.interval_steps:
                 raise ArgumentError(
-                    f"island_H={island_H} must be below the steps of a round, H={outer.interval_steps} here, with H a "
-                    "number, eager=False and no tuner of H"
+                    f"island_H={island_H} must be below the steps of a round, H={outer.interval_steps} here"
                 )
             modules = [IslandCommunicator(island_size, island_H, outer), outer]
         super().__init__(inner_optim, modules, **others)

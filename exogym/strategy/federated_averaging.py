@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base.draws import numpy_generator
-from exogym.core.combinations import check
+from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
@@ -99,12 +99,6 @@ class AveragingCommunicator(PeriodicModule):
             check_count("island_size", island_size)
         if not 0 < client_fraction <= 1:
             raise ArgumentError(f"client_fraction={client_fraction!r} must be over 0 and at most 1")
-        if local_steps is not None and local_epochs is not None:
-            raise ArgumentError("local_steps and local_epochs both say how much a client works: give one of them")
-        if self.rounds is not None and (local_steps is not None or local_epochs is not None):
-            raise ArgumentError(
-                "local_steps and local_epochs are of rounds of one length: give them with a number as H"
-            )
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
         for steps in local_steps or ():
@@ -120,11 +114,6 @@ class AveragingCommunicator(PeriodicModule):
         check_count("min_reports", min_reports)
         self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
-        if self.asks and client_fraction == 1:
-            raise ArgumentError(
-                "over_sampling, deadline_s and min_reports are of a server that asks some of the clients: give "
-                "client_fraction under 1"
-            )
         self.participation: Participation | None = None
         self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
@@ -139,12 +128,14 @@ class AveragingCommunicator(PeriodicModule):
         check(self.features())
 
     def features(self) -> dict[str, str]:
-        given = {
-            "privacy": self.privacy,
-            "client_fraction": self.client_fraction if self.client_fraction < 1 else None,
-            "island_size": self.island_size,
-        }
-        found = {name: f"{name}={value!r}" for name, value in given.items() if value is not None}
+        sampled = self.client_fraction if self.client_fraction < 1 else None
+        rest = features_of(
+            client_fraction=sampled, privacy=self.privacy, local_steps=self.local_steps_given,
+            local_epochs=self.local_epochs,
+        )  # fmt: skip
+        found = super().features() | rest | features_of(island_size=self.island_size, deadline_s=self.deadline_s)
+        found |= {"nodes that rest": " and ".join(rest.values())} if rest else {}
+        found |= {"no client_fraction": "client_fraction=1"} if sampled is None else {}
         if self.asks:
             asked = f"over_sampling={self.over_sampling}, deadline_s={self.deadline_s}, min_reports={self.min_reports}"
             found["over_sampling, deadline_s or min_reports"] = asked
@@ -243,11 +234,9 @@ class AveragingCommunicator(PeriodicModule):
     def _participation(self, run: Run) -> Participation | None:
         if not self.asks and run.availability is None:
             return None
-        if run.step_s is None and (self.deadline_s is not None or run.availability is not None):
-            raise ArgumentError(
-                "who reports in time depends on how long steps take: give fit step_seconds, as step_seconds='50ms', of "
-                "a client at speed 1"
-            )
+        if run.step_s is None:  # of a run that `fit` did not check
+            untimed = {"no step_seconds": "no step_seconds"}
+            check(untimed | features_of(deadline_s=self.deadline_s, trace=run.availability))
         self.counters = ("rounds_ended",)
 
         def work(round_: int) -> np.ndarray | int:
@@ -268,15 +257,12 @@ class AveragingCommunicator(PeriodicModule):
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
+        found = self.features()
         if self.weights is not None:
-            raise ArgumentError(
-                "privacy bounds what one client can change, and weights by examples would not: weighting='uniform'"
-            )
+            found["weights by examples"] = "weights by examples"
         if fleet.buffers:
-            raise ArgumentError(
-                f"privacy: training changes the buffers {', '.join(fleet.buffers)}, whose mean would be taken without "
-                "noise: take a model without them, for example with LayerNorm or GroupNorm instead of BatchNorm"
-            )
+            found["buffers that change"] = f"training that changes the buffers {', '.join(fleet.buffers)}"
+        check(found)
 
     def clients(self, round_: int) -> list[int]:
         """Return the sorted ids that take part in round `round_` (from 0); with `privacy` there may be none."""

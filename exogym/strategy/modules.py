@@ -17,8 +17,7 @@ from torch import Tensor
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, Layout, cut_of
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, StrategyError, check_choice
-from exogym.strategy.optim import OptimSpec
+from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import AskedRounds, Traffic
@@ -83,23 +82,12 @@ class Module(Stateful, ABC):
         """Return which of `exogym.core.combinations.FEATURES` it has beside those its attributes say: name to text."""
         return {}
 
-    def check_parts(self) -> None:
-        """Raise ArgumentError unless it says what it acts on where each of several processes has a part of a row."""
+    @property
+    def says_what_it_acts_on(self) -> bool:
+        """Whether `acts_on` was said: by this object, or a class that is not ExoGym's."""
         foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
         said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
-        if not said and type(self) in foreign:
-            raise ArgumentError(
-                f"{type(self).__name__} does not say what it acts on, and with node= in several processes each has a "
-                'part of every parameter: give the class acts_on = "elements" (any columns will do), "tensors" (whole '
-                'parameters) or "row" (all of a node\'s)'
-            )
-        check_choice(f"{type(self).__name__}.acts_on", self.acts_on, ("elements", "tensors", "row"))
-        spec = getattr(getattr(self, "rule", None), "spec", None)
-        if isinstance(spec, OptimSpec) and self.acts_on == "elements" and spec.acts_on != "elements":
-            raise ArgumentError(
-                f"outer_optim={spec!r} looks at whole tensors, and with node= in several processes each has a part of "
-                "them: take one that treats each element by itself ('sgd', 'adam', ...)"
-            )
+        return said or type(self) not in foreign
 
     # What `fleet.state` asks
 
@@ -268,6 +256,10 @@ class PeriodicModule(CommunicationModule):
         rounds = H if isinstance(H, Rounds) else Rounds(H)
         self.interval_steps = rounds.end_after(0)
         self.rounds = None if rounds.are_even else rounds
+
+    def features(self) -> dict[str, str]:
+        uneven = f"H={getattr(self.rounds, 'H', 'a function')!r}, in rounds of different lengths"
+        return {} if self.rounds is None else {"rounds of different lengths": uneven}
 
     def next_event(self, step: int) -> int:
         if self.rounds is not None:

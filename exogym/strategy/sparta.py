@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base.rng import generator
+from exogym.core.combinations import refuse
 from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
@@ -107,7 +108,7 @@ class SparseCommunicator(PeriodicModule):
             quantize(torch.zeros(1, 1), quantization_bits)
         check_choice("rounding", rounding, ROUNDINGS)
         if rounding == "stochastic" and quantization_bits in (None, 32):
-            raise ArgumentError("rounding='stochastic' is of quantised values: give quantization_bits, such as 8")
+            refuse({'rounding="stochastic"': "rounding='stochastic'", "no quantization_bits": "no quantization_bits"})
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
         self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
         self.final_average = final_average
@@ -129,10 +130,8 @@ class SparseCommunicator(PeriodicModule):
         if name != "p_sparta":
             return False
         if self.method != "random":
-            raise ArgumentError(
-                f"a tuner changes p_sparta, and compression_method={self.method!r} goes through the indices in an "
-                "order made for one: take 'random'"
-            )
+            method = f"compression_method={self.method!r}"
+            refuse({"tuner of p_sparta": "a tuner", 'compression_method="indices" or "topk"': method})
         self.p, self.counters = value, ("p",)
         return True
 

@@ -222,28 +222,18 @@ class Strategy:
         return {}
 
     def beside(self, faults: Faults) -> Strategy:
-        """Return this strategy for a run in which the bad nodes of `faults` bring wrong updates.
-
-        Raises:
-            ArgumentError: its updates are not seen by anybody.
-        """
-        raise ArgumentError(
-            f"faults: bad_nodes={faults.bad_nodes!r} send wrong updates, and what {type(self).__name__} sends is its "
-            "own: take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out"
-        )
-
-    def check_parts(self) -> None:
-        """Raise ArgumentError unless it can act where each of several processes has a part of a node's row."""
-        raise ArgumentError(
-            f"{type(self).__name__} is written for one node and does not say what it acts on, so nobody knows whether "
-            "it would do the same with a part of each parameter: take a strategy that acts on rows (DDP, DiLoCo, "
-            "FedAvg, SPARTA, ...), or leave node= out"
-        )
+        """Return this strategy for a run in which the bad nodes of `faults` bring wrong updates, where it has any."""
+        return self
 
     def features(self) -> dict[str, str]:
         """Return which of `exogym.core.combinations.FEATURES` this strategy has, as name to what was given."""
         name = type(self).__name__
         found = {"a clock of its own": name} if self.driven_by == "clock" else {}
+        found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
+        if self.driven_by == "programs" and self.stacked:
+            found["stacked"] = f"{name}, which is stacked"
+        if not self.asks_clients:
+            found["a server that asks nobody"] = f"{name}, which as it is asks nobody"
         if self.needs_gradients:
             found["gradients at every step"] = f"{name}, whose nodes meet at every step"
         own = {} if self.weighted_means else {"a mean of its own": f"{name}, which averages in a way of its own"}

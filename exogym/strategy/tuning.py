@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from exogym.core.combinations import check, features_of, refuse
 from exogym.core.communicator import Inside
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, cut_of
@@ -446,17 +447,17 @@ def begun(tuner: Tuner, own: inspect.Signature, call: inspect.BoundArguments, na
     """
     of = next((argument for argument in tuner.of if argument in own.parameters), None)
     if of is None or (of == "outer_lr" and "outer_lr_scheduler" not in own.parameters):
-        raise ArgumentError(f"tuner={tuner!r} tunes {' or '.join(tuner.of)}, which {name} does not take: leave it out")
+        refuse(features_of(tuner=tuner) | {"nothing to tune": f"{name}, which does not take {' or '.join(tuner.of)}"})
     call.apply_defaults()
     if of == "outer_lr":
-        if call.arguments["outer_lr_scheduler"] is not None:
-            raise ArgumentError(f"tuner={tuner!r} and outer_lr_scheduler both set the outer rate: give one of them")
+        scheduler = call.arguments["outer_lr_scheduler"]
+        check({"tuner of outer_lr": f"tuner={tuner!r}"} | features_of(outer_lr_scheduler=scheduler))
         tuning = Tuning(tuner, of, 1.0)
         call.arguments["outer_lr_scheduler"] = tuning.factor
         return tuning
     value = call.arguments[of]
     if callable(value):
-        raise ArgumentError(f"tuner={tuner!r} chooses {of} as it goes: give the first as a number")
+        refuse(features_of(tuner=tuner) | {"H as a function": f"{of}={value!r}"})
     if of != "H":
         return Tuning(tuner, of, value)
     check_count("H", value)

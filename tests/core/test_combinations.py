@@ -1,9 +1,9 @@
 """One table of what cannot be combined."""
 
 import pytest
-from strategies import table_of_the_page
+from strategies import COMBINATIONS, combinations_of_the_page, intro_of_combinations
 
-from exogym.core.combinations import FEATURES, REFUSED, check, table
+from exogym.core.combinations import FEATURES, REFUSED, check, refuse
 from exogym.errors import ArgumentError
 
 
@@ -23,6 +23,13 @@ def test_a_pair_says_what_was_given_why_and_what_to_do(row) -> None:
     assert str(raised.value) == f"first with second: {row.reason}; {row.instead}"
 
 
+def test_a_feature_that_is_left_out_is_needed() -> None:
+    with pytest.raises(ArgumentError, match=r"^timeline=True needs network: .*; give network"):
+        check({"timeline": "timeline=True", "no network": "no network"})
+    with pytest.raises(AssertionError, match="no row refuses"):
+        refuse({"timeline": "timeline=True"})
+
+
 def test_the_page_has_the_table() -> None:
-    first = table().partition("\n")[0]
-    assert table_of_the_page(first)[1] == table(), "run: make table"
+    page = COMBINATIONS.read_text("utf-8")
+    assert page == intro_of_combinations() + combinations_of_the_page(), "run: make table"

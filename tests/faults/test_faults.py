@@ -171,7 +171,7 @@ def test_in_lockstep_a_lost_synchronisation_is_a_missed_step() -> None:
     assert there.steps_between(0, 6).tolist() == [4, 4, 6] and there.next_change(0) == 1
     all_lose = Faults(lost={0: [3], 1: [2, 3]}).bind(2, lockstep=True)
     assert all_lose.up(3) == [] and all_lose.returning(4) == ([0, 1], 0)  # node 1 missed step 2 already
-    with pytest.raises(ArgumentError, match=r"slow=.*takes every step of all nodes together"):
+    with pytest.raises(ArgumentError, match=r"slow=.* with a strategy that takes every step of all nodes together"):
         Faults(slow={1: 0.5}).bind(3, lockstep=True)
 
 

@@ -250,9 +250,7 @@ def test_a_pair_equals_its_reference_or_is_refused(chosen: Chosen) -> None:
     }  # SparseLoCo and DiLoCo, which lack some options
     lacks = {"client_fraction", "privacy", "error_feedback"} & {*chosen} if of_its_own else set()
     if lacks - ({"error_feedback"} if "sparseloco" in of_its_own else set()) or len(of_its_own) == 2:
-        with pytest.raises(
-            ArgumentError, match=r"has no argument|tunes outer_lr, which SparseLoCoStrategy does not take"
-        ):
+        with pytest.raises(ArgumentError, match=r"has no argument|SparseLoCoStrategy, which does not take outer_lr"):
             strategy_of(chosen)
         return
     try:

@@ -426,7 +426,7 @@ WRONG = {
     "a half": ({"processes": 1.5}, "processes=1.5 must be a whole number"),
     "too many": ({"processes": 5}, "5 processes for num_nodes=4: every process needs a node; start at most 4"),
     "restarts": ({"max_restarts": -1, "save_dir": "x"}, "max_restarts=-1 must be a whole number, 0 or more"),
-    "restarts, but no folder": ({"max_restarts": 2, "processes": 2}, "max_restarts needs save_dir"),
+    "restarts, but no folder": ({"max_restarts": 2, "processes": 2}, "max_restarts=2 needs save_dir"),
 }
 
 
@@ -495,7 +495,7 @@ def test_restarts_come_to_an_end(tmp_path):
 
 def test_a_model_without_numbers_cannot_be_started_again_from(tmp_path):
     model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 2))
-    with pytest.raises(ArgumentError, match=r"'0.weight' has no numbers yet .* one batch before fit"):
+    with pytest.raises(ArgumentError, match=r"'0.weight', which is lazy: .* one batch before fit"):
         train(**AVERAGES, model=model, processes=2, save_dir=tmp_path, max_restarts=1)
 
 

@@ -69,14 +69,14 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="no column client, from, to"):
         Faults(trace=tmp_path / "other.csv")
-    with pytest.raises(ArgumentError, match="trace says who is there, and so does drop_rate"):
+    with pytest.raises(ArgumentError, match=r"trace=.* with drop_rate=0.1: both say who is there"):
         Faults(trace=Diurnal(), drop_rate=0.1)
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
     with pytest.raises(ArgumentError, match="peak_s=nan must be a time of day"):
         Diurnal(peak_s=float("nan"))
-    with pytest.raises(ArgumentError, match="DiLoCoStrategy as it is asks nobody"):
+    with pytest.raises(ArgumentError, match="DiLoCoStrategy, which as it is asks nobody"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))
     with pytest.raises(ArgumentError, match="give fit step_seconds"):
         trained(FedAvgStrategy("sgd", deadline_s=3, **SAMPLED))

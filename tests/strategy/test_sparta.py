@@ -413,7 +413,7 @@ def test_state_is_saved(method: str, bits: int | None, tmp_path: Any) -> None:
         ({"quantization_bits": 1}, "quantization_bits=1"),
         ({"quantization_bits": 9}, "quantization_bits=9"),
         ({"rounding": "up"}, "rounding='up' is not one of 'nearest', 'stochastic'"),
-        ({"rounding": "stochastic"}, "rounding='stochastic' is of quantised values"),
+        ({"rounding": "stochastic"}, "rounding='stochastic' needs quantization_bits"),
         ({"interval": 0}, "interval=0"),
         ({"p_spart": 0.1}, "did you mean 'p_sparta'"),
     ],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.base.torch_private import copy_
+from exogym.core.combinations import check
 from exogym.core.compute.compiled import Compiled, tensors_of
 from exogym.core.compute.graph import Stepping, first_line, refusal
 from exogym.core.compute.outputs import map_tensors
@@ -85,10 +86,7 @@ class Graphs(Compiled):
 
     def __init__(self, worker: Worker, *args: Any, **options: Any):
         if worker.device.type != self.device_type:
-            raise ModelError(
-                f"compute='graphs' replays CUDA graphs and wants device='cuda', not {worker.device.type!r}: use "
-                "compute='compiled' or 'loop' there"
-            )
+            check({'compute="graphs"': "compute='graphs'", "no CUDA": f"device={worker.device.type!r}"})
         if worker.draws_torch:
             raise refusal(self.how, "it draws random numbers, which a replayed graph does not seed anew for each step")
         super().__init__(worker, *args, **options)

@@ -37,7 +37,7 @@ class VmapGradients:
         reasons = [
             (worker.draws_torch or worker.draws_python, "its training step draws random numbers (dropout)"),
             (bool(worker.changing), f"a training step changes its buffers ({', '.join(worker.changing[:3])})"),
-            (worker.micro_batch_size is not None, "the run uses micro-batches"),
+            (worker.micro_batch_size is not None, "the run uses micro-batches"),  # seen where "auto" tries it
             (worker.scaled, "fp16 scales each node's loss by itself"),
         ]
         for refused, why in reasons:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.forks import can_fork, run_forked
 from exogym.core.engine.protocol import EngineOptions, Result
-from exogym.errors import ArgumentError
 
 
 class Forked:
@@ -23,9 +23,6 @@ class Forked:
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         if options.device.type != "cpu" or not can_fork():
-            raise ArgumentError(
-                f"processes={options.processes} forks this process, which is safe on Linux and on the CPU only, not "
-                f"with device {str(options.device)!r} here: leave it out, and start the script with python -m "
-                f"exogym.launch --nproc_per_node {options.processes}"
-            )
+            here = {"no forks": f"device {str(options.device)!r} here"}
+            check({"processes": f"processes={options.processes}"} | here)
         return run_forked(options.placement, body, options.native, options.hang_s)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.hangs import watched
 from exogym.core.engine.protocol import EngineOptions, Result
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_world, world_size
 from exogym.core.mesh.value import groups_of
-from exogym.errors import ArgumentError
 
 
 class Group:
@@ -27,9 +27,8 @@ class Group:
     def processes(self, options: EngineOptions) -> int:
         world = world_size()
         if options.processes not in (1, "auto", world):
-            raise ArgumentError(
-                f"processes={options.processes}, but this script runs as {world} processes: leave it out"
-            )
+            launched = {"processes of a launcher": f"a script that runs as {world} processes"}
+            check({"processes": f"processes={options.processes}"} | launched)
         return groups_of(options.meshes, world) if options.meshes else world
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:

@@ -22,6 +22,7 @@ from exogym.core.base.devices import total_memory_bytes
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import seed_torch
 from exogym.core.clock import StepTime
+from exogym.core.combinations import check, features_of
 from exogym.core.communicator import Wire
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.memory import check_rows, fitting_micro_batch
@@ -50,7 +51,7 @@ from exogym.core.training.speeds import node_speeds
 from exogym.core.training.subject import Subject
 from exogym.core.training.timing import Timing
 from exogym.data.stream import Stream, is_factory
-from exogym.errors import ArgumentError, ModelError
+from exogym.errors import ModelError
 from exogym.faults import Faults
 from exogym.logger import combine
 from exogym.strategy.communicate_optimize import NEVER
@@ -90,9 +91,9 @@ def _assemble(
 ) -> TrainingLoop:  # fmt: skip
     """Do what `assemble` says; Refused, with all undone, where the checkpoint is not what the run would save."""
     bar = Progress(None, options.progress if wire.is_main else False)
-    for name in ("val_size", "val_interval"):
-        if getattr(options, name) is not None and subject.val_dataset is None:
-            raise ArgumentError(f"{name} needs a val_dataset: give the trainer one")
+    if subject.val_dataset is None:
+        of_validation = features_of(val_size=options.val_size, val_interval=options.val_interval)
+        check({"no val_dataset": "no val_dataset"} | of_validation)
     for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
         if x.is_meta:
             raise ModelError(f"{name!r} is on the meta device and has no numbers: materialise the model first")
@@ -259,10 +260,9 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
         ArgumentError: it would have to, and nobody has asked for that.
     """
     if options.num_epochs is None and options.max_steps is None:
-        raise ArgumentError(
-            f"a data set factory and sampled clients need max_steps: how long an epoch is depends on the data of all "
-            f"{options.num_nodes:,} nodes, which are not made before they act (num_epochs makes them all, for that)"
-        )
+        sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
+        unsaid = {"no num_epochs or max_steps": "no num_epochs or max_steps"}
+        check({"factory of sampled clients": sampled} | unsaid)
     if options.num_epochs is not None:
         wire.say(f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
     return options.num_epochs is not None or options.strategy.asks_all_lengths

@@ -22,7 +22,6 @@ from exogym.core.training.algorithm import Algorithm, Setting
 from exogym.core.training.order import ARRIVAL, STEP, Order, seconds_of_steps
 from exogym.core.training.shards import Shards
 from exogym.core.training.timing import Timing
-from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy.clocked import ClockedStrategy
 
@@ -44,18 +43,9 @@ class ByClock(Algorithm):
     keeps_time = True
 
     def __init__(self, strategy: ClockedStrategy, setting: Setting):
-        name, fleet, timing = type(strategy).__name__, setting.fleet, setting.timing
-        if setting.attendance is not None:
-            raise ArgumentError(f"{name} takes no planned faults: slow nodes are slow on its clock; leave out faults=")
-        if setting.how != "loop":
-            raise ArgumentError(f"{name} takes its nodes one after another: use compute='loop', not {setting.how!r}")
+        fleet, timing = setting.fleet, setting.timing
         if timing is None:
             timing = Timing(fleet, Network(NO_WAIT_BPS), 1.0)
-        if timing.is_measured:
-            raise ArgumentError(
-                f"{name} goes by how long steps take, and measured times would give another order each time: say "
-                "step_seconds, for example step_seconds=0.1, or a list with each node's"
-            )
         super().__init__(strategy, setting)
         self.strategy, self.watch = strategy, setting.watch
         self.batch_sizes = np.broadcast_to(setting.run.batch_size, fleet.num_nodes)

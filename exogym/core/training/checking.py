@@ -49,10 +49,10 @@ def checked_options(asked: FitOptions) -> FitOptions:
         network=None if asked.network is None else Network.of(asked.network),
         node=None if asked.node is None else _one_each(asked.node, asked.num_nodes),
     )  # fmt: skip
-    _check_together(options)
     if options.faults is not None and options.faults.bad_nodes:
         options = replace(options, strategy=options.strategy.beside(options.faults))
     check(options.features())
+    _check_counts(options)
     return options
 
 
@@ -116,39 +116,16 @@ def _check_numbers(options: FitOptions) -> None:
         raise ArgumentError(f"client_state_memory={memory!r} must be bytes, at least 0, as 2e9")
 
 
-def _check_together(options: FitOptions) -> None:
-    """Check what options need of each other; what excludes each other is in `exogym.core.combinations`."""
-    if options.engine is None and options.cpus_per_process != 1:
-        raise ArgumentError("cpus_per_process is for processes that an engine starts elsewhere: give engine='ray'")
-    for name in ("checkpoint_interval", "resume", "max_restarts"):
-        if getattr(options, name) and options.save_dir is None and options.run_dir is None:
-            raise ArgumentError(f"{name} needs save_dir, the folder that checkpoints go to, or run_dir")
-    for name in ("step_seconds", "timeline"):
-        is_asked = name == "step_seconds" and options.strategy.asks_clients
-        if getattr(options, name) and options.network is None and not is_asked:
-            raise ArgumentError(f"{name} needs network, for example network='1Gbps,0.5ms'")
-    if options.faults is not None:
-        _check_faults(options.faults, options)
+def _check_counts(options: FitOptions) -> None:
+    """Check what has to fit the numbers of nodes and examples."""
+    if options.faults is not None and options.faults.trace is not None:
+        options.faults.trace.check(options.num_nodes)
+    if options.faults is not None and options.faults.bad_nodes:
+        options.faults.bad(options.num_nodes)
     if options.weighing is not None:
         options.weighing.check_speeds(options.num_nodes, "nodes")
-    if options.client_state_memory is not None and options.save_dir is None:
-        raise ArgumentError("client_state_memory needs save_dir, the folder that what is over it goes to")
     for mesh in options.meshes:
         mesh.check_batch(options.batch_size)
-
-
-def _check_faults(faults: Faults, options: FitOptions) -> None:
-    """Check faults against the strategy and the number of nodes."""
-    if faults.trace is not None:
-        if not options.strategy.asks_clients:
-            raise ArgumentError(
-                f"faults: a trace says whom a server can ask, and {type(options.strategy).__name__} as it is asks "
-                "nobody: take FedAvg or one of its kind with client_fraction under 1, or plan faults with absent= "
-                "or drop_rate="
-            )
-        faults.trace.check(options.num_nodes)
-    if faults.bad_nodes:
-        faults.bad(options.num_nodes)
 
 
 def _placed(options: FitOptions, folder: str | Path | None) -> str | Path | None:

@@ -31,6 +31,12 @@ DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),
 )  # options that a resumed run must share with its checkpoint
+SAID = (
+    *("compute", "precision", "processes", "engine", "cpus_per_process", "minibatch_size", "gradient_accumulation"),
+    *("max_memory_usage", "network", "timeline", "checkpoint_interval", "resume", "max_restarts"),
+    "client_state_memory",
+)  # options that some others do not go with, whatever their value: features under their own names
+LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # without which some others say nothing
 
 
 @dataclass(frozen=True)
@@ -158,23 +164,31 @@ class FitOptions:
 
     def features(self) -> dict[str, str]:
         """Return which of `exogym.core.combinations.FEATURES` this run has, the strategy's among them."""
-        found = self.strategy.features()
-        given = {
-            "compute": self.compute != "loop",
-            "processes": self.processes != 1,
-            "engine": self.engine is not None,
-            "max_memory_usage": self.max_memory_usage is not None,
-        }
-        found |= {name: f"{name}={getattr(self, name)!r}" for name, is_given in given.items() if is_given}
-        if self.precision == "fp16":
-            found['precision="fp16"'] = "precision='fp16'"
+        given = {name: getattr(self, name) for name in SAID if getattr(self, name) != getattr(FitOptions, name)}
+        found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
+        found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if getattr(self, name) is None}
+        found |= {f'{name}="{given[name]}"': found[name] for name in ("compute", "precision") if name in given}
+        if self.compute in ("compiled", "graphs"):
+            found['compute="compiled" or "graphs"'] = found["compute"]
+        if self.network is not None and self.step_seconds is None:
+            found["network without step_seconds"] = "network= and no step_seconds"
+        if self.step_seconds is not None and not self.strategy.asks_clients:
+            found["step_seconds"] = f"step_seconds={self.step_seconds!r}"
         if self.meshes:
             found["node"] = "node="
         if any(mesh.depth > 1 for mesh in self.meshes):
             found["stages"] = "node= with stages"
-        if self.weighing is not None:
-            what = f"balance={self.weighing.kind!r}"
-            found |= {'balance="batch" or "steps"': what} | ({what.replace("'", '"'): what})
+        if self.strategy.driven_by == "programs" and (self.engine is not None or self.processes not in (1, "auto")):
+            found["one node's strategy in processes"] = f"{type(self.strategy).__name__} in several processes"
+        if self.shares is not None:
+            what = found["balance"] = f"balance={self.shares.kind!r}"
+            found |= {f'balance="{self.shares.kind}"': what}
+            found |= {} if self.weighing is None else {'balance="batch" or "steps"': what}
+            found |= {} if self.shares.speeds is not None else {"balance without speeds": what}
+        if self.faults is not None:
+            kinds = {name: getattr(self.faults, name) for name in ("slow", "bad_nodes", "trace")}
+            found["faults"] = "faults="
+            found |= {name: f"faults with {name}={value!r}" for name, value in kinds.items() if value}
         return found
 
     @property

@@ -16,6 +16,7 @@ from torch import nn
 
 from exogym.balance import Balance, speeds_of
 from exogym.core.base.devices import resolve_device
+from exogym.core.combinations import check, features_of
 from exogym.core.communicator import Wire
 from exogym.core.compute.memory import check_rows
 from exogym.core.engine import Engine, EngineOptions, engine_for
@@ -183,10 +184,7 @@ def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
-        raise ArgumentError(
-            f"max_restarts={options.max_restarts}, but {lazy[0]!r} has no numbers yet to start again from: give the "
-            "lazy modules of the model one batch before fit, or leave max_restarts out"
-        )
+        check(features_of(max_restarts=options.max_restarts) | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
     kept = {name: x.detach().clone() for name, x in tensors}
     yield options
     for _ in range(options.max_restarts):

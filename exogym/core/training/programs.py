@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import generator, seed_python, seed_torch
+from exogym.core.combinations import check
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet import Stateful
 from exogym.core.fleet.presence import take_rows, take_state
@@ -23,7 +24,7 @@ from exogym.core.fleet.state import Tensors
 from exogym.core.training.algorithm import Algorithm, Setting
 from exogym.core.training.meeting import Meeting
 from exogym.core.training.object_state import load_object_state, object_state
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import StrategyError
 from exogym.strategy.packing import SKELETON
 from exogym.strategy.strategy import Strategy
 
@@ -56,11 +57,8 @@ class Programs(Algorithm):
     def __init__(self, strategy: Strategy, setting: Setting):
         name = type(strategy).__name__
         fleet, self.worker, self.run, self.watch = setting.fleet, setting.worker, setting.run, setting.watch
-        if setting.attendance is not None and (strategy.stacked or fleet.comm.wire.is_shared):
-            raise ArgumentError(
-                f"faults with {name}: a strategy written for one node can miss nodes in one process "
-                "and without stacked = True only; leave those out, or write it as a CommunicationModule"
-            )
+        if setting.attendance is not None and fleet.comm.wire.is_shared:
+            check({"one node's strategy in processes": f"{name} in several processes", "faults": "faults="})
         if type(strategy).step is Strategy.step:
             raise StrategyError(
                 f"{name} does not override step(), so it would train nothing: see Strategy for an example"

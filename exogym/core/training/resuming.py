@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from exogym.core.base.files import remove_folders
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.ways import WAYS
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
@@ -39,10 +40,8 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
     found = find_keepers(folder, wire)
     if wire.count > len(wire.placement) and not found.are_one:
-        raise ArgumentError(
-            f"save_dir={str(folder)!r} is a folder of each host ({', '.join(dict.fromkeys(found.places))}), and with "
-            "node= each process holds a part of its node's rows: give a folder that all hosts share"
-        )
+        places = f"save_dir={str(folder)!r}, a folder of each host ({', '.join(dict.fromkeys(found.places))})"
+        check({"node in several processes": "node= in several processes", "save_dir of each host": places})
     keepers = holding(folder, wire, found)
     undo.callback(keepers.release)
     if not resume:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
+from exogym.core.combinations import check
 from exogym.core.engine.world import join_world, local_device, world_size
 from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.value import groups_of
@@ -34,10 +35,6 @@ from exogym.machines.remote.watching import WatchedTrainer
 from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
-ONE_FIT = (
-    "a script has one fit with min_hosts: who comes back in the middle of a later one could not know what came of the "
-    "earlier ones; put each into a script of its own"
-)
 _fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
 _folders: dict[str, Path] = {}  # the run's folder of the script that is running, made by its first fit
 
@@ -128,9 +125,7 @@ class NetworkTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, after all hosts have ended.
         """
         if given["engine"] is not None:
-            raise ArgumentError(
-                f"engine={given['engine']!r} has hosts of its own: give it to LocalTrainer, without a hosts file"
-            )
+            check({"engine": f"engine={given['engine']!r}", "NetworkTrainer": "NetworkTrainer"})
         given["save_dir"] = folder_of_checkpoints(FitOptions(**given))
         number, part = next(_fits), Part.of_this_process()
         if part is not None:
@@ -237,8 +232,7 @@ class NetworkTrainer(Trainer):
         assert part.membership is not None
         given["num_nodes"] = given["num_nodes"] or size
         with membership(*part.membership, part.rank, os.environ[SECRET]) as member:
-            if number > 1:
-                raise ArgumentError(ONE_FIT)
+            check_one_fit(number)
             if member.fresh and member.again and given["save_dir"] is None:
                 raise WorkerError(
                     "all processes were lost, and there is no checkpoint to go on from: give save_dir "
@@ -270,20 +264,14 @@ class NetworkTrainer(Trainer):
         options = checked_options(FitOptions(**given))
         if not options.meshes and options.num_nodes < slots:
             raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
-        if options.meshes and self.min_hosts is not None:
-            raise ArgumentError(
-                "min_hosts with nodes of several devices: those that remain would have to split their models anew; "
-                "leave it out, and give retries= and a save_dir that all hosts share: all start again from the last "
-                "checkpoint when one is lost"
-            )
+        if self.min_hosts is not None:
+            elastic.check(options)
+            check_one_fit(number)
         if options.meshes:
             groups_of(options.meshes, slots)
         if options.processes not in (1, "auto", slots):
-            raise ArgumentError(f"processes={options.processes}: the hosts file has {slots} slots; leave it out")
-        if self.min_hosts is not None:
-            elastic.check(options)
-            if number > 1:
-                raise ArgumentError(ONE_FIT)
+            hosts = {"NetworkTrainer": f"a hosts file of {slots} slots"}
+            check({"processes": f"processes={options.processes}"} | hosts)
         script, is_module = calling_script()
         self.folder = _folder_of(script)
         launcher = SSHLauncher(
@@ -318,6 +306,12 @@ class NetworkTrainer(Trainer):
 
     def _take(self, found: results.Results) -> None:
         self.history, self.description, self.traffic = found.history, found.description, found.traffic
+
+
+def check_one_fit(number: int) -> None:
+    """Refuse a later fit of a script with `min_hosts`."""
+    if number > 1:
+        check({"min_hosts": "min_hosts", "a second fit": "a second fit in a script"})
 
 
 def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:

@@ -27,6 +27,7 @@ import torch
 
 from exogym.balance import Balance
 from exogym.core.base import draws, rng
+from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.strategy.registry import STRATEGIES, parse_strategy, value_of
@@ -83,11 +84,12 @@ class Profile:
         check_count("retries", self.retries, least=0)
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
-        for name in ("checkpoint_interval", "max_restarts", "resume"):
-            if name == "max_restarts" and self.min_hosts is not None:
-                continue  # a host that starts again takes the others' state
-            if getattr(self, name) and self.save_dir is None:
-                raise ArgumentError(f"{name} needs save_dir, the folder of checkpoints")
+        if self.save_dir is None:
+            restarts = self.max_restarts if self.min_hosts is None else 0  # else a host takes the others' state
+            kept = features_of(
+                checkpoint_interval=self.checkpoint_interval, max_restarts=restarts or None, resume=self.resume
+            )
+            check({"no save_dir": "no save_dir"} | kept)
         if self.balance is not None:
             Balance(self.balance)
         if options_of(self.task_options) and ":" in self.task:

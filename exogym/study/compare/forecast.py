@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exogym.callbacks import Every
 from exogym.core.clock import StepTime
+from exogym.core.combinations import check, features_of
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -118,10 +119,11 @@ def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, 
     Raises:
         ArgumentError: either.
     """
-    given = {"step_seconds": step_seconds, "speeds": speeds, "target_loss": target_loss, "timeline": timeline or None}
-    for name, value in given.items():
-        if value is not None and network is None:
-            raise ArgumentError(f"{name} needs network, for example network='wifi' or '1Gbps,0.5ms'")
+    if network is None:
+        given = features_of(
+            step_seconds=step_seconds, speeds=speeds, target_loss=target_loss, timeline=timeline or None
+        )
+        check({"no network": "no network"} | given)
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):
         raise ArgumentError(f"target_loss={target_loss!r} must be a number: the validation loss to reach")

@@ -215,7 +215,6 @@ REFUSED = {
     "hook on a parameter": (Hooked, {}, "gives 'out.weight' another gradient"),
     "branch on data": (Branching, {}, "cannot be written as a graph"),
     "Python's random numbers": (Drawing, {}, "Python's or numpy's random numbers"),
-    "fp16": (network, {"precision": "fp16"}, "fp16 scales"),
 }
 
 

@@ -591,7 +591,10 @@ def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path: Any) -> None:
         ({"outer_momentum": 1.5}, "outer_momentum=1.5 must be a number from 0 to 1"),
         ({"max_staleness": -1}, "max_staleness=-1 must be"),
         ({"dylu": 1}, "dylu=1 must be True or False"),
-        ({"rule": "fedbuff", "activation": 0.1}, "activation=0.1 is of rule='delayed_nesterov'"),
+        (
+            {"rule": "fedbuff", "activation": 0.1},
+            "activation=0.1 with rule='fedbuff'",
+        ),
         ({"outer_optim": "sgd"}, "has no argument 'outer_optim'"),
     ],
 )
@@ -606,7 +609,7 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
         ({"strategy": AsyncDiLoCoStrategy(activation=0.3)}, "activation=0.3 must be at most 1/K = 0.25"),
         ({"faults": Faults(drop_rate=0.1)}, "takes no planned faults"),
         ({"compute": "vmap"}, "use compute='loop'"),
-        ({"step_seconds": None}, "say step_seconds"),
+        ({"step_seconds": None}, "give step_seconds"),
         ({"step_seconds": [1.0, 1.0, 1.0, 0.0]}, "node 3 takes 0 s"),
     ],
 )

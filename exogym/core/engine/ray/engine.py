@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.protocol import EngineOptions, Moved, Result
 from exogym.core.engine.ray.cluster import check_machines, connect, has_gpus, no_room, room
@@ -65,9 +66,8 @@ class Ray:
 
     def processes(self, options: EngineOptions) -> int:
         if (world := world_size()) > 1:
-            raise ArgumentError(
-                f"engine='ray' starts its processes itself, but this script runs as {world}: leave out one"
-            )
+            launched = {"processes of a launcher": f"a script that runs as {world} processes"}
+            check({"engine": "engine='ray'"} | launched)
         connect(self.address, self.runtime_env)
         need = _need(options)
         asked = options.processes if isinstance(options.processes, int) and options.processes > 1 else None

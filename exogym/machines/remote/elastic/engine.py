@@ -8,7 +8,6 @@ from exogym.core.communicator import Wire
 from exogym.core.engine import EngineOptions
 from exogym.core.engine.hangs import watched
 from exogym.core.engine.protocol import Result
-from exogym.errors import ArgumentError
 from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire
 
@@ -31,11 +30,6 @@ class Elastic:
         return True
 
     def processes(self, options: EngineOptions) -> int:
-        if options.meshes:
-            raise ArgumentError(
-                "min_hosts with node=: those that remain would have to split their models anew; leave min_hosts out, "
-                "and give max_restarts= and save_dir="
-            )
         return self.size
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:

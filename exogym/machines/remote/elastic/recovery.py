@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from exogym.core import combinations
 from exogym.core.communicator import Wire, ship
 from exogym.core.fleet.state import Tensors
 from exogym.core.record.run_folder import RunFolder
@@ -28,7 +29,7 @@ from exogym.core.training.assembly import assemble, constants
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.core.training.resuming import FREE
-from exogym.errors import ArgumentError, CheckpointError, ModelError, WorkerError
+from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.machines.remote.elastic.engine import Elastic
 from exogym.machines.remote.elastic.member import Generation
@@ -50,17 +51,7 @@ def check(options: FitOptions) -> None:
     Raises:
         ArgumentError: an option or a strategy.
     """
-    strategy = options.strategy
-    if strategy.driven_by != "rounds":
-        raise ArgumentError(
-            f"min_hosts with {type(strategy).__name__}: going on without lost nodes needs a strategy of communication "
-            "modules (DiLoCo, FedAvg, SPARTA, DDP, ...); leave min_hosts out, or take one of these"
-        )
-    for name in ("faults", "network", "balance", "max_memory_usage"):
-        if getattr(options, name) is not None:
-            raise ArgumentError(f"min_hosts and {name} do not go together: leave one out")
-    if options.compute == "auto":
-        raise ArgumentError("min_hosts needs compute='loop' or 'vmap': a host that joins later must not choose anew")
+    combinations.check(options.features() | {"min_hosts": "min_hosts"})
 
 
 class _Planned(Exception):
