@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
@@ -12,6 +12,13 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 
 T = TypeVar("T")
+PLAIN_WIDTH = 160  # where there is no terminal
+
+
+def console_on(file: TextIO) -> Console:
+    """Return a console for tables, wide and without colours where `file` is no terminal."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH, color_system=None)
 
 
 def say(text: str) -> None:

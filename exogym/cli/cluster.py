@@ -16,7 +16,7 @@ from exogym.cli.runs import plain
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
-from exogym.machines.cluster.yaml import document
+from exogym.machines.cluster.kubernetes import document
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; look after jobs of SLURM.")
 WORDS = {"allow_interspersed_args": False}  # behind the script all words are its own
@@ -145,7 +145,7 @@ def kubernetes(
         restarts=restarts, kind=kind,
     )  # fmt: skip
     objects = manifests(pods)
-    _write(out / "run.yaml", "---\n".join(document(one) for one in objects))
+    _write(out / "run.yaml", document(objects))
     _write(out / "Dockerfile", dockerfile())
     notice(f"written: {out}/run.yaml ({', '.join(one['kind'] for one in objects)}) and {out}/Dockerfile")
 

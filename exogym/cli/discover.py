@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from exogym.cli.agent import PORT, needs_packages
+from exogym.cli.asking import console_on
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.machines.remote import Host, HostsConfig
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from exogym.machines.discovery import Found
 
 AT_ONCE = 16  # computers that are asked
-PLAIN_WIDTH = 160  # where there is no terminal
 
 
 def discover(
@@ -155,9 +154,7 @@ def described(facts: dict[str, Any]) -> str:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table of what was found."""
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=PLAIN_WIDTH, color_system=None)
+    console = console_on(sys.stdout)
     if not rows:
         console.print(
             "none found: start exogym agent on the other computers of this network; where mDNS does not reach (guest "

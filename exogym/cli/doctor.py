@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from exogym.cli.asking import console_on
 from exogym.cli.values import numbers_of
 from exogym.errors import ArgumentError
 from exogym.machines.remote import Check, HostsConfig, check_hosts
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
-
-PLAIN_WIDTH = 160  # where there is no terminal
 
 
 def doctor(
@@ -73,9 +71,7 @@ def doctor(
 
 def print_checks(checks: Sequence[Check], file: TextIO) -> None:
     """Print the table, and below it a line with the remedy for each failure."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=PLAIN_WIDTH, color_system=None)
+    console = console_on(file)
     table = Table("host", "check", "", "seen", box=None, pad_edge=False)
     for column in table.columns:
         column.overflow = "fold"

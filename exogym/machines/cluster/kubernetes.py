@@ -8,8 +8,9 @@ you make. A pod that is preempted does not count as failed; all pods then meet a
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -85,6 +86,24 @@ class Pods:
 def manifests(pods: Pods) -> list[dict[str, Any]]:
     """Return the objects to apply, in order."""
     return list(_operated(pods) if pods.kind == "pytorchjob" else _indexed(pods))
+
+
+def document(objects: Sequence[dict[str, Any]]) -> str:
+    """Return objects as one file for kubectl. JSON is YAML, and in it no text is read as more than text.
+
+    >>> print(document([{"kind": "Job"}, {"kind": "Service"}]), end="")
+    # Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.
+    ---
+    {
+      "kind": "Job"
+    }
+    ---
+    {
+      "kind": "Service"
+    }
+    """
+    head = "# Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.\n"
+    return head + "".join(f"---\n{json.dumps(one, indent=2)}\n" for one in objects)
 
 
 def _indexed(pods: Pods) -> Iterator[dict[str, Any]]:

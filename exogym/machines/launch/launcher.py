@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import functools
 import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from exogym.core.base.files import temporary_folder
@@ -25,35 +23,15 @@ from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.door import SECRET, Refused
 from exogym.machines.launch.leftovers import kill_what_is_left
 from exogym.machines.launch.output import Output
+from exogym.machines.launch.stopping import Interrupted, ended_by
 
 if TYPE_CHECKING:
     from exogym.machines.launch.failures import AgentsRecord
     from exogym.machines.launch.rendezvous import Node
 
 RUNNER = Path(__file__).with_name("runner.py")
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's launcher leaves it set
 SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
-
-
-class Interrupted(BaseException):
-    """A signal that asks the launcher to end."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
-@dataclasses.dataclass
-class _Stop:
-    """The signal that ended a launch, 0 for none; the folder of the launch; and the handlers that were there before."""
-
-    number: int = 0
-    folder: Path | None = None
-    before: dict[signal.Signals, Any] = dataclasses.field(default_factory=dict)
-
-    def hold(self) -> None:
-        """Let nothing interrupt the cleaning up."""
-        for s in self.before:
-            signal.signal(s, signal.SIG_IGN)
 
 
 class DistributedLauncher:
@@ -93,8 +71,9 @@ class DistributedLauncher:
         if not module and not os.path.isfile(target):
             raise ArgumentError(f"there is no script {target!r} in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
-        with _ended_by_signals() as stop, temporary_folder("exogym-launch-") as folder:
-            stop.folder = folder
+        # At the first signal the agent sends SIGTERM to the ranks and waits for them; a second one kills them.
+        with ended_by(SIGNALS) as stop, _kept(HANDLED), temporary_folder("exogym-launch-") as folder:
+            stop.again = functools.partial(kill_what_is_left, folder)
             (folder / "running").mkdir()
             output = Output(folder, self.config.nproc_per_node, log_dir)
             try:
@@ -235,55 +214,22 @@ def launch_distributed_training(
     The same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`, whose options these are.
     """
     config = LaunchConfig(
-        nproc_per_node=nproc_per_node,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        backend=backend,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        start_timeout=start_timeout,
-        log_dir=log_dir,
-        first_rank=first_rank,
-    )
+        nproc_per_node, nnodes, node_rank, master_addr, master_port, backend, max_restarts, monitor_interval,
+        start_timeout, log_dir, first_rank,
+    )  # fmt: skip
     return DistributedLauncher(config).launch(script, *args)
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[_Stop]:
-    """Inside, a signal to end becomes an exception; once everything is cleaned up it has the effect it had outside.
-
-    The agent then sends SIGTERM to the ranks and waits for them. A second signal kills them.
-    """
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals come to the main thread only
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if not stop.number:
-            stop.number = number
-            raise Interrupted(number)
-        if stop.folder is not None:
-            kill_what_is_left(stop.folder)
-
-    for s in SIGNALS:
-        if signal.getsignal(s) not in (signal.SIG_IGN, None):  # ignored, or not for Python to handle
-            stop.before[s] = signal.signal(s, interrupt)
-    variable = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch's launcher leaves it set
+def _kept(variable: str) -> Iterator[None]:
+    """Leave an environment variable as it was."""
+    before = os.environ.get(variable)
     try:
-        yield stop
-    except Interrupted as interrupted:
-        stop.number = interrupted.number
+        yield
     finally:
-        for s, handler in stop.before.items():
-            signal.signal(s, handler)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-        if variable is not None:
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = variable
-    if stop.number:
-        os.kill(os.getpid(), stop.number)
+        os.environ.pop(variable, None)
+        if before is not None:
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager

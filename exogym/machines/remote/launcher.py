@@ -8,17 +8,15 @@ import os
 import secrets
 import shlex
 import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from exogym.core.base.files import new_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, checked
+from exogym.machines.launch.stopping import ended_by
 from exogym.machines.remote import ssh
 from exogym.machines.remote.budget import Budget
 from exogym.machines.remote.channel import Logs
@@ -144,7 +142,7 @@ class SSHLauncher:
         if dry_run:
             print("\n".join(self.shown(parts())))
             return 0
-        with _ended_by_signals():
+        with ended_by((signal.SIGTERM, signal.SIGHUP)):
             self._prepare(save_dir, folder)
             self.folder = folder or new_folder(self.out, Path(target).stem)
             self._describe(target, args)
@@ -245,38 +243,3 @@ def from_here(folder: Path) -> Path:
     """
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
-
-
-class _Ended(BaseException):
-    """A signal that asks this process to end."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP become an exception; after the cleaning up they have the effect they had outside."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread only
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _Ended(number)
-
-    before: dict[int, Callable[..., Any] | int | None] = {}
-    for wanted in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(wanted) is not signal.SIG_IGN:
-            before[wanted] = signal.signal(wanted, interrupt)
-    caught = None
-    try:
-        yield
-    except _Ended as ended:
-        caught = ended.number
-    finally:
-        for changed, handler in before.items():
-            signal.signal(changed, handler)
-    if caught is not None:
-        sys.stdout.flush()
-        os.kill(os.getpid(), caught)

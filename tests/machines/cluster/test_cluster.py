@@ -17,7 +17,7 @@ from exogym.core.communicator import Wire
 from exogym.core.training.interrupt import ONCE, Interrupt
 from exogym.errors import ArgumentError
 from exogym.machines.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
-from exogym.machines.cluster.yaml import document
+from exogym.machines.cluster.kubernetes import document
 
 HOSTILE = [
     "it's",
@@ -224,7 +224,7 @@ def test_manifests_are_valid(kind: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     yaml = pytest.importorskip("yaml")
     pods = Pods("train.py", tuple(HOSTILE), nodes=3, gpus=2, kind=kind, image="registry.example:5000/team/x:1.0")
-    objects = [yaml.safe_load(document(one)) for one in manifests(pods)]
+    objects = list(yaml.safe_load_all(document(manifests(pods))))
     assert objects == manifests(pods)
     kinds = [one["kind"] for one in objects]
     assert kinds == (["Service", "NetworkPolicy", "Job"] if kind == "job" else ["NetworkPolicy", "PyTorchJob"])
@@ -276,7 +276,7 @@ def test_the_image_is_built_from_the_wheel(tmp_path: Path) -> None:
     out = tmp_path / "k"
     assert main(["cluster", "kubernetes", "--nodes", "2", "--out", str(out), "train.py", "--lr", "1"]) == 0
     assert (out / "Dockerfile").read_text() == dockerfile()
-    assert "COPY dist/exogym-" in dockerfile() and (out / "run.yaml").read_text().count("---\n") == 2
+    assert "COPY dist/exogym-" in dockerfile() and (out / "run.yaml").read_text().count("---\n") == 3
 
 
 # A real SLURM

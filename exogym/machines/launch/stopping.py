@@ -1,0 +1,68 @@
+"""Signals that ask a launcher to end: an exception inside a block, and their usual effect once it has cleaned up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(BaseException):
+    """A signal that asks this process to end."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass
+class Stop:
+    """The signal that ended a block, 0 for none; and the handlers that were there before.
+
+    Attributes:
+        again: what a second signal does; None: it raises again.
+    """
+
+    number: int = 0
+    again: Callable[[], object] | None = None
+    before: dict[signal.Signals, Any] = field(default_factory=dict)
+
+    def hold(self) -> None:
+        """Let nothing interrupt the cleaning up."""
+        for number in self.before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        if self.number and self.again is not None:
+            self.again()
+            return
+        self.number = number
+        raise Interrupted(number)
+
+
+@contextlib.contextmanager
+def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
+    """Inside, each of `signals` raises `Interrupted`; after the block it has the effect that it had outside."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # signals come to the main thread only
+        return
+    for number in signals:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored, or not for Python to handle
+            stop.before[number] = signal.signal(number, stop.take)
+    try:
+        yield stop
+    except Interrupted as interrupted:
+        stop.number = interrupted.number
+    finally:
+        for number, handler in stop.before.items():
+            signal.signal(number, handler)
+    if stop.number:
+        sys.stdout.flush()
+        os.kill(os.getpid(), stop.number)
