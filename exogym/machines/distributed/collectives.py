@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.errors import ArgumentError, check_count
-from exogym.machines.distributed import wire
+from exogym.machines.distributed import bare
 from exogym.machines.distributed.group import GroupError, get_world_size, require_group
 from exogym.machines.distributed.operation import ReduceOp, check_operation
 
@@ -40,44 +40,33 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     >>> destroy_process_group()
     """
     with _call("broadcast", tensor, src) as note:
-        note.compare()
-        return note.result(wire.broadcast_(note.copy(), src) if note.worth_sending else note.copy())
+        return note.result(bare.broadcast_(note.copy(), src))
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
     """Return the reduction over all processes, the same on all. Sent per process: 2 (n - 1)/n tensor.nbytes (ring)."""
     with _call("all_reduce", tensor, op=op) as note:
-        note.compare()
-        return note.result(wire.all_reduce_(note.copy(), note.operation) if note.worth_sending else note.copy())
+        return note.result(bare.all_reduce_(note.copy(), note.operation))
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
     """Return the reduction over all processes on process `dst`, None elsewhere."""
     with _call("reduce", tensor, dst, op=op) as note:
-        note.compare()
-        reduced = wire.reduce_(note.copy(), dst, note.operation) if note.worth_sending else note.copy()
+        reduced = bare.reduce_(note.copy(), dst, note.operation)
         return note.result(reduced) if note.rank == dst else None
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """Return the tensors of all processes in rank order. Received per process: (n - 1) tensor.nbytes."""
     with _call("all_gather", tensor) as note:
-        note.compare()
-        x = note.copy()
-        parts = _alike(x)
-        return [note.result(part) for part in (wire.all_gather_(parts, x) if note.worth_sending else [x, *parts[1:]])]
+        return [note.result(part) for part in bare.all_gather_(note.copy())]
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
     """Return the tensors of all processes in rank order on process `dst`, None elsewhere."""
     with _call("gather", tensor, dst) as note:
-        note.compare()
         x = note.copy()
-        parts = _alike(x) if note.rank == dst else None
-        if note.worth_sending:
-            wire.gather_(parts, x, dst)
-        elif parts is not None:
-            parts[0] = x
+        parts = bare.gather_(bare.alike(x) if note.rank == dst else None, x, dst)
         return None if parts is None else [note.result(part) for part in parts]
 
 
@@ -95,10 +84,8 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
         _check_parts(parts)
     with _call("scatter", parts[0] if here else None, src) as note:
         shape, dtype = note.compare_with_source()
-        out = torch.empty(shape, dtype=dtype, device=wire.device())
-        if note.world_size == 1 or out.numel() == 0:
-            return note.result(_ready(parts[note.rank], copy=True) if here else out)
-        return note.result(wire.scatter_(out, [_ready(part) for part in parts] if here else None, src))
+        out = torch.empty(shape, dtype=dtype, device=bare.device())
+        return note.result(bare.scatter_(out, [_ready(part) for part in parts] if here else None, src))
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
@@ -110,43 +97,38 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
         ArgumentError: the first dimension cannot be divided by the world size.
     """
     with _call("reduce_scatter", tensor, op=op) as note:
-        note.compare()
         size = note.world_size
         if tensor.dim() == 0 or tensor.shape[0] % size:
             raise ArgumentError(
                 f"reduce_scatter: the first dimension of {tuple(tensor.shape)} cannot be divided among {size} "
                 f"processes: pad it to a multiple of {size}"
             )
-        x = note.copy()
-        out = x[: tensor.shape[0] // size].clone()
-        return note.result(
-            wire.reduce_scatter_(out, torch.empty_like(x), x, note.operation) if note.worth_sending else out
-        )
+        return note.result(bare.reduce_scatter_(note.copy(), note.operation))
 
 
 def send(tensor: Tensor, dst: int) -> None:
     """Send a tensor to process `dst`, which calls `recv(src)`; shape and dtype go along."""
     with _call("send", tensor, dst) as note:
         note.check_peer(dst)
-        wire.send(note.words(), dst)
+        bare.send(note.words(), dst)
         if tensor.numel():
-            wire.send(note.copy(), dst)
+            bare.send(note.copy(), dst)
 
 
 def recv(src: int) -> Tensor:
     """Return the tensor that process `src` sends with `send(tensor, dst)`; it is on the backend's device."""
     with _call("recv", None, src) as note:
         note.check_peer(src)
-        words = torch.empty(len(note.words()), dtype=torch.int64, device=wire.device())
-        shape, dtype = _shape_of(wire.receive_(words, src).tolist())
-        out = torch.empty(shape, dtype=dtype, device=wire.device())
-        return wire.receive_(out, src) if out.numel() else out
+        words = torch.empty(len(note.words()), dtype=torch.int64, device=bare.device())
+        shape, dtype = _shape_of(bare.receive_(words, src).tolist())
+        out = torch.empty(shape, dtype=dtype, device=bare.device())
+        return bare.receive_(out, src) if out.numel() else out
 
 
 def barrier() -> None:
     """Wait until all processes have come here."""
-    with _call("barrier", None) as note:
-        note.compare()  # nobody knows all notes before all have come
+    with _call("barrier", None):
+        pass  # nobody knows all notes before all have come
 
 
 class _Note:
@@ -167,10 +149,6 @@ class _Note:
         if op is not None and tensor is not None:
             self.operation = check_operation(op, tensor.dtype)
 
-    @property
-    def worth_sending(self) -> bool:
-        return self.world_size > 1 and self.tensor is not None and self.tensor.numel() > 0
-
     def copy(self) -> Tensor:
         assert self.tensor is not None
         return _ready(self.tensor, copy=True)
@@ -188,7 +166,7 @@ class _Note:
         else:
             words += [DTYPES.index(self.tensor.dtype), self.tensor.dim(), *self.tensor.shape]
         words += [0] * (5 + MOST_DIMENSIONS - len(words))
-        return torch.tensor(words, dtype=torch.int64, device=wire.device())
+        return torch.tensor(words, dtype=torch.int64, device=bare.device())
 
     def compare(self) -> None:
         """Raise ArgumentError, on all processes, unless all are about to do the same."""
@@ -208,8 +186,7 @@ class _Note:
         return _shape_of(notes[self.root])
 
     def _notes(self) -> list[list[int]]:
-        mine = self.words()
-        return [words.tolist() for words in wire.all_gather_(_alike(mine), mine)]
+        return [words.tolist() for words in bare.all_gather_(self.words())]
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank:
@@ -224,10 +201,12 @@ class _Note:
 def _call(
     kind: str, tensor: Tensor | None, root: int | None = None, op: ReduceOp | str | None = None
 ) -> Iterator[_Note]:
-    """Give the note of a call; what torch raises inside becomes an error that says where it happened."""
+    """Give the note of a call, once all are known to make it; what torch raises inside says where it happened."""
     note = _Note(kind, tensor, root, op)
     try:
         with torch.no_grad():
+            if kind not in ("scatter", "send", "recv"):  # of which not all know the tensor
+                note.compare()
             yield note
     except GroupError:
         raise
@@ -240,13 +219,8 @@ def _call(
 
 def _ready(x: Tensor, copy: bool = False) -> Tensor:
     """Return `x` as the backend takes it: contiguous, on its device, without gradient; with `copy` not `x` itself."""
-    there = x.detach().to(wire.device()).contiguous()
+    there = x.detach().to(bare.device()).contiguous()
     return there.clone() if copy and there.data_ptr() == x.data_ptr() else there
-
-
-def _alike(x: Tensor) -> list[Tensor]:
-    """Return memory for a tensor like `x` from each process."""
-    return [torch.empty_like(x) for _ in range(dist.get_world_size())]
 
 
 def _check_tensor(kind: str, x: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, check_count, checked
-from exogym.machines.distributed import collectives, wire
+from exogym.machines.distributed import bare, collectives
 from exogym.machines.distributed.group import GroupError, require_group
 from exogym.machines.distributed.operation import ReduceOp
 
@@ -109,11 +109,11 @@ def _seconds(time_s: float) -> str:
 
 
 def _values(rank: int, count: int) -> Tensor:
-    return (torch.arange(count, device=wire.device()) % 7 + 2 * rank + 1).float()
+    return (torch.arange(count, device=bare.device()) % 7 + 2 * rank + 1).float()
 
 
 def _powers(rank: int, count: int) -> Tensor:
-    return 2.0 ** ((torch.arange(count, device=wire.device()) + rank) % 2)
+    return 2.0 ** ((torch.arange(count, device=bare.device()) + rank) % 2)
 
 
 def _reductions(count: int) -> dict[ReduceOp, Tensor]:
@@ -195,40 +195,52 @@ def _expect(name: str, got: Tensor | None, wanted: Tensor | None, op: ReduceOp |
 def _time(name: str, count: int, repeats: int) -> float:
     """Return the median seconds of the bare collective, each as slow as its slowest process."""
     call = _bare(name, count)
-    took = []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        if wire.device().type == "cuda":
-            torch.cuda.synchronize()
-        took.append(time.perf_counter() - start)
-    slowest = wire.all_reduce_(torch.tensor(took[1:], device=wire.device()), ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return statistics.median(slowest([seconds_of(call) for _ in range(repeats + 1)][1:]))
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Return the seconds of a call that all processes begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    finish()
+    return time.perf_counter() - start
+
+
+def finish() -> None:
+    """Let a GPU come to the end of what it was given."""
+    if bare.device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(took: Sequence[float]) -> list[float]:
+    """Return the seconds of the slowest process for each of some calls."""
+    both = torch.tensor(took, dtype=torch.float64, device=bare.device())
+    found: list[float] = bare.all_reduce_(both, ReduceOp.MAX).tolist()
+    return found
 
 
 def _bare(name: str, count: int) -> Callable[[], Any]:
     n, rank = dist.get_world_size(), dist.get_rank()
-    x, received = torch.zeros(2, count, device=wire.device()).unbind(0)
+    x, received = torch.zeros(2, count, device=bare.device()).unbind(0)
     part = x[: count // n].clone()
     parts = list(received.view(n, -1).unbind(0))
     at_root = parts if rank == 0 else None
-    op = ReduceOp.SUM
 
     def send_and_receive() -> None:
         if rank == 0:
-            wire.send(x, 1)
+            dist.send(x, 1)
         elif rank == 1:
-            wire.receive_(x, 0)
+            dist.recv(x, 0)
 
     return {
-        "broadcast": lambda: wire.broadcast_(x, 0),
-        "reduce": lambda: wire.reduce_(x, 0, op),
-        "all_reduce": lambda: wire.all_reduce_(x, op),
-        "scatter": lambda: wire.scatter_(part, at_root, 0),
-        "gather": lambda: wire.gather_(at_root, part, 0),
-        "all_gather": lambda: wire.all_gather_(parts, part),
-        "reduce_scatter": lambda: wire.reduce_scatter_(part, received, x, op),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "all_reduce": lambda: dist.all_reduce(x),
+        "scatter": lambda: dist.scatter(part, at_root, 0),
+        "gather": lambda: dist.gather(part, at_root, 0),
+        "all_gather": lambda: dist.all_gather(parts, part),
+        "reduce_scatter": lambda: bare.reduce_scatter_(x, ReduceOp.SUM),
         "send": send_and_receive,
     }[name]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from exogym.errors import ArgumentError, nearest
 
@@ -53,34 +51,3 @@ def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
     if dtype.is_complex and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ArgumentError(f"op={operation.value!r} has no meaning for complex numbers, wanted 'sum' or 'average'")
     return operation
-
-
-def on_the_wire(operation: ReduceOp) -> dist.ReduceOp.RedOpType:
-    """Return torch's operation; an average travels as a sum."""
-    return {
-        ReduceOp.SUM: dist.ReduceOp.SUM,
-        ReduceOp.AVERAGE: dist.ReduceOp.SUM,
-        ReduceOp.MIN: dist.ReduceOp.MIN,
-        ReduceOp.MAX: dist.ReduceOp.MAX,
-        ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    }[operation]
-
-
-def reduce_rows(rows: Tensor, operation: ReduceOp) -> Tensor:
-    """Reduce (processes, n) over the first dimension, in the order of the ranks; an average is still the sum.
-
-    >>> reduce_rows(torch.tensor([[1, 2], [3, 4]]), ReduceOp.PRODUCT)
-    tensor([3, 8])
-    """
-    if operation == ReduceOp.MIN:
-        return rows.amin(0)
-    if operation == ReduceOp.MAX:
-        return rows.amax(0)
-    if operation == ReduceOp.PRODUCT:
-        return rows.prod(0, dtype=rows.dtype)
-    return rows.sum(0, dtype=rows.dtype)
-
-
-def finish(x: Tensor, operation: ReduceOp, world_size: int) -> Tensor:
-    """Make the sum in `x` an average, in place, if that is the operation."""
-    return x.div_(world_size) if operation == ReduceOp.AVERAGE else x

@@ -27,9 +27,9 @@ from exogym.core.communicator import Communicator
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire
 from exogym.errors import DataError, check_choice, checked
-from exogym.machines.distributed import wire
+from exogym.machines.distributed import bare
 from exogym.machines.distributed.group import require_group
-from exogym.machines.distributed.measure import ITEM_BYTES, Row, self_test
+from exogym.machines.distributed.measure import ITEM_BYTES, Row, finish, seconds_of, self_test, slowest
 from exogym.machines.distributed.operation import ReduceOp
 from exogym.network.probes import never_falling
 
@@ -150,8 +150,8 @@ def _fields(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     for name, own in own_s.items():
-        mine = torch.tensor([-1.0 if own is None else own], dtype=torch.float64, device=wire.device())
-        seconds = [float(x) for x in wire.all_gather_([torch.empty_like(mine) for _ in range(n)], mine)]
+        mine = torch.tensor([-1.0 if own is None else own], dtype=torch.float64, device=bare.device())
+        seconds = [float(x) for x in bare.all_gather_(mine)]
         if min(seconds) >= 0:
             fields[name] = seconds
             fields["versions"] |= {"task": task}
@@ -182,8 +182,8 @@ def _numbers(kind: str, size: int) -> Tensor:
     """Return what a node hands over in a collective of so many bytes."""
     n, count = dist.get_world_size(), size // ITEM_BYTES
     if kind in OF_ALL_PARTS:
-        return torch.zeros(1, count // n, device=wire.device())
-    x = torch.zeros(1, count, device=wire.device())
+        return torch.zeros(1, count // n, device=bare.device())
+    x = torch.zeros(1, count, device=bare.device())
     return x.view(1, n, -1) if kind in ("reduce_scatter", "scatter", "all_to_all") else x
 
 
@@ -192,22 +192,11 @@ def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
 
     def once() -> float:
         time.sleep(PAUSE_S)
-        dist.barrier()
-        start = time.perf_counter()
-        call(x)
-        _finish()
-        return time.perf_counter() - start
+        return seconds_of(lambda: call(x))
 
-    (trial_s,) = _slowest([once()])
+    (trial_s,) = slowest([once()])
     times = max(2, min(repeats, int(MOST_S / trial_s)))
-    return _slowest([once() for _ in range(times)])
-
-
-def _slowest(took: Sequence[float]) -> list[float]:
-    """Return the seconds of the slowest process for each of some calls."""
-    both = torch.tensor(took, dtype=torch.float64, device=wire.device())
-    found: list[float] = wire.all_reduce_(both, ReduceOp.MAX).tolist()
-    return found
+    return slowest([once() for _ in range(times)])
 
 
 def _message_s() -> float:
@@ -218,7 +207,7 @@ def _message_s() -> float:
         between.agree(False)
         between.rows(x, range(len(between.placement)))
 
-    return statistics.median(_times(both, torch.zeros(1, 1, device=wire.device()), MESSAGES)) / 2
+    return statistics.median(_times(both, torch.zeros(1, 1, device=bare.device()), MESSAGES)) / 2
 
 
 def _hosts() -> list[str]:
@@ -226,8 +215,7 @@ def _hosts() -> list[str]:
     name = socket.gethostname().encode()[:NAME_BYTES]
     own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
     own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    names = [torch.empty(NAME_BYTES, dtype=torch.uint8, device=wire.device()) for _ in range(dist.get_world_size())]
-    gathered = wire.all_gather_(names, own.to(wire.device()))
+    gathered = bare.all_gather_(own.to(bare.device()))
     return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
 
 
@@ -238,11 +226,7 @@ def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
         group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     call, x = _calls(n, group)[kind], _numbers(kind, size)
-    dist.barrier()
-    start = time.perf_counter()
-    call(x)
-    _finish()
-    (took,) = _slowest([time.perf_counter() - start])
+    (took,) = slowest([seconds_of(lambda: call(x))])
     dist.destroy_process_group(group)
     return table[max(table)] + max(0.0, took - table[min(table)])
 
@@ -251,7 +235,7 @@ def _pairs() -> list[list[list[float] | None]]:
     """Return [i][j] the bits per second and the latency from i to j; None from a process to itself."""
     n, rank = dist.get_world_size(), dist.get_rank()
     found = torch.zeros(n, n, 2, dtype=torch.float64)
-    small, large = (torch.zeros(size, dtype=torch.uint8, device=wire.device()) for size in (ITEM_BYTES, PAIR_BYTES))
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=bare.device()) for size in (ITEM_BYTES, PAIR_BYTES))
     for i in range(n):
         for j in range(n):
             dist.barrier()
@@ -262,7 +246,7 @@ def _pairs() -> list[list[list[float] | None]]:
                 seconds = max(statistics.median(longer_s), latency_s / PAIR_BYTES)
                 if rank == i:
                     found[i, j] = torch.tensor([8 * PAIR_BYTES / seconds, latency_s])
-    total = wire.all_reduce_(found.to(wire.device()), ReduceOp.SUM).cpu()
+    total = bare.all_reduce_(found.to(bare.device()), ReduceOp.SUM).cpu()
     return [[None if i == j else total[i, j].tolist() for j in range(n)] for i in range(n)]
 
 
@@ -270,15 +254,10 @@ def _round_trip_s(i: int, j: int, there: Tensor, back: Tensor) -> float:
     """Return the seconds in which i sends `there` to j and j answers with `back`, as i sees them."""
     start = time.perf_counter()
     if dist.get_rank() == i:
-        wire.send(there, j)
-        wire.receive_(back, j)
+        bare.send(there, j)
+        bare.receive_(back, j)
     else:
-        wire.receive_(there, i)
-        wire.send(back, i)
-    _finish()
+        bare.receive_(there, i)
+        bare.send(back, i)
+    finish()
     return time.perf_counter() - start
-
-
-def _finish() -> None:
-    if wire.device().type == "cuda":
-        torch.cuda.synchronize()

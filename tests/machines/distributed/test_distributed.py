@@ -22,7 +22,7 @@ from torch import nn
 
 from exogym import distributed as ed
 from exogym.errors import ArgumentError
-from exogym.machines.distributed import ReduceOp, collectives, group, measure, wire
+from exogym.machines.distributed import ReduceOp, bare, collectives, group, measure
 from exogym.machines.distributed.__main__ import main as self_test_command
 from exogym.machines.distributed.collectives import DTYPES, KINDS
 
@@ -331,7 +331,7 @@ def the_self_test(rank, n):
 @check
 def the_self_test_finds_a_wrong_number(rank, n):
     """The control: one wrong element on one process."""
-    real = {name: getattr(wire, name) for name in ("all_reduce_", "receive_", "all_gather_", "reduce_scatter_")}
+    real = {name: getattr(bare, name) for name in ("all_reduce_", "receive_", "all_gather_", "reduce_scatter_")}
 
     def spoilt(name):
         def call(x, *arguments):
@@ -345,7 +345,7 @@ def the_self_test_finds_a_wrong_number(rank, n):
 
     for name in real:
         public = {"receive_": "send"}.get(name, name.rstrip("_"))
-        setattr(wire, name, spoilt(name))
+        setattr(bare, name, spoilt(name))
         try:
             if rank == 1:
                 with pytest.raises(ed.GroupError, match=rf"{public}.* is wrong on rank 1 of {n}: element 2 is"):
@@ -353,7 +353,7 @@ def the_self_test_finds_a_wrong_number(rank, n):
             else:
                 first_call_of_the_check(public, 12 * n, rank, n)
         finally:
-            setattr(wire, name, real[name])
+            setattr(bare, name, real[name])
         ed.barrier()
 
 

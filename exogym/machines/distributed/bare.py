@@ -10,7 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.machines.distributed.operation import ReduceOp, finish, on_the_wire, reduce_rows
+from exogym.machines.distributed.operation import ReduceOp
+
+SENT_AS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVERAGE: dist.ReduceOp.SUM,  # divided afterwards
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+IN_ROWS = {  # over the first dimension, in the order of the ranks
+    ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
+    ReduceOp.AVERAGE: lambda rows: rows.sum(0, dtype=rows.dtype),
+    ReduceOp.MIN: lambda rows: rows.amin(0),
+    ReduceOp.MAX: lambda rows: rows.amax(0),
+    ReduceOp.PRODUCT: lambda rows: rows.prod(0, dtype=rows.dtype),
+}
 
 
 def device() -> torch.device:
@@ -33,18 +48,19 @@ def broadcast_(x: Tensor, src: int) -> Tensor:
 
 def all_reduce_(x: Tensor, op: ReduceOp) -> Tensor:
     """Overwrite `x` by the reduction over all."""
-    dist.all_reduce(x, on_the_wire(op))
-    return finish(x, op, dist.get_world_size())
+    dist.all_reduce(x, SENT_AS[op])
+    return _averaged(x, op)
 
 
 def reduce_(x: Tensor, dst: int, op: ReduceOp) -> Tensor:
     """Overwrite `x` by the reduction on `dst`; elsewhere `x` is spoilt."""
-    dist.reduce(x, dst, on_the_wire(op))
-    return finish(x, op, dist.get_world_size())
+    dist.reduce(x, dst, SENT_AS[op])
+    return _averaged(x, op)
 
 
-def all_gather_(parts: list[Tensor], x: Tensor) -> list[Tensor]:
-    """Overwrite `parts` by the tensors of all, in rank order."""
+def all_gather_(x: Tensor) -> list[Tensor]:
+    """Return the tensors of all, in rank order."""
+    parts = alike(x)
     dist.all_gather([as_bytes(part) for part in parts], as_bytes(x))
     return parts
 
@@ -61,19 +77,21 @@ def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
     return out
 
 
-def reduce_scatter_(out: Tensor, received: Tensor, x: Tensor, op: ReduceOp) -> Tensor:
-    """Overwrite `out` by part `rank` of the reduction over all, cut along the first dimension.
+def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
+    """Return part `rank` of the reduction over all, cut along the first dimension.
 
-    NCCL has it as one call; elsewhere everyone sends each process its part (into `received`, as large as `x`) and adds
-    up its own in rank order, which is as many bytes as a ring would send.
+    NCCL has it as one call; elsewhere everyone sends each process its part and adds up its own in rank order, which is
+    as many bytes as a ring would send.
     """
     size = dist.get_world_size()
+    out = torch.empty_like(x[: len(x) // size])
     if dist.get_backend() == "nccl":
-        dist.reduce_scatter_tensor(out, x, on_the_wire(op))
+        dist.reduce_scatter_tensor(out, x, SENT_AS[op])
     else:
+        received = torch.empty_like(x)
         dist.all_to_all_single(as_bytes(received), as_bytes(x))
-        out.copy_(reduce_rows(received.view(size, -1), op).view(out.shape))
-    return finish(out, op, size)
+        out = IN_ROWS[op](received.view(size, *out.shape))
+    return _averaged(out, op)
 
 
 def send(x: Tensor, dst: int) -> None:
@@ -85,3 +103,12 @@ def receive_(x: Tensor, src: int) -> Tensor:
     """Overwrite `x` by what `src` sends."""
     dist.recv(as_bytes(x), src)
     return x
+
+
+def alike(x: Tensor) -> list[Tensor]:
+    """Return memory for a tensor like `x` from each process."""
+    return [torch.empty_like(x) for _ in range(dist.get_world_size())]
+
+
+def _averaged(x: Tensor, op: ReduceOp) -> Tensor:
+    return x.div_(dist.get_world_size()) if op == ReduceOp.AVERAGE else x
