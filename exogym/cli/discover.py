@@ -84,7 +84,7 @@ def discover(
 def _row(found: Found, host: Host | None) -> dict[str, Any]:
     """Return what is known of an agent: what it is, if it is the `host` of the hosts file that lets us in."""
     from exogym.machines.discovery.facts import cleaned
-    from exogym.machines.discovery.pairing import ask
+    from exogym.machines.remote.inquiry import ask
 
     row = asdict(found) | {"paired": False, "facts": {}, "trouble": None}
     if host is None:

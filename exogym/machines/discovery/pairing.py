@@ -29,11 +29,10 @@ from exogym.machines.discovery.channel import (
 )
 from exogym.machines.discovery.facts import cleaned
 from exogym.machines.remote.hosts import Host, HostsConfig
-from exogym.machines.remote.session import Session, Unanswered
+from exogym.machines.remote.inquiry import ask
 
 PAIR_S = 20.0
 MOST_KEYS = 16
-ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -137,24 +136,6 @@ def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_conf
 
 def _whole(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def ask(host: Host, question: str, answer_s: float = ANSWER_S) -> Any:
-    """Ask a host one question of `exogym/machines/remote/onhost/probe.py` over SSH.
-
-    Raises:
-        ExoGymError: no answer; the message says what to do.
-    """
-    session = Session(host, answer_s)
-    try:
-        answer = session.ask(question)
-    except Unanswered:
-        answer = None
-    session.end()
-    if answer is None:
-        check, seen, remedy = session.diagnosis()
-        raise ExoGymError(f"{host.address}: {check}: {seen}. To do: {remedy}")
-    return answer
 
 
 def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_config: str | None = None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.inquiry import Inquiry, Unanswered
 from exogym.machines.remote.onhost.probe import package_sum, packages, source_sums
-from exogym.machines.remote.session import Session, Unanswered
 
 PYTHON = (3, 11)
 LEAST_DISK_BYTES = 1_000_000_000
@@ -71,14 +71,14 @@ class Inspection:
         self.folder = self.host.path or here.project
         self.checks: list[Check] = []
         self.place: tuple[str, int] | None = None
-        self._session: Session | None = None
+        self._inquiry: Inquiry | None = None
 
     # The three parts, each of which all hosts do at the same time
 
     def look(self) -> None:
         """Look at the host itself."""
         try:
-            self._session = Session(self.host, self.answer_s)
+            self._inquiry = Inquiry(self.host, self.answer_s)
             self._python()
             self._clock()
             self._torch()
@@ -101,7 +101,7 @@ class Inspection:
 
     def reach(self, places: dict[int, tuple[str, int]]) -> None:
         """See whether the host can connect to the `places` of the others."""
-        if self._session is None or self.index not in places:
+        if self._inquiry is None or self.index not in places:
             return
         targets = [place for i, place in places.items() if i != self.index]
         try:
@@ -118,20 +118,20 @@ class Inspection:
 
     def end(self) -> None:
         """Take back what was left on the host, and end the connection."""
-        if self._session is None:
+        if self._inquiry is None:
             return
         try:
             if self.index == 0 and self.here.save_dir is not None:
-                self._session.ask("remove", path=self._token_file, folder=self.folder)
+                self._inquiry.ask("remove", path=self._token_file, folder=self.folder)
         except Unanswered:
             self._unanswered()
         else:
-            self._session.end()
+            self._inquiry.end()
 
     def abort(self) -> None:
         """End the connection at once, also while another thread waits for an answer."""
-        if self._session is not None:
-            self._session.process.kill()
+        if self._inquiry is not None:
+            self._inquiry.process.kill()
 
     # What is looked at
 
@@ -276,8 +276,8 @@ class Inspection:
     # Lines
 
     def _ask(self, question: str, **given: Any) -> Any:
-        assert self._session is not None
-        return self._session.ask(question, **given)
+        assert self._inquiry is not None
+        return self._inquiry.ask(question, **given)
 
     def _answer(self, check: str, remedy: str, question: str, **given: Any) -> Any:
         """Return the host's answer; None, and a line, where it found none."""
@@ -295,10 +295,10 @@ class Inspection:
         return f"{where}.{own}" + (f" or {common}" if common else "")
 
     def _unanswered(self) -> None:
-        session, self._session, self.place = self._session, None, None
-        assert session is not None
-        session.end()
-        check, seen, remedy = session.diagnosis()
+        inquiry, self._inquiry, self.place = self._inquiry, None, None
+        assert inquiry is not None
+        inquiry.end()
+        check, seen, remedy = inquiry.diagnosis()
         self._note(check, False, seen, remedy)
 
 

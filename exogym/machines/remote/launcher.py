@@ -23,9 +23,10 @@ from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host, HostsConfig
+from exogym.machines.remote.inquiry import ANSWER_S
 from exogym.machines.remote.inspection import Check
 from exogym.machines.remote.orders import Order, inside, orders
-from exogym.machines.remote.preflight import ANSWER_S, check_hosts, require
+from exogym.machines.remote.preflight import check_hosts, require
 from exogym.machines.remote.sync import copies, sync_project, sync_words
 from exogym.machines.remote.watch import Watch, pause_s
 from exogym.machines.remote.world import LAUNCH, NETWORK, RETRY, RUNS

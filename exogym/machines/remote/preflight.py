@@ -13,9 +13,8 @@ from typing import Any
 
 from exogym.errors import ArgumentError, ExoGymError, checked
 from exogym.machines.remote.hosts import HostsConfig
+from exogym.machines.remote.inquiry import ANSWER_S
 from exogym.machines.remote.inspection import Check, Controller, Inspection
-
-ANSWER_S = 60.0
 
 
 @checked

@@ -45,7 +45,6 @@ FOLDER = Path(__file__).with_name("onhost")
 NEEDS = {
     "guard": ("interfaces", "health", "guard"),
     "probe": ("interfaces", "probe"),
-    "fetch": ("fetch",),
 }
 
 

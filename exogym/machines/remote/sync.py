@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host, HostsConfig
-from exogym.machines.remote.session import Session, Unanswered
+from exogym.machines.remote.inquiry import ask
 
 EXCLUDED = (
     *(".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
@@ -72,13 +72,7 @@ def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
 
 
 def _copy(host: Host, project: str, answer_s: float) -> None:
-    session = Session(host, answer_s)
-    try:
-        made = session.ask("make", folder=host.path or project)
-    except Unanswered:
-        session.end()
-        raise ExoGymError(f"{host.address}: {': '.join(session.diagnosis())}") from None
-    session.end()
+    made = ask(host, "make", answer_s, folder=host.path or project)
     if "error" in made:
         raise ExoGymError(f"{host.address}: the project's folder cannot be made: {made['error']}")
     try:

@@ -35,8 +35,9 @@ from exogym.machines.discovery.channel import (
     typed_code,
 )
 from exogym.machines.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
-from exogym.machines.discovery.pairing import Paired, ask, write_entry
+from exogym.machines.discovery.pairing import Paired, write_entry
 from exogym.machines.remote import HostsConfig
+from exogym.machines.remote.inquiry import ask
 
 hosts = fixtures.hosts  # where pytest looks for it
 COUNT = 2

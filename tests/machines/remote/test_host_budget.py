@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from exogym.errors import ExoGymError
-from exogym.machines.remote import Host, fetching
+from exogym.machines.remote import Host, fetching, inquiry
 from exogym.machines.remote.budget import Budget
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board, read_hosts
-from exogym.machines.remote.onhost.fetch import MARK
+from exogym.machines.remote.onhost.probe import MARK
 from exogym.machines.remote.orders import Order
 
 HOST = Host("h", "h")
@@ -64,9 +64,9 @@ def test_a_file_is_no_larger_than_was_said_and_than_may_be(
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", SENDS, head, sends], stdin=pipe, stdout=pipe, stderr=pipe)
 
-    monkeypatch.setattr(fetching.ssh, "start", start)
+    monkeypatch.setattr(inquiry.ssh, "start", start)
     monkeypatch.setattr(fetching, "END_S", 0.1)
-    monkeypatch.setattr(fetching, "LINE_BYTES", 1000)
+    monkeypatch.setattr(inquiry, "MOST_BYTES", 1000)
     budget = Budget(10_000)
     if refused is None:
         fetch(HOST, ".", "model", tmp_path / "model", budget)

@@ -12,9 +12,9 @@ import pytest
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import Host, HostsConfig, ssh
+from exogym.machines.remote.inquiry import diagnose
 from exogym.machines.remote.onhost.interfaces import addresses, interface_of
 from exogym.machines.remote.orders import inside, orders
-from exogym.machines.remote.session import diagnose
 from exogym.machines.remote.sync import sync_project, sync_words
 
 DOCUMENTED = {

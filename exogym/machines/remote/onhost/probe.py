@@ -33,12 +33,20 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
         try:
             if question == "listen":
                 answer: Any = _listen(listening, **asked)
+            elif question == "fetch":
+                answer = None
+                _send(**asked)
             else:
                 answer = QUESTIONS[question](**asked)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(MARK + json.dumps(answer), flush=True)
+        if answer is not None:
+            _say(answer)
     return 0
+
+
+def _say(answer: Any) -> None:
+    print(MARK + json.dumps(answer), flush=True)
 
 
 def _python() -> dict[str, Any]:
@@ -141,6 +149,22 @@ def _file(path: str, text: str | None, folder: str) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError), open(where) as file:
         return {"text": file.read()}
     return {"text": None}
+
+
+def _send(path: str, folder: str) -> None:
+    """Say the size and SHA-256 of a file, and send its bytes behind that line; or say why it cannot be read."""
+    where = os.path.join(os.path.expanduser(folder), path)
+    try:
+        with open(where, "rb") as file:
+            digest = hashlib.sha256()
+            for block in iter(lambda: file.read(1 << 20), b""):
+                digest.update(block)
+            _say({"size": file.tell(), "sha256": digest.hexdigest()})
+            file.seek(0)
+            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+            sys.stdout.buffer.flush()
+    except OSError as error:
+        _say({"error": f"{where}: {error.strerror}"})
 
 
 def _make(folder: str) -> dict[str, Any]:

@@ -9,30 +9,33 @@ import subprocess
 import threading
 from typing import Any
 
+from exogym.errors import ExoGymError
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host
 from exogym.machines.remote.onhost.probe import MARK
 
+ANSWER_S = 60.0
 NOT_THERE, NOT_A_PROGRAM = 127, 126  # exit statuses of a shell
+MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # that a host says until an answer is whole, and on stderr
 
 
 class Unanswered(Exception):
-    """The host gave no answer; `Session.diagnosis` says what is known."""
+    """The host gave no answer; `Inquiry.diagnosis` says what is known."""
 
 
-class Session:
+class Inquiry:
     """Starts `onhost/probe.py` on a host and asks it.
 
     Args:
         host: whom to ask.
-        answer_s: seconds within which each answer must come.
+        answer_s: seconds within which each answer must come; None: ssh alone notices that a host is gone.
     """
 
-    def __init__(self, host: Host, answer_s: float):
+    def __init__(self, host: Host, answer_s: float | None):
         self.host, self.answer_s = host, answer_s
         self.process = ssh.start(host, "probe", {})
         self.answered = self.late = False
-        self._errors = ""
+        self._errors = b""
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
 
@@ -40,24 +43,27 @@ class Session:
         """Return the answer; {"error": text} where the host could not find it.
 
         Raises:
-            Unanswered: the connection is gone, or the answer late.
+            Unanswered: the connection is gone, or the answer late, too long, or none.
         """
         process = self.process
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(self.answer_s, self._give_up)
-        timer.start()
+        timer = None if self.answer_s is None else threading.Timer(self.answer_s, self._give_up)
+        if timer is not None:
+            timer.start()
+        left = MOST_BYTES
         try:
             process.stdin.write(json.dumps({"ask": question} | given).encode() + b"\n")
             process.stdin.flush()
-            for line in process.stdout:
-                text = line.decode("utf-8", "replace")
-                if text.startswith(MARK):  # and not what a login script printed
+            while left > 0 and (line := process.stdout.readline(left)):
+                left -= len(line)
+                if line.startswith(MARK.encode()):  # and not what a login script printed
                     self.answered = True
-                    return json.loads(text[len(MARK) :])
-        except (OSError, ValueError):
+                    return json.loads(line[len(MARK) :])
+        except (OSError, ValueError, RecursionError):
             pass
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
         raise Unanswered
 
     def _give_up(self) -> None:
@@ -65,17 +71,20 @@ class Session:
         self.process.kill()
 
     def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self._errors = self.process.stderr.read().decode("utf-8", "replace")
+        stream = self.process.stderr
+        assert stream is not None
+        self._errors = stream.read(MOST_ERRORS)
+        while stream.read(MOST_ERRORS):
+            pass
 
-    def end(self) -> None:
-        """End the connection."""
+    def end(self, wait_s: float | None = None) -> None:
+        """End the connection; one that goes on for `wait_s` (None: as long as for an answer) is cut."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
-            process.wait(self.answer_s)
+            process.wait(self.answer_s if wait_s is None else wait_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -84,18 +93,35 @@ class Session:
         process.stderr.close()
 
     def diagnosis(self) -> tuple[str, str, str]:
-        """Return which check failed, what was seen, and the remedy, once the session has ended without an answer."""
+        """Return which check failed, what was seen, and the remedy, once all has ended without an answer."""
+        said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
             return "reachable", f"no answer within {self.answer_s:g} s", "look at the host's load and its network"
         if self.answered:
-            return "connection", f"lost: {_last(self._errors)}", "look at the network and at the host's own log"
+            return "connection", f"lost: {said}", "look at the network and at the host's own log"
         status = self.process.returncode
         if status == ssh.SSH_FAILED and not self.host.is_local:
-            return diagnose(self.host, self._errors)
+            return diagnose(self.host, self._errors.decode("utf-8", "replace"))
         python = self.host.interpreter
         if status in (NOT_THERE, NOT_A_PROGRAM):
-            return "python", f"{python}: {_last(self._errors)}", _PYTHON
-        return "python", f"{python} ended with status {status}: {_last(self._errors)}", _PYTHON
+            return "python", f"{python}: {said}", _PYTHON
+        return "python", f"{python} ended with status {status}: {said}", _PYTHON
+
+
+def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
+    """Ask a host one question of `onhost/probe.py`.
+
+    Raises:
+        ExoGymError: no answer; the message says what to do.
+    """
+    inquiry, answer = Inquiry(host, answer_s), None
+    with contextlib.suppress(Unanswered):
+        answer = inquiry.ask(question, **given)
+    inquiry.end()
+    if answer is None:
+        check, seen, remedy = inquiry.diagnosis()
+        raise ExoGymError(f"{host.address}: {check}: {seen}. To do: {remedy}")
+    return answer
 
 
 _PYTHON = "name a Python 3.11 or later that is there, in python_env or the host's own python"
