@@ -13,26 +13,16 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from exogym.core.base.shelf import SENSELESS, LineStore, Shelf, packed
+from exogym.core.base.shelf import LineStore, Shelf, packed
 from exogym.machines.launch.door import Door, knock, listen
+from exogym.machines.launch.lines import CHUNK_BYTES, Line
 
 LOOPBACK = "127.0.0.1"
 NODE, STORE = "node", "store"  # what one may come to the door for
 LEFT = "exogym/left"  # the key that says which node is gone
-LOOK_S, SEND_S = 1.0, 10.0
-CHUNK_BYTES, LONGEST_LINE = 1 << 16, 1 << 20
-
-
-@dataclass(eq=False)
-class _Line:
-    """The connection of a node's launcher."""
-
-    connection: socket.socket
-    rest: bytes = b""
-    name: str = "a node"
+LOOK_S = 1.0
 
 
 class Host:
@@ -50,8 +40,8 @@ class Host:
         self.selector = selectors.DefaultSelector()
         self.door = Door(self.selector, listener, secret, {NODE: self._welcome, STORE: self._lead_on})
         self.port, self.store_port = self.door.port, 0
-        self.shelf: Shelf[_Line | None] = Shelf()
-        self._lines: list[_Line] = []
+        self.shelf: Shelf[Line | None] = Shelf()
+        self._lines: list[Line] = []
         self._awake, self._wake = os.pipe()
         self.selector.register(self._awake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="exogym-meeting", daemon=True)
@@ -73,53 +63,28 @@ class Host:
         finally:
             self.door.close()
             for line in self._lines:
-                line.connection.close()
+                line.close()
             self.selector.close()
             os.close(self._awake)
 
     def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(SEND_S)
-        line = _Line(connection)
-        self._lines.append(line)
-        self.selector.register(connection, selectors.EVENT_READ, lambda: self._hear(line))
+        self._lines.append(Line(self.selector, connection, self._take, self._lose))
 
     def _lead_on(self, connection: socket.socket) -> None:
         place = LOOPBACK, self.store_port
         threading.Thread(target=_lead, args=(connection, lambda: socket.create_connection(place)), daemon=True).start()
 
-    def _hear(self, line: _Line) -> None:
-        try:
-            data = line.connection.recv(CHUNK_BYTES)
-        except OSError:
-            data = b""
-        if not data or len(line.rest) + len(data) > LONGEST_LINE:
-            return self._lose(line)
-        *whole, line.rest = (line.rest + data).split(b"\n")
-        for text in whole:
-            try:
-                said = json.loads(text)
-                line.name = ascii(said["name"]).strip("'")[:99] if "name" in said else line.name
-                told = self.shelf.take(line, said) if said["say"] == "store" else []
-            except SENSELESS:
-                return self._lose(line)
-            self._tell(told)
-        return None
+    def _take(self, line: Line, said: dict[str, Any]) -> None:
+        line.name = ascii(said["name"]).strip("'")[:99] if "name" in said else line.name
+        self._tell(self.shelf.take(line, said) if said["say"] == "store" else [])
 
-    def _tell(self, told: list[tuple[_Line | None, dict[str, Any]]]) -> None:
+    def _tell(self, told: list[tuple[Line | None, dict[str, Any]]]) -> None:
         for line, what in told:
-            if line is None or line not in self._lines:
-                continue
-            try:
-                line.connection.sendall(json.dumps(what).encode() + b"\n")
-            except OSError:
-                self._lose(line)
+            if line is not None and line.is_open:
+                line.say(what)
 
-    def _lose(self, line: _Line) -> None:
-        if line not in self._lines:
-            return
+    def _lose(self, line: Line, why: str) -> None:
         self._lines.remove(line)
-        self.selector.unregister(line.connection)
-        line.connection.close()
         self.shelf.leave(line)
         self._tell(self.shelf.take(None, {"id": 0, "do": "set", "keys": [LEFT], "values": [packed(line.name)]}))
 

@@ -23,9 +23,6 @@ from each other. The quorum, `min_hosts`, is how many hosts there must be.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-import json
 import os
 import selectors
 import signal
@@ -37,26 +34,16 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from exogym.core.base.shelf import SENSELESS, Shelf
+from exogym.core.base.shelf import Shelf
 from exogym.core.base.streams import STDERR
 from exogym.machines.launch.door import SECRET, Door, listen
+from exogym.machines.launch.lines import Line
 from exogym.machines.remote.elastic.member import DONE, MEMBERSHIP
 from exogym.machines.remote.orders import SILENCE_S
 
 GATHER_S = 60.0  # after a total loss, how long those who are back wait for the others
 LOOK_S = 0.2
-NAME_S, SEND_S = 10.0, 10.0
-LONGEST_LINE = 1 << 20  # bytes
-
-
-@dataclass(eq=False)
-class Line:
-    """A connection of one of ours, which has yet to say who it is where `rank` is None."""
-
-    connection: socket.socket
-    heard: float
-    rank: int | None = None
-    rest: bytes = b""
+NAME_S = 10.0
 
 
 @dataclass
@@ -254,58 +241,33 @@ class MembershipServer:
                 now = time.monotonic()
                 self.door.tidy()
                 for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
-                    self._lose(line, f"has not been heard for {self.silence_s:g} s")
+                    line.lost(f"has not been heard for {self.silence_s:g} s")
                 for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
-                    self._close(line)
+                    line.lost("has not said who it is")
                 self.membership.look(now)
                 self._tell()
         finally:
             for line in [*self.lines.values(), *self.unnamed]:
-                self._close(line)
+                line.close()
             self.door.close()
             self.selector.close()
 
     def _welcome(self, connection: socket.socket) -> None:
-        connection.settimeout(SEND_S)
-        line = Line(connection, time.monotonic())
-        self.unnamed.add(line)
-        self.selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, line))
-
-    def _hear(self, line: Line) -> None:
-        if line not in self.unnamed and (line.rank is None or self.lines.get(line.rank) is not line):
-            return  # it was closed by what another one said
-        try:
-            data = line.connection.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data or len(line.rest) + len(data) > LONGEST_LINE:
-            self._lose(line, "is gone")
-            return
-        if line.rank is not None:
-            line.heard = time.monotonic()
-        *whole, line.rest = (line.rest + data).split(b"\n")
-        for text in whole:
-            try:
-                self._take(line, json.loads(text))
-            except SENSELESS:
-                self._lose(line, "says what nobody understands")
-            if line.rank is None or self.lines.get(line.rank) is not line:
-                return  # it was lost, or refused
+        self.unnamed.add(Line(self.selector, connection, self._take, self._lose))
 
     def _take(self, line: Line, said: dict[str, Any]) -> None:
         if line.rank is None:
             rank = said["rank"]
             if rank not in range(self.membership.size):
-                self._close(line)
-                return
+                return line.lost("is of another run")
             if rank in self.lines:
-                self._lose(self.lines[rank], "has been started again")
-            line.rank, line.heard = rank, time.monotonic()
+                self.lines[rank].lost("has been started again")
+            line.rank = rank
             self.unnamed.discard(line)
             self.lines[rank] = line
-            self._send(line, self.membership.hello(rank))
+            line.say(self.membership.hello(rank))
         elif said["say"] == "heartbeat":
-            self._send(line, {"hear": "heartbeat"})
+            line.say({"hear": "heartbeat"})
         elif said["say"] == "store":
             self._ask_shelf(line, said)
         elif said["say"] == "ready":
@@ -323,25 +285,19 @@ class MembershipServer:
         if self._shelf_of != self.membership.generation:
             self._shelf, self._shelf_of = Shelf(), self.membership.generation
         for other, what in self._shelf.take(line, said):
-            if other in self.lines.values():  # and has not gone meanwhile
-                self._send(other, what)
+            if other.is_open:  # and has not gone meanwhile
+                other.say(what)
 
     def _lose(self, line: Line, why: str) -> None:
-        self._close(line)
-        if line.rank is None or self.lines.get(line.rank) is not line:
+        self.unnamed.discard(line)
+        if line.rank is None:
             return
         if self.membership.over is None:
             _say(f"rank {line.rank} {why}")
         for rank in self.membership.leave(line.rank):
-            self._close(self.lines.pop(rank))
+            self.lines.pop(rank).close()
         if self.membership.over is None and self.membership.lost:
             _say(f"going on without it: {len(self.membership.members)} of {self.membership.size} ranks are left")
-
-    def _close(self, line: Line) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(line.connection)
-        self.unnamed.discard(line)
-        line.connection.close()
 
     def _tell(self) -> None:
         while self.membership.told:
@@ -350,13 +306,7 @@ class MembershipServer:
                 back = f"; back is rank {', '.join(map(str, what['newcomers']))}" if what["newcomers"] else ""
                 _say(f"{len(what['members'])} of {self.membership.size} ranks go on from step {what['step']}{back}")
             if rank in self.lines:
-                self._send(self.lines[rank], what)
-
-    def _send(self, line: Line, what: dict[str, Any]) -> None:
-        try:
-            line.connection.sendall(json.dumps(what).encode() + b"\n")
-        except OSError:
-            self._lose(line, "cannot be reached")
+                self.lines[rank].say(what)
 
 
 def _say(text: str) -> None:
