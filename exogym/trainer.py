@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
     from exogym.core.communicator import Wire
     from exogym.core.engine import Engine
     from exogym.core.record.metrics import Metric
+    from exogym.core.training.loop import TrainingLoop
     from exogym.strategy.strategy import Strategy
 
 
@@ -150,6 +151,7 @@ class LocalTrainer(Trainer):
     max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
     spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
+    assembles: Callable[..., TrainingLoop] | None = None  # puts a run together; None: `core.training.assembly`
 
     @takes_options(FitOptions)
     def fit(self, **given: Any) -> nn.Module:
@@ -226,7 +228,7 @@ class LocalTrainer(Trainer):
         from exogym.core.clock import TIMELINE, save_spans
         from exogym.core.training.assembly import assemble
 
-        loop = assemble(self.subject, options, device, self.max_stretch, wire)
+        loop = (self.assembles or assemble)(self.subject, options, device, self.max_stretch, wire)
         self.history, self.description = loop.history, loop.description
         self.clock = None if loop.timing is None else loop.timing.clock
         try:

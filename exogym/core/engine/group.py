@@ -16,10 +16,16 @@ from exogym.core.mesh.value import groups_of
 
 
 class Group:
-    """Joins the process group; every process of the world makes the same calls."""
+    """Joins the process group; every process of the world makes the same calls.
+
+    Args:
+        wire: what makes the wire between them.
+    """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
-    wire: type[ProcessWire] = ProcessWire
+
+    def __init__(self, wire: Callable[..., ProcessWire] = ProcessWire):
+        self.wire = wire
 
     def applies(self, options: EngineOptions) -> bool:
         return world_size() > 1

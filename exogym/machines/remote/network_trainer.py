@@ -28,10 +28,10 @@ from exogym.machines.remote import results
 from exogym.machines.remote.elastic import recovery as elastic
 from exogym.machines.remote.elastic.engine import Elastic
 from exogym.machines.remote.elastic.member import membership
-from exogym.machines.remote.elastic.recovery import ElasticTrainer
+from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
-from exogym.machines.remote.watching import WatchedTrainer
+from exogym.machines.remote.watching import Watched
 from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
@@ -130,7 +130,7 @@ class NetworkTrainer(Trainer):
         number, part = next(_fits), Part.of_this_process()
         if part is not None:
             return self._on_host(part, number, given)
-        return self._here(given) if _in_a_world() else self._on_controller(number, given)
+        return self._here(given, self._local()) if _in_a_world() else self._on_controller(number, given)
 
     @property
     def outages(self) -> dict[int, list[tuple[int, int | None]]]:
@@ -172,22 +172,21 @@ class NetworkTrainer(Trainer):
 
     # In a process of the world
 
-    def _here(self, given: dict[str, Any], local: LocalTrainer | None = None) -> nn.Module:
-        """Train as LocalTrainer does, or another one of the same subject."""
+    def _local(self) -> LocalTrainer:
+        subject = self.subject
+        return LocalTrainer(
+            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
+        )
+
+    def _here(self, given: dict[str, Any], local: LocalTrainer) -> nn.Module:
+        """Train with a trainer of this subject."""
         part, local_size = Part.of_this_process(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         told = () if part is None else part.slots
         self._share_slots(told or [local_size] * max(1, world_size() // local_size), given)
-        local = local or self._another(LocalTrainer)
         try:
             return local.fit(**given)
         finally:
             self._take(results.Results(local.history, local.description, local.traffic))
-
-    def _another(self, kind: type[LocalTrainer]) -> LocalTrainer:
-        subject = self.subject
-        return kind(
-            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
-        )
 
     def _on_host(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
         """Train; where a controller waits for this very fit, leave it the results and end the process."""
@@ -208,7 +207,11 @@ class NetworkTrainer(Trainer):
             given["resume"] = True
         self._write_run(part, number, given)
         is_watched = world_size() > 1 and given["node"] is None and self.nodes_per_host is None
-        self._here(given, self._another(WatchedTrainer) if is_watched else None)
+        local = self._local()
+        watched = Watched(local) if is_watched else None
+        self._here(given, local)
+        if watched is not None:
+            watched.describe(given["strategy"])
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
@@ -243,11 +246,15 @@ class NetworkTrainer(Trainer):
                 given["resume"] = given["resume"] or member.again or (owns and part.restarts > 0)
             self._write_run(part, number, given, member.fresh)
             generation = member.ready("fresh") if member.fresh else None
-            trainer = ElasticTrainer(self.subject, Elastic(member, size, generation))
-            self._here(given, trainer)
+            local, assembly = self._local(), Assembly(member)
+            local.engine, local.assembles = Elastic(member, size, generation), assembly
+            try:
+                self._here(given, local)
+            finally:
+                self.description["outages"] = assembly.outages()
             member.finished()
-            if part.folder is not None and (trainer.is_main or part.local_rank == 0):
-                self._leave_results(part.folder if trainer.is_main else results.aside(part.folder, part.rank), number)
+            if part.folder is not None and (assembly.is_main or part.local_rank == 0):
+                self._leave_results(part.folder if assembly.is_main else results.aside(part.folder, part.rank), number)
         if part.fit is None:
             return self.model
         raise SystemExit(0)

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.core.communicator import Wire
 from exogym.core.engine.group import Group
 from exogym.core.engine.wire import ProcessWire
-from exogym.core.training.options import FitOptions
 from exogym.network.probes import never_falling
+from exogym.strategy.strategy import Strategy
 from exogym.study.advise.afterwards import what_it_sends
 from exogym.trainer import LocalTrainer
 
@@ -125,22 +124,21 @@ class _Begun:
         self.wire._timed(None, torch.empty(0), self.work.wait)
 
 
-class Watching(Group):
-    """The processes of a launcher's world, whose wire is watched."""
+class Watched:
+    """Watches the run of a trainer in a launcher's world, whose engine it becomes."""
 
-    wire = WatchedWire
+    def __init__(self, trainer: LocalTrainer):
+        self.trainer, self._wires = trainer, list[WatchedWire]()
+        trainer.engine = Group(self._wire)
 
+    def _wire(self, placement: Sequence[Sequence[int]], native: bool) -> WatchedWire:
+        self._wires.append(WatchedWire(placement, native=native))
+        return self._wires[-1]
 
-class WatchedTrainer(LocalTrainer):
-    """A `LocalTrainer` in a launcher's world; its description tells what it saw: "seen", "seconds_per_step", "plan"."""
-
-    engine = Watching()
-
-    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
-        super()._train(options, device, wire)
-        assert isinstance(wire, WatchedWire)
-        steps, training_s, own_s = self.spent
-        seen = wire.fields(own_s / max(1, steps))
-        if seen is not None:
-            self.description |= {"seen": seen, "seconds_per_step": training_s / steps}
-            self.description |= what_it_sends(options.strategy, self.description)
+    def describe(self, strategy: Strategy) -> None:
+        """Add what was seen to the trainer's description: "seen", "seconds_per_step", "plan". All processes call it."""
+        description = self.trainer.description
+        steps, training_s, own_s = self.trainer.spent
+        if (seen := self._wires[-1].fields(own_s / max(1, steps))) is not None:
+            description |= {"seen": seen, "seconds_per_step": training_s / steps}
+            description |= what_it_sends(strategy, description)

@@ -9,6 +9,7 @@ written down. Who comes back is let in at a moment of rest and takes the others'
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,11 +32,9 @@ from exogym.core.training.options import FitOptions
 from exogym.core.training.resuming import FREE
 from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
-from exogym.machines.remote.elastic.engine import Elastic
-from exogym.machines.remote.elastic.member import Generation
+from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire, Lost
 from exogym.machines.remote.world import same_start, sum_of
-from exogym.trainer import LocalTrainer
 
 if TYPE_CHECKING:
     from exogym.core.training.subject import Subject
@@ -58,43 +57,46 @@ class _Planned(Exception):
     """All members stand at the same step, and newcomers wait."""
 
 
-class ElasticTrainer(LocalTrainer):
-    """A `LocalTrainer` in a process that is a member of a run whose processes come and go.
+class Assembly:
+    """Puts a run together in a process that is a member of one whose processes come and go, for `LocalTrainer`.
 
-    Args:
-        subject: model, data and loss.
-        engine: what makes this process one.
+    Attributes:
+        recovery: what takes it through, once it stands.
     """
 
-    def __init__(self, subject: Subject, engine: Elastic):
-        super().__init__(
-            subject.model, subject.train_dataset, subject.val_dataset, loss_fn=subject.loss_fn, metrics=subject.metrics
-        )
-        self.engine, self.member = engine, engine.member
-        self.is_main = False  # of those who came to the end together
+    def __init__(self, member: Member):
+        self.member = member
+        self.recovery: Recovery | None = None
 
-    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
+    def __call__(
+        self, subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
+    ) -> TrainingLoop:
         assert isinstance(wire, ElasticWire)
         check(options)
         options = dataclasses.replace(options, faults=Outages())
-        recovery = self._join(options, device, wire) if wire.generation is None else self._begin(options, device, wire)
-        loop = recovery.loop
-        self.history, self.description = loop.history, loop.description
-        try:
-            loop.run()
-        finally:
-            self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
-            self.is_main = loop.wire.is_main
-            away = recovery.outages.as_absent()
-            self.description["outages"] = {str(node): [list(span) for span in spans] for node, spans in away.items()}
-            loop.end()
+        make = functools.partial(assemble, subject, device=device, max_stretch=max_stretch, wire=wire)
+        if wire.generation is None:
+            self.recovery = self._join(options, make, wire)
+        else:
+            self.recovery = self._begin(subject, lambda: make(options=options), wire)
+        return self.recovery.loop
 
-    def _begin(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the first of those who came to the end together."""
+        return self.recovery is not None and self.recovery.wire.is_main
+
+    def outages(self) -> dict[str, list[list[int | None]]]:
+        """Return which nodes were away, by their ids, as JSON has it."""
+        away = {} if self.recovery is None else self.recovery.outages.as_absent()
+        return {str(node): [list(span) for span in spans] for node, spans in away.items()}
+
+    def _begin(self, subject: Subject, make: Callable[[], TrainingLoop], wire: ElasticWire) -> Recovery:
         """Put the run together with the others who begin it; where one of them is lost, all do so again."""
         while True:
             try:
-                wire.or_lost(lambda: same_start(self.model))
-                recovery = Recovery(assemble(self.subject, options, device, self.max_stretch, wire), wire)
+                wire.or_lost(lambda: same_start(subject.model))
+                recovery = Recovery(make(), wire)
                 break
             except Lost:
                 wire.take_part(self.member.ready("fresh"))
@@ -106,14 +108,14 @@ class ElasticTrainer(LocalTrainer):
             )
         return recovery
 
-    def _join(self, options: FitOptions, device: torch.device, wire: ElasticWire) -> Recovery:
+    def _join(self, options: FitOptions, make: Callable[..., TrainingLoop], wire: ElasticWire) -> Recovery:
         """Put this process's part together alone, and join those who are training."""
         alone = dataclasses.replace(
             options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
             logger=options.logger if self.member.rank == 0 else None,
             progress=options.progress if self.member.rank == 0 else False,
         )  # fmt: skip
-        loop = assemble(self.subject, alone, device, self.max_stretch, wire)
+        loop = make(options=alone)
         if options.save_dir is not None:
             loop.save_into(Path(options.save_dir), options.checkpoint_interval)
             check_folder(Path(options.save_dir))
