@@ -34,7 +34,7 @@ from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
 from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
 from exogym.faults import Faults
-from exogym.machines.remote.profile import Profile, load_profile
+from exogym.machines.remote.profile import RunProfile, load_profile
 from exogym.machines.remote.results import history_of
 from exogym.models.whisper import WhisperModelWrapper, WordErrors
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
@@ -139,7 +139,7 @@ def on_hosts(task: Task, data: Path | None, steps: int, H: int, kills: bool) -> 
         raise SystemExit(not same)
 
 
-def again(profile: Profile, away: dict[str, list[list[int]]]) -> torch.nn.Module:
+def again(profile: RunProfile, away: dict[str, list[list[int]]]) -> torch.nn.Module:
     """Return the model that the profile trains in this process, with the same nodes away in the same steps."""
     model, train, val, task = profile.problem()
     options = profile.fit_options(task, True) | {"num_nodes": 2, "max_restarts": 0}

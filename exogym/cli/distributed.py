@@ -16,7 +16,7 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import HostsConfig, SSHLauncher
 from exogym.machines.remote.measuring import MEASURED_FILE
-from exogym.machines.remote.profile import Profile, load_profile, options_of
+from exogym.machines.remote.profile import RunProfile, load_profile, options_of
 from exogym.machines.remote.results import bring, bring_run, description_of, history_of, names, write_seen
 from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS
 from exogym.machines.wizard import hand_over
@@ -69,7 +69,7 @@ def distributed_train(
         print(f"nothing was predicted: exogym doctor --hosts {file} --measure, before a run, writes {MEASURED_FILE}")
 
 
-def launcher_of(run: Profile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
+def launcher_of(run: RunProfile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
     return SSHLauncher(
         hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries, echo=echo
     )
@@ -77,7 +77,7 @@ def launcher_of(run: Profile, hosts: HostsConfig, sync: bool, echo: bool = True)
 
 def train(
     name: str,
-    run: Profile,
+    run: RunProfile,
     hosts: HostsConfig,
     sync: bool,
     watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,

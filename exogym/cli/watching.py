@@ -27,7 +27,7 @@ NUMBERS = ("step", "total_steps", "heartbeat_s", "started_s")  # of the status
 LOSS = re.compile(r"step \d+.*?(?:loss|val) ")
 
 
-class Watching:
+class LiveView:
     """While it is entered, shows on stderr how far a run is, and each host.
 
     Args:
@@ -42,7 +42,7 @@ class Watching:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._live = Live(console=Console(file=STDERR), auto_refresh=False, transient=True)
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> LiveView:
         self._live.start()
         self._thread.start()
         return self

@@ -18,14 +18,14 @@ from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
 from exogym.cli.values import DATASETS
-from exogym.cli.watching import Watching
+from exogym.cli.watching import LiveView
 from exogym.core.base.files import replacing
 from exogym.errors import ArgumentError, check_choice, needs
 from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
-from exogym.machines.remote.profile import Profile, evaluations_of, options_of
+from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
 from exogym.machines.remote.results import history_of
-from exogym.machines.wizard import Proposal, Session, Taken, make_session, propose
+from exogym.machines.wizard import Proposal, Taken, WizardRun, make_session, propose
 from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
 from exogym.study.advise.simulation import parameters_of
@@ -118,13 +118,13 @@ def wizard(
     check_choice("--task", what, DATASETS)
     if what == "whisper" and data is not None and data.is_file():
         raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
-    Profile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains before anything is done
+    RunProfile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains at once
     problem = load_task(what, data, **options_of(task_options))
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
-    place = Place.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, general_of(task_options))
-    wanted = Wanted(
+    place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, general_of(task_options))
+    wanted = Wishes(
         what, problem, place.options_there(task_options), steps or _steps(asker, problem), strategy, batch_size, lr,
         balance, seed, save_dir,
     )  # fmt: skip
@@ -168,7 +168,7 @@ def free(name: str) -> Path:
 
 
 @dataclass
-class Wanted:
+class Wishes:
     """What is to be trained, as far as it was said; None: to be proposed, or the task's own."""
 
     name: str
@@ -198,7 +198,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """The folder of the run here, and what its hosts file says.
 
     Attributes:
@@ -214,7 +214,7 @@ class Place:
     @classmethod
     def of(
         cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, general: Path | None = None
-    ) -> Place:
+    ) -> RunPlace:
         """Raises ArgumentError where the hosts file is wrong, or has one computer only."""
         config = HostsConfig.load(hosts_file)
         if config.slots < 2:
@@ -259,7 +259,7 @@ class Preparing:
         starts: whether training was agreed to, and not only files.
     """
 
-    def __init__(self, asker: Asker, wanted: Wanted, place: Place, yes: bool):
+    def __init__(self, asker: Asker, wanted: Wishes, place: RunPlace, yes: bool):
         self.asker, self.wanted, self.place, self.yes = asker, wanted, place, yes
         self.config = HostsConfig.load(place.hosts)
         self.starts = False
@@ -311,7 +311,7 @@ class Preparing:
                 return None
             self._change(plan)
 
-    def write(self, plan: Proposal) -> Session:
+    def write(self, plan: Proposal) -> WizardRun:
         """Write all files; say which, and the command that repeats the run."""
         place = self.place
         self._make()
@@ -375,7 +375,7 @@ class Preparing:
         wanted.balance = found or None
 
 
-def carry_out(session: Session, plan: Proposal, watched: bool, evaluates: str | None) -> None:
+def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str | None) -> None:
     """Train, with a view of it in a terminal, and say how it went.
 
     Args:
@@ -386,8 +386,8 @@ def carry_out(session: Session, plan: Proposal, watched: bool, evaluates: str | 
     """
     begun, before = time.monotonic(), os.getcwd()
 
-    def watching(folder: Path) -> Watching:
-        return Watching(folder, plan.seconds)
+    def watching(folder: Path) -> LiveView:
+        return LiveView(folder, plan.seconds)
 
     os.chdir(session.folder)
     try:

@@ -28,7 +28,7 @@ LOG = logging.getLogger("uvicorn.error")
 Place = tuple[str, int]
 
 
-class Door:
+class Gate:
     """The connections that have not brought the token, the oldest first."""
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Door:
 
 
 class Connection(H11Protocol):
-    """A connection that stands at a `Door` until it has brought the token."""
+    """A connection that stands at a `Gate` until it has brought the token."""
 
-    door: Door
+    door: Gate
     network = ""
     _late: asyncio.TimerHandle | None = None
 

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Up to where a file has been read: which file it was, how far, and the bytes before that."""
 
     inode: int = -1
@@ -37,7 +37,7 @@ class Place:
     mark: bytes = b""
 
 
-def piece_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool, bool]:
+def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, bool, bool]:
     """Return the whole lines after a place, up to where they go, whether the file began anew, and whether more follow.
 
     The file began anew where it is another one, is shorter, or has other bytes before the place.
@@ -52,20 +52,20 @@ def piece_after(path: Path, place: Place) -> tuple[list[bytes], Place, bool, boo
             if is_known:
                 file.seek(place.offset - len(place.mark))
                 is_known = file.read(len(place.mark)) == place.mark
-            old, start = place.inode != -1, place if is_known else Place(about.st_ino)
+            old, start = place.inode != -1, place if is_known else Position(about.st_ino)
             file.seek(start.offset)
             data = file.read(PIECE_BYTES)
             if b"\n" not in data:
                 data += file.read(LINE_BYTES)  # one long line
     except OSError:
-        return [], Place(), place.inode != -1, False
+        return [], Position(), place.inode != -1, False
     whole = data[: data.rfind(b"\n") + 1]
     if not whole:
         check_length(data, path.name)
     offset = start.offset + len(whole)
     mark = (start.mark + whole)[-MARK_BYTES:]
     is_more = bool(whole) and offset < about.st_size
-    return whole.splitlines(keepends=True), Place(start.inode, offset, mark), old and not is_known, is_more
+    return whole.splitlines(keepends=True), Position(start.inode, offset, mark), old and not is_known, is_more
 
 
 def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row | None, int]]:

@@ -42,12 +42,12 @@ from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.machines.remote.health import read_hosts
 from exogym.study import runs
-from exogym.ui.door import AT_ONCE, LOG, QUEUE, Door, seldom
+from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
 from exogym.ui.guard import Guard, is_loopback
 from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of
-from exogym.ui.shelf import Shelf
-from exogym.ui.starting import Form, Refused, Starter
+from exogym.ui.shelf import RunShelf
+from exogym.ui.starting import CannotStart, Form, Starter
 from exogym.ui.views import grid_of, timeline_of
 
 STATIC = Path(__file__).parent / "static"
@@ -103,19 +103,19 @@ def serve(
     with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
         starter = None if forms is None else Starter(folder, forms, allow_code)
-        over, door = threading.Event(), Door()
+        over, door = threading.Event(), Gate()
         config = uvicorn.Config(
-            application(Shelf(folder), host, token, starter, over, door.know), log_level="warning",
+            application(RunShelf(folder), host, token, starter, over, door.know), log_level="warning",
             log_config=None,  # uvicorn's would close the handlers that this process has
             server_header=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="asyncio",
             http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # the same whatever else is installed
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
         with seldom(LOG, logging.getLogger("asyncio")), _quiet(over):
-            _Server(config, over).run(sockets=[sock])
+            _PageServer(config, over).run(sockets=[sock])
 
 
-class _Server(uvicorn.Server):
+class _PageServer(uvicorn.Server):
     """Sets `over` as soon as it is asked to end; accepts `AT_ONCE` connections, and has the system keep `QUEUE`."""
 
     def __init__(self, config: uvicorn.Config, over: threading.Event):
@@ -147,7 +147,7 @@ def _quiet(over: threading.Event) -> Iterator[None]:
 
 
 def application(
-    shelf: Shelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
+    shelf: RunShelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
     know: Callable[[Any], object] = lambda client: None,
 ) -> Any:  # fmt: skip
     """Return the page as an ASGI application, behind its guard; without a starter it only reads.
@@ -265,7 +265,7 @@ def application(
     def change(action: Callable[[], int]) -> Response:
         try:
             return JSONResponse({"pid": action()}, 202)
-        except Refused as error:
+        except CannotStart as error:
             raise HTTPException(403, str(error)) from None
         except ArgumentError as error:
             raise HTTPException(400, str(error)) from None
@@ -289,7 +289,7 @@ def application(
     )
 
 
-def _folder(shelf: Shelf, request: Request) -> Path:
+def _folder(shelf: RunShelf, request: Request) -> Path:
     path = shelf.folder(request.path_params["name"])
     if path is None:
         raise HTTPException(404, "there is no such run")
@@ -302,11 +302,11 @@ def _own(starter: Starter | None) -> Starter:
     return starter
 
 
-def _is_listed(shelf: Shelf, request: Request) -> bool:
+def _is_listed(shelf: RunShelf, request: Request) -> bool:
     return any(row["name"] == request.path_params["name"] for row in shelf.all())
 
 
-def _watched(shelf: Shelf) -> Iterator[dict[str, Any]]:
+def _watched(shelf: RunShelf) -> Iterator[dict[str, Any]]:
     """Yield the newest runs whose hosts are watched, with how these are."""
     left = MOST_WATCHED
     for row in shelf.all():
@@ -327,7 +327,7 @@ def _whole(request: Request, name: str) -> int | None:
         raise HTTPException(400, f"{name} should be a whole number") from None
 
 
-async def _changes(shelf: Shelf, over: threading.Event) -> AsyncIterator[str]:
+async def _changes(shelf: RunShelf, over: threading.Event) -> AsyncIterator[str]:
     """Yield the list of runs, as server-sent events, when it changes; else a comment, which shows a gone reader."""
     before = None
     while not over.is_set():

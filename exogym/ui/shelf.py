@@ -15,7 +15,7 @@ from typing import Any
 from exogym.core.record.schema import EVENT, RECORD, row_of
 from exogym.logger import in_json
 from exogym.study import runs
-from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Place, piece_after
+from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Position, piece_after
 from exogym.ui.views import NodesPicture
 
 SHARE = 5  # a list that took a second is kept for so many
@@ -23,7 +23,7 @@ CACHE_BYTES = 64 << 20  # of pictures that are kept
 Row = dict[str, Any]
 
 
-class Shelf:
+class RunShelf:
     """The runs below `top`."""
 
     def __init__(self, top: Path):
@@ -68,7 +68,7 @@ class Shelf:
     def folder(self, name: str) -> Path | None:
         """Return the folder of a run; None where the name is none of a folder in `top`, or leads out of it.
 
-        >>> Shelf(Path("runs")).folder("../etc") is None
+        >>> RunShelf(Path("runs")).folder("../etc") is None
         True
         """
         parts = name.split("/")
@@ -110,7 +110,7 @@ class _Followed:
 
     def _begin(self) -> None:
         self._picture = NodesPicture()
-        self._places = {"records.jsonl": Place(), "events.jsonl": Place()}
+        self._places = {"records.jsonl": Position(), "events.jsonl": Position()}
 
     def advance(self) -> bool:
         """Read a piece of each file; say whether there is more."""

@@ -32,7 +32,7 @@ FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path, or the end of a file's name
 Form = Sequence[Mapping[str, Any]]  # of each option: name, flag, help, default, required, multiple, is_flag
 
 
-class Refused(ExoGymError):
+class CannotStart(ExoGymError):
     """The page was started so that this is not allowed."""
 
 
@@ -56,7 +56,7 @@ class Starter:
 
         Raises:
             ArgumentError: an option that the command does not have, or a value that is no plain text.
-            Refused: it names code or files, and that is not allowed.
+            CannotStart: it names code or files, and that is not allowed.
         """
         check_choice("command", command, self.forms)
         words = self.arguments(command, options)
@@ -81,7 +81,7 @@ class Starter:
                     raise ArgumentError(f"{name}={value!r} should be a line of text or a number")
                 is_code = (name == "dataset" and ":" in text) or name == "data" or FILE.search(text)
                 if is_code and not self.allow_code:
-                    raise Refused(
+                    raise CannotStart(
                         f"{name}={text!r} names code or a file: start the page with --allow-code to allow that"
                     )
                 words.append(f"{flag}={text}")
@@ -92,7 +92,7 @@ class Starter:
 
         Raises:
             ArgumentError: there is nothing to go on with, or it was started from Python without a script.
-            Refused: as `start`; a script is code.
+            CannotStart: as `start`; a script is code.
         """
         sweep = read_object(path / "sweep.json")
         says = (sweep or read_object(path / "run.json")).get("state")
@@ -128,7 +128,9 @@ class Starter:
         if found is None:
             raise ArgumentError(f"{path.name} names no script that is still there: go on with it by resume=True")
         if not self.allow_code:
-            raise Refused(f"{path.name} is a script's, which is code: start the page with --allow-code to allow that")
+            raise CannotStart(
+                f"{path.name} is a script's, which is code: start the page with --allow-code to allow that"
+            )
         folder, words = found
         return self._begin(path.name, words, folder, {RESUME: os.path.realpath(path)})
 

@@ -17,7 +17,7 @@ from exogym.core.record import schema
 from exogym.errors import ArgumentError
 from exogym.study import runs
 from exogym.ui.server import MOST_WATCHED, application
-from exogym.ui.shelf import Shelf
+from exogym.ui.shelf import RunShelf
 from exogym.ui.views import SHARES
 
 TOKEN = "x" * 20
@@ -131,7 +131,7 @@ class Asked:
     """The page's application, asked without a network."""
 
     def __init__(self, top: Path):
-        self.app = application(Shelf(top), "127.0.0.1", TOKEN)
+        self.app = application(RunShelf(top), "127.0.0.1", TOKEN)
 
     async def ask(self, path: str) -> tuple[int, bytes]:
         path, _, query = path.partition("?")

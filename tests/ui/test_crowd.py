@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from exogym.ui.door import MOST_OF_ONE_ADDRESS, MOST_WAITING, Door, Seldom
+from exogym.ui.door import MOST_OF_ONE_ADDRESS, MOST_WAITING, Gate, Seldom
 
 PAGE = """
 import resource, sys
@@ -117,7 +117,7 @@ class Fake:
 
 
 def test_the_oldest_of_an_address_goes_and_who_is_known_stays() -> None:
-    door = Door()
+    door = Gate()
     known = Fake(("192.0.2.1", 1))
     door.enter(known)  # type: ignore[arg-type]
     door.know(["192.0.2.1", 1])

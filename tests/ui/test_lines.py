@@ -12,8 +12,8 @@ import pytest
 from exogym.study import runs
 from exogym.ui import lines
 from exogym.ui import shelf as shelf_of_page
-from exogym.ui.lines import Place, as_text, newest_events, piece_after, records_after, some_of
-from exogym.ui.shelf import Shelf
+from exogym.ui.lines import Position, as_text, newest_events, piece_after, records_after, some_of
+from exogym.ui.shelf import RunShelf
 from exogym.ui.views import MOST_HELD, nodes_of
 
 Row = dict[str, Any]
@@ -96,7 +96,7 @@ def test_all_of_them_take_little_memory(long: tuple[Path, list[Row]]) -> None:
 
 def test_a_picture_that_is_read_on_is_that_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "PIECE_BYTES", 5000)
-    run, kept = tmp_path / "run", Shelf(tmp_path)
+    run, kept = tmp_path / "run", RunShelf(tmp_path)
     run.mkdir()
     rows = rows_of(range(1, 250))
     clocks = [{"kind": "clock", "step": k, "computing": [1.0 * k, 2.0 * k, 0.0], "sending": [0.0, 0.0, 1.0 * k],
@@ -125,7 +125,7 @@ def test_a_picture_that_is_read_on_is_that_of_the_whole(tmp_path: Path, monkeypa
 def test_a_place_is_known_by_what_is_before_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind": "a"}\n{"kind": "b"}\n{"ki')
-    whole, place, is_anew, is_more = piece_after(path, Place())
+    whole, place, is_anew, is_more = piece_after(path, Position())
     assert (len(whole), is_anew, is_more) == (2, False, True)  # the torn end may become whole
     assert piece_after(path, place)[:1] == ([],)
     with open(path, "a") as file:
@@ -156,7 +156,7 @@ def test_the_newest_events_come_from_the_end(tmp_path: Path) -> None:
 
 
 def test_pictures_are_kept_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Shelf(tmp_path)
+    kept = RunShelf(tmp_path)
     for name in "abcde":
         (tmp_path / name).mkdir()
         (tmp_path / name / "records.jsonl").write_text(text_of(rows_of(range(1, 20))))
@@ -170,7 +170,7 @@ def test_pictures_are_kept_up_to_a_size(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_nobody_waits_for_who_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one looks through the folder, others have the list of before; after a change, a new one."""
-    kept, go_on, began = Shelf(tmp_path), threading.Event(), threading.Event()
+    kept, go_on, began = RunShelf(tmp_path), threading.Event(), threading.Event()
     listed, looks = runs.list, []
 
     def slow(top: Path) -> Any:

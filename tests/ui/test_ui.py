@@ -21,12 +21,12 @@ from exogym.core.base.processes import described
 from exogym.errors import ArgumentError
 from exogym.machines.remote import Host
 from exogym.machines.remote.health import Board
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.orders import HostOrder
 from exogym.study import runs
 from exogym.ui import serve
 from exogym.ui.guard import Guard
 from exogym.ui.lines import thinned
-from exogym.ui.shelf import Shelf
+from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import Starter
 
 
@@ -339,7 +339,7 @@ def test_notes_are_kept_as_they_are_and_nowhere_else(served: Page) -> None:
     row = next(run for run in served.json("/api/runs") if run["name"] == "one")
     assert row["tags"] == [nasty, "slow"] and served.json("/api/runs/one")["note"].startswith(nasty)
     board = Board(served.folder / "one")
-    board.started(Order(Host(nasty, "h"), range(1), [], "."))
+    board.started(HostOrder(Host(nasty, "h"), range(1), [], "."))
     assert served.json("/api/runs/one/hosts")["hosts"][0]["address"] == nasty
     assert [run["name"] for run in served.json("/api/hosts")] == ["one"]
     for path in ("/api/runs", "/api/runs/one", "/api/runs/one/hosts", "/api/hosts"):
@@ -471,4 +471,4 @@ def test_ten_times_more_records_than_a_screen_has_points() -> None:
 
 
 def test_a_folder_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
-    assert Shelf(tmp_path / "later").all() == []
+    assert RunShelf(tmp_path / "later").all() == []

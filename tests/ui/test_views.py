@@ -24,8 +24,8 @@ from exogym.study.sweep import sweep
 from exogym.testing import small_problem
 from exogym.ui.lines import thinned
 from exogym.ui.repeat import command_of, snippet_of
-from exogym.ui.shelf import Shelf
-from exogym.ui.starting import Refused, Starter
+from exogym.ui.shelf import RunShelf
+from exogym.ui.starting import CannotStart, Starter
 from exogym.ui.views import MOST_COLUMNS, MOST_NODES, MOST_SPANS, grid_of, nodes_of, timeline_of
 
 SHORT = {"nodes": 2, "steps": 10, "device": "cpu"}
@@ -98,7 +98,7 @@ def test_the_timeline_is_kept_and_cut(top: Path, tmp_path: Path) -> None:
 
 
 def test_the_cells_of_a_sweep_are_those_of_its_table(top: Path) -> None:
-    listed = {row["name"]: row for row in Shelf(top).all()}
+    listed = {row["name"]: row for row in RunShelf(top).all()}
     found = grid_of(top / "grid", listed)
     table = [line.split(",") for line in (top / "grid" / "summary.csv").read_text().splitlines()]
     loss, spread = table[0].index("val_loss"), table[0].index("val_loss_std")
@@ -158,7 +158,7 @@ def test_a_script_that_was_stopped_is_gone_on_with_and_repeated(tmp_path: Path) 
     about = read_object(folder / "run.json")
     assert command_of(about) == "python train.py stop"
     own = Starter(tmp_path / "runs", {})
-    with pytest.raises(Refused, match="--allow-code"):
+    with pytest.raises(CannotStart, match="--allow-code"):
         own.resume(folder)
     own.allow_code = True
     # The script's words are those of before, so that it would stop at step 8 again; from there it is past that.

@@ -14,7 +14,7 @@ from typing import Any
 from exogym.errors import ArgumentError
 from exogym.machines.discovery import login
 from exogym.machines.discovery.announcing import plain_name
-from exogym.machines.discovery.channel import AGENT, VERSION, Exchange, Line, PairingError, shown_code
+from exogym.machines.discovery.channel import AGENT, VERSION, Exchange, Messages, PairingError, shown_code
 from exogym.machines.discovery.codes import Codes
 from exogym.machines.launch.door import listen
 
@@ -108,7 +108,7 @@ class Agent:
 
     def _answer(self, connection: socket.socket, address: str) -> None:
         try:
-            line = Line(connection, CALL_S)
+            line = Messages(connection, CALL_S)
             asked = line.hear()
             if asked.get("exogym") == VERSION and asked.get("want") in ("name", "pair"):
                 line.tell({"name": self.name})
@@ -121,7 +121,7 @@ class Agent:
                 self._calls.pop(connection, None)
             connection.close()
 
-    def _pair(self, line: Line, address: str) -> None:
+    def _pair(self, line: Messages, address: str) -> None:
         code = self.codes.now
         if code is None:
             return line.tell({"refused": "closed"})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.machines.discovery.channel import VERSION, Line, PairingError
+from exogym.machines.discovery.channel import VERSION, Messages, PairingError
 
 SERVICE = "_exogym._tcp.local."
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -194,7 +194,7 @@ def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
         PairingError: it is no agent, or does not answer in time.
     """
     with socket.create_connection((address, port), timeout=seconds) as connection:
-        line = Line(connection, seconds)
+        line = Messages(connection, seconds)
         line.tell({"exogym": VERSION, "want": "name"})
         return told_name(line.hear())
 

@@ -86,7 +86,7 @@ def typed_code(text: str) -> str:
     return code
 
 
-class Line:
+class Messages:
     """Messages over a connection, each of a few bytes, all of them within `seconds`.
 
     Raises (from `send`, `receive`, `tell`, `hear`):
@@ -174,7 +174,7 @@ class Exchange:
         name: of the agent, as it was said in the clear: if somebody changed it on the way, the keys differ.
     """
 
-    def __init__(self, line: Line, side: str, code: str, name: str):
+    def __init__(self, line: Messages, side: str, code: str, name: str):
         from spake2 import SPAKE2_A, SPAKE2_B
 
         kind = SPAKE2_A if side == CALLER else SPAKE2_B

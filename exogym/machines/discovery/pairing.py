@@ -22,7 +22,7 @@ from exogym.machines.discovery.channel import (
     REFUSALS,
     VERSION,
     Exchange,
-    Line,
+    Messages,
     PairingError,
     refusal,
     typed_code,
@@ -68,7 +68,7 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
         raise PairingError(f"{address} port {port} does not answer ({error}): is exogym agent running there?") from None
     with connection:
         address = connection.getpeername()[0]
-        line = Line(connection, PAIR_S)
+        line = Messages(connection, PAIR_S)
         line.tell({"exogym": VERSION, "want": "pair"})
         agent = told_name(line.hear())
         exchange = Exchange(line, CALLER, code, agent)

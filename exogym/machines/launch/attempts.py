@@ -12,7 +12,7 @@ from exogym.core.progress import notice
 from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.failures import AgentsRecord, first_failure, is_lost, tell
 from exogym.machines.launch.leftovers import kill_what_is_left
-from exogym.machines.launch.output import Output
+from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import Node
 
 
@@ -30,7 +30,7 @@ class Attempts(DefaultLogsSpecs):
         record: notes which process of this node failed, once it listens to torch's agent.
     """
 
-    def __init__(self, folder: Path, output: Output, node: Node, environment: dict[str, str], config: LaunchConfig):
+    def __init__(self, folder: Path, output: RankOutput, node: Node, environment: dict[str, str], config: LaunchConfig):
         super().__init__(log_dir=str(folder / "errors"))
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
         self.config, self.record = config, AgentsRecord()

@@ -32,7 +32,7 @@ RETRY_S, TRY_S = 0.1, 10.0
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}  # three minutes of silence end a connection
 
 
-class Refused(ConnectionError):
+class WrongSecret(ConnectionError):
     """Who listens there has another secret, or none."""
 
 
@@ -181,14 +181,14 @@ def knock(address: str, port: int, secret: str, service: str, timeout_s: float) 
     Tries again, until `timeout_s` have passed, where nobody answers or the connection is lost before that.
 
     Raises:
-        Refused: one of the ends does not know the secret.
+        WrongSecret: one of the ends does not know the secret.
         ConnectionError: nobody answered in time; it carries the last reason.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return _knock(address, port, secret, service, min(TRY_S, max(RETRY_S, deadline - time.monotonic())))
-        except Refused:
+        except WrongSecret:
             raise
         except OSError as error:
             if time.monotonic() + RETRY_S > deadline:
@@ -204,7 +204,7 @@ def _knock(address: str, port: int, secret: str, service: str, try_s: float) -> 
         connection.sendall(own + proof(secret, "guest", service, theirs + own))
         said = _exactly(connection)
         if not hmac.compare_digest(said, proof(secret, "door", service, theirs + own)):
-            raise Refused(f"{address} port {port} belongs to another run, which has another secret")
+            raise WrongSecret(f"{address} port {port} belongs to another run, which has another secret")
     except BaseException:
         connection.close()
         raise

@@ -20,9 +20,9 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE
 from exogym.machines.launch.config import LaunchConfig
-from exogym.machines.launch.door import SECRET, Refused
+from exogym.machines.launch.door import SECRET, WrongSecret
 from exogym.machines.launch.leftovers import kill_what_is_left
-from exogym.machines.launch.output import Output
+from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.stopping import Interrupted, ended_by
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class DistributedLauncher:
         with ended_by(SIGNALS) as stop, _kept(HANDLED), temporary_folder("exogym-launch-") as folder:
             stop.again = functools.partial(kill_what_is_left, folder)
             (folder / "running").mkdir()
-            output = Output(folder, self.config.nproc_per_node, log_dir)
+            output = RankOutput(folder, self.config.nproc_per_node, log_dir)
             try:
                 code, said = self._run(folder, output, log_dir, "module" if module else "script", target, args)
             finally:
@@ -100,7 +100,7 @@ class DistributedLauncher:
         return folder
 
     def _run(
-        self, folder: Path, output: Output, log_dir: Path | None, kind: str, target: str, args: tuple[Any, ...]
+        self, folder: Path, output: RankOutput, log_dir: Path | None, kind: str, target: str, args: tuple[Any, ...]
     ) -> tuple[int, str | None]:
         """Return the exit code and, if it is not 0, what to say."""
         from torch.distributed import DistNetworkError, DistStoreError
@@ -168,7 +168,7 @@ class DistributedLauncher:
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
         config, cause = self.config, error.__cause__ or error
-        if isinstance(cause, Refused):
+        if isinstance(cause, WrongSecret):
             return TrainingError(
                 f"{cause}: give {SECRET} the same text on all nodes, or another master_port= if that run goes on"
             )

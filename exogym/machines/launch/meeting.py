@@ -25,7 +25,7 @@ LEFT = "exogym/left"  # the key that says which node is gone
 LOOK_S = 1.0
 
 
-class Host:
+class MeetingPlace:
     """The meeting on node 0: listens on `address` and `port` (0: a free one), in a thread, until it is closed.
 
     Attributes:
@@ -100,7 +100,7 @@ class Link:
         store: what the launchers tell each other; calls fail once the line is lost.
 
     Raises:
-        Refused, ConnectionError: see `knock`.
+        WrongSecret, ConnectionError: see `knock`.
     """
 
     def __init__(self, address: str, port: int, secret: str, rank: int, timeout_s: float):

@@ -18,7 +18,7 @@ PAUSE_S = 0.1
 LINE_END = re.compile(r"\r\n|\n|\r")
 
 
-class _Stream:
+class _RankPipe:
     """One pipe of one rank, and the terminal stream it goes to."""
 
     def __init__(self, path: Path, local_rank: int, terminal: TextIO):
@@ -44,7 +44,7 @@ class _Stream:
         os.close(self.keeper)
 
 
-class Output:
+class RankOutput:
     """Reads the pipes of the ranks of this node in a thread.
 
     Args:
@@ -59,7 +59,7 @@ class Output:
         self._logs: dict[int, BinaryIO | None] = {}
         self._mute: set[int] = set()  # terminal streams that nobody reads any more
         self._streams = [
-            _Stream(folder / f"{local_rank}.{name}", local_rank, terminal)
+            _RankPipe(folder / f"{local_rank}.{name}", local_rank, terminal)
             for local_rank in range(nproc)
             for name, terminal in (("out", sys.stdout), ("err", sys.stderr))
         ]
@@ -93,7 +93,7 @@ class Output:
             if stopping and not ready:
                 return
 
-    def _show(self, stream: _Stream, lines: list[str]) -> None:
+    def _show(self, stream: _RankPipe, lines: list[str]) -> None:
         if not lines or id(stream.terminal) in self._mute:
             return
         text = "".join(f"[rank {self.ranks[stream.local_rank]}] {line}\n" for line in lines)
@@ -106,7 +106,7 @@ class Output:
         except (OSError, ValueError):  # closed, for example by `| head`: the ranks go on, and so do their logs
             self._mute.add(id(stream.terminal))
 
-    def _log(self, stream: _Stream, data: bytes) -> None:
+    def _log(self, stream: _RankPipe, data: bytes) -> None:
         if self.log_dir is None:
             return
         rank = self.ranks[stream.local_rank]

@@ -31,7 +31,7 @@ from exogym.core.base.shelf import unpacked
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.machines.launch.door import SECRET, listen
-from exogym.machines.launch.meeting import LEFT, LOOPBACK, Host, Link, Relay
+from exogym.machines.launch.meeting import LEFT, LOOPBACK, Link, MeetingPlace, Relay
 
 NAME = "exogym"
 FAREWELL_S = 10
@@ -59,7 +59,7 @@ class OrderedRendezvous(RendezvousHandler):
     def __init__(self, node: Node, nnodes: int):
         self.node, self.nnodes = node, nnodes
         self.server: TCPStore | None = None
-        self.host: Host | None = None
+        self.host: MeetingPlace | None = None
         self.link: Link | None = None
         self.relay: Relay | None = None
         self._next: Future[Any] | None = None  # whether another node waits for the next attempt
@@ -82,7 +82,7 @@ class OrderedRendezvous(RendezvousHandler):
                     f"{SECRET} is not set, so whoever reaches port {port} of {node.address} can disturb this run: give "
                     "it the same long random text on all nodes"
                 )
-            self.host = Host(node.address, port, secret)
+            self.host = MeetingPlace(node.address, port, secret)
             port = self.host.port
         else:
             self.relay = Relay(node.address, port, secret, node.start_timeout_s)

@@ -67,7 +67,7 @@ def is_lost(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return "exogym.errors.Stopped" in kinds(error) and error.elsewhere  # type: ignore[attr-defined]
     cut = isinstance(error, RuntimeError) and any(words in str(error) for words in CUT)
-    return cut or "exogym.machines.remote.elastic.wire.Lost" in kinds(error)
+    return cut or "exogym.machines.remote.elastic.wire.MemberLost" in kinds(error)
 
 
 def show(error: BaseException) -> None:

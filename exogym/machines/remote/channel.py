@@ -16,7 +16,7 @@ from exogym.core.progress import notice, readable_bytes
 from exogym.machines.remote import ssh
 from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
 from exogym.machines.remote.health import Board
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.orders import HostOrder
 
 # What torch says of every host that has no name in the network, and, with a stack trace, of each that leaves after the
 # master at the end of a run: true, and of no consequence. (A rank that has failed is named by the host's launcher.)
@@ -120,7 +120,7 @@ class Channel:
         ended: called with this channel, in another thread, once the order has ended; `status` holds its exit status.
     """
 
-    def __init__(self, number: int, order: Order, logs: Logs, board: Board, ended: Callable[[Channel], None]):
+    def __init__(self, number: int, order: HostOrder, logs: Logs, board: Board, ended: Callable[[Channel], None]):
         self.number, self.order, self.logs, self.board, self._ended = number, order, logs, board, ended
         self.status: int | None = None
         board.started(order)

@@ -23,7 +23,7 @@ from exogym.core.progress import notice, readable_bytes
 from exogym.core.record.run_folder import read_object
 from exogym.core.record.schema import FILES, is_finite
 from exogym.machines.remote.budget import TOLD_BYTES
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.orders import HostOrder
 
 NAME, TOKEN = "hosts.json", ".controller"
 EVERY_S = 2.0  # between two reports of a host
@@ -62,7 +62,7 @@ class Board:
             mirror.mkdir(parents=True, exist_ok=True)
             (mirror / TOKEN).write_text(self.mark)
 
-    def asked_of(self, order: Order) -> Row | None:
+    def asked_of(self, order: HostOrder) -> Row | None:
         """Return what the host of an order is told about reports; None: it is to give none."""
         if not order.ranks:
             return None
@@ -70,7 +70,7 @@ class Board:
         mirror = {"folder": self.there, "names": list(FILES), "token_file": TOKEN, "token": self.mark}
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
-    def started(self, order: Order) -> None:
+    def started(self, order: HostOrder) -> None:
         """A host begins its part, or begins it again."""
         if not order.ranks:
             return
@@ -84,7 +84,7 @@ class Board:
             }  # fmt: skip
             self._event("started" if before is None else "started again", address)
 
-    def take(self, order: Order, text: str) -> None:
+    def take(self, order: HostOrder, text: str) -> None:
         """Take what a host reports, the rest of a line behind the mark."""
         try:
             said = json.loads(text)
@@ -98,7 +98,7 @@ class Board:
         elif self.mirror is not None and order.ranks[0] == 0:
             self._keep(said)
 
-    def ended(self, order: Order, state: str, why: str | None = None) -> None:
+    def ended(self, order: HostOrder, state: str, why: str | None = None) -> None:
         """The part of a host is over: "done", "failed" or "lost"."""
         host = self._hosts.get(order.ranks[0]) if order.ranks else None
         if host is None:
@@ -118,7 +118,7 @@ class Board:
             with contextlib.suppress(OSError):
                 (self.mirror / TOKEN).unlink()
 
-    def _heard(self, order: Order, said: Row) -> None:
+    def _heard(self, order: HostOrder, said: Row) -> None:
         host = self._hosts.get(order.ranks[0])
         if host is None:
             return

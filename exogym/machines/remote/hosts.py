@@ -137,7 +137,7 @@ class HostsConfig:
         if isinstance(source, HostsConfig):
             return source
         if isinstance(source, Mapping):
-            return _Reader("hosts", source).config()
+            return _HostsReader("hosts", source).config()
         if not isinstance(source, str | os.PathLike):
             raise ArgumentError(f"hosts_config is a {type(source).__name__}, wanted the path of a JSON file or a dict")
         name = Path(source).name
@@ -159,7 +159,7 @@ class HostsConfig:
             raise ArgumentError(f"{name}: not JSON that can be read ({error}); wanted {EXAMPLE}") from None
         if not isinstance(value, dict):
             raise ArgumentError(f"{name} holds a {type(value).__name__}, wanted an object such as {EXAMPLE}")
-        return _Reader(name, value).config()
+        return _HostsReader(name, value).config()
 
 
 def is_loopback(address: str) -> bool:
@@ -199,7 +199,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-class _Reader:
+class _HostsReader:
     """Reads the fields of one hosts file; `name` stands before each complaint."""
 
     def __init__(self, name: str, fields: Mapping[str, Any]):

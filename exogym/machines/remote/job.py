@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from exogym.machines.remote.network_trainer import NetworkTrainer
-from exogym.machines.remote.profile import Profile
+from exogym.machines.remote.profile import RunProfile
 
 
 def main(words: Sequence[str]) -> None:
     """Train what the profile, given as JSON, describes, in the world of this process."""
-    profile = Profile(**json.loads(words[0]))
+    profile = RunProfile(**json.loads(words[0]))
     model, train, val, task = profile.problem()
     # Inside a world the hosts are given.
     trainer = NetworkTrainer({"master": "localhost"}, model, train, val, min_hosts=profile.min_hosts)

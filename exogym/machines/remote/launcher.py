@@ -25,10 +25,10 @@ from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host, HostsConfig
 from exogym.machines.remote.inquiry import ANSWER_S
 from exogym.machines.remote.inspection import Check
-from exogym.machines.remote.orders import Order, inside, orders
+from exogym.machines.remote.orders import HostOrder, inside, orders
 from exogym.machines.remote.preflight import check_hosts, require
 from exogym.machines.remote.sync import copies, sync_project, sync_words
-from exogym.machines.remote.watch import Watch, pause_s
+from exogym.machines.remote.watch import RunWatch, pause_s
 from exogym.machines.remote.world import LAUNCH, NETWORK, RETRY, RUNS
 
 
@@ -132,7 +132,7 @@ class SSHLauncher:
 
         launch = secrets.token_hex(8)
 
-        def parts(retry: int = 0) -> list[Order]:
+        def parts(retry: int = 0) -> list[HostOrder]:
             told = {NETWORK: "1", LAUNCH: launch} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
             return orders(
                 self.config, target, [str(word) for word in args], module=module, project=self.project,
@@ -174,7 +174,7 @@ class SSHLauncher:
         budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
         fetch(host, host.path or self.project, path, target, budget)
 
-    def shown(self, parts: Sequence[Order]) -> list[str]:
+    def shown(self, parts: Sequence[HostOrder]) -> list[str]:
         """Return, as text, every command that a run would have this machine run."""
         lines = []
         for host in self.config.hosts:
@@ -205,11 +205,11 @@ class SSHLauncher:
                     folder.rmdir()
             raise
 
-    def _run(self, parts: Callable[[int], list[Order]], logs: Logs, board: Board, save_dir: str | None) -> int:
+    def _run(self, parts: Callable[[int], list[HostOrder]], logs: Logs, board: Board, save_dir: str | None) -> int:
         """Run the parts; where a host was lost, all again after a pause, as often as `retries` says."""
         retry = 0
         while True:
-            watch = Watch(parts(retry), logs, board, goes_on=self.min_hosts is not None)
+            watch = RunWatch(parts(retry), logs, board, goes_on=self.min_hosts is not None)
             code = watch.run()
             self.finished = watch.finished
             while code and watch.lost and retry < self.retries:

@@ -32,7 +32,7 @@ from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.watching import Watched
-from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, Part, same_start
+from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, LaunchedPart, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
 _fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
@@ -127,7 +127,7 @@ class NetworkTrainer(Trainer):
         if given["engine"] is not None:
             check({"engine": f"engine={given['engine']!r}", "NetworkTrainer": "NetworkTrainer"})
         given["save_dir"] = folder_of_checkpoints(FitOptions(**given))
-        number, part = next(_fits), Part.of_this_process()
+        number, part = next(_fits), LaunchedPart.of_this_process()
         if part is not None:
             return self._on_host(part, number, given)
         return self._here(given, self._local()) if _in_a_world() else self._on_controller(number, given)
@@ -180,15 +180,15 @@ class NetworkTrainer(Trainer):
 
     def _here(self, given: dict[str, Any], local: LocalTrainer) -> nn.Module:
         """Train with a trainer of this subject."""
-        part, local_size = Part.of_this_process(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        part, local_size = LaunchedPart.of_this_process(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         told = () if part is None else part.slots
         self._share_slots(told or [local_size] * max(1, world_size() // local_size), given)
         try:
             return local.fit(**given)
         finally:
-            self._take(results.Results(local.history, local.description, local.traffic))
+            self._take(results.FitResults(local.history, local.description, local.traffic))
 
-    def _on_host(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+    def _on_host(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
         """Train; where a controller waits for this very fit, leave it the results and end the process."""
         self.folder = part.folder
         if given["device"] == "auto":
@@ -218,7 +218,7 @@ class NetworkTrainer(Trainer):
             self._leave_results(part.folder, number)
         raise SystemExit(0)
 
-    def _write_run(self, part: Part, number: int, given: dict[str, Any], is_new: bool = True) -> None:
+    def _write_run(self, part: LaunchedPart, number: int, given: dict[str, Any], is_new: bool = True) -> None:
         """Have rank 0 write the run's folder, where the controller waits for it and no other one was named."""
         if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
             given["run_dir"] = folder = results.run_folder_of(part.folder, number)
@@ -226,10 +226,10 @@ class NetworkTrainer(Trainer):
                 results.make_room(folder)
 
     def _leave_results(self, folder: Path, number: int) -> None:
-        found = results.Results(self.history, self.description, self.traffic)
+        found = results.FitResults(self.history, self.description, self.traffic)
         results.write(folder, number, self.model, found)
 
-    def _as_a_member(self, part: Part, number: int, given: dict[str, Any]) -> nn.Module:
+    def _as_a_member(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
         """Train with those who are there."""
         size, given["max_restarts"] = sum(part.slots), 0
         assert part.membership is not None
@@ -311,7 +311,7 @@ class NetworkTrainer(Trainer):
         notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
         return self.model
 
-    def _take(self, found: results.Results) -> None:
+    def _take(self, found: results.FitResults) -> None:
         self.history, self.description, self.traffic = found.history, found.description, found.traffic
 
 
@@ -330,7 +330,7 @@ def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:
 
 def _in_a_world() -> bool:
     """Say whether SSHLauncher, torchrun or a launcher like it started this process."""
-    if Part.of_this_process() is not None:
+    if LaunchedPart.of_this_process() is not None:
         return True
     return "RANK" in os.environ and ("TORCHELASTIC_RUN_ID" in os.environ or world_size() > 1)
 

@@ -21,7 +21,7 @@ STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s
 
 
 @dataclass(frozen=True)
-class Order:
+class HostOrder:
     """One host's part of a run.
 
     Attributes:
@@ -79,7 +79,7 @@ def orders(
     max_restarts: int,
     start_timeout_s: int,
     min_hosts: int | None = None,
-) -> list[Order]:
+) -> list[HostOrder]:
     """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
 
     With `min_hosts` each host's agent watches over its own processes only, and the first order is the membership
@@ -98,7 +98,7 @@ def orders(
         environment = environment | {MEMBERSHIP: f"{master.address} {port}"}
         words = ["-m", "exogym.machines.remote.elastic.membership", "--address", master.address, "--port", str(port)]
         words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
-        found.append(Order(master, range(0), words, master.path or project, secret))
+        found.append(HostOrder(master, range(0), words, master.path or project, secret))
     for index, host in enumerate(config.hosts):
         own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
         words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
@@ -113,7 +113,7 @@ def orders(
         words += ["-m", script] if module else [script]
         words += ["--", *args]
         alone = min_hosts is None and len(config.hosts) == 1
-        found.append(Order(host, config.ranks(index), words, host.path or project, own | environment, alone))
+        found.append(HostOrder(host, config.ranks(index), words, host.path or project, own | environment, alone))
     return found
 
 

@@ -40,7 +40,7 @@ EVALUATIONS = 10  # of a run, beside the one at its start; some more where they 
 
 
 @dataclass(frozen=True)
-class Profile:
+class RunProfile:
     """What to train, how, and on which hosts; the fields are those of a profile.
 
     Attributes:
@@ -195,10 +195,10 @@ def options_of(text: str | None) -> dict[str, Any]:
 
 
 KINDS = {"int": int, "int | None": int, "float | None": float, "str": str, "str | None": str}
-KNOWN = {field.name: str(field.type) for field in fields(Profile) if field.name != "resume"}
+KNOWN = {field.name: str(field.type) for field in fields(RunProfile) if field.name != "resume"}
 
 
-def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> Profile:
+def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> RunProfile:
     """Return the profile `[distributed:name]` of a config file, else `[name]`; what it lacks comes from `base_profile`.
 
     A base may be any section; what is not a profile's field there belongs to other programs, and a notice says so.
@@ -230,7 +230,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     if "hosts_config" in values:
         values["hosts_config"] = str(Path(path).parent / Path(values["hosts_config"]).expanduser())
     try:
-        return Profile(**values, resume=resume)
+        return RunProfile(**values, resume=resume)
     except ArgumentError as error:
         raise ArgumentError(f"[{section}] {error}") from None
 

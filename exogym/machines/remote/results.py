@@ -38,7 +38,7 @@ def names(fit: int) -> list[str]:
 
 
 @dataclass
-class Results:
+class FitResults:
     """Beside the model's numbers: what `Trainer` has after a fit."""
 
     history: History = field(default_factory=History)
@@ -46,7 +46,7 @@ class Results:
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def write(folder: Path, fit: int, model: nn.Module, results: Results) -> None:
+def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None:
     """Write the results of a fit into `folder`, each file whole or not at all."""
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def aside(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}"
 
 
-def read(folder: Path, fit: int, model: nn.Module) -> Results:
+def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
     """Read what `write` wrote; the numbers go into `model`.
 
     Raises:
@@ -144,7 +144,7 @@ def description_of(folder: Path, fit: int) -> dict[str, Any]:
     return _read(folder, fit).description
 
 
-def _read(folder: Path, fit: int) -> Results:
+def _read(folder: Path, fit: int) -> FitResults:
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads((folder / facts_name).read_text("utf-8"))
@@ -153,7 +153,7 @@ def _read(folder: Path, fit: int) -> Results:
         raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; run again") from error
 
 
-def replay(folder: Path, fit: int, model: nn.Module) -> Results:
+def replay(folder: Path, fit: int, model: nn.Module) -> FitResults:
     """In every process of a world take over what an earlier fit left on rank 0's host."""
     first, failure = None, None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -172,6 +172,6 @@ def replay(folder: Path, fit: int, model: nn.Module) -> Results:
     return _joined(facts, send(arrays))
 
 
-def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> Results:
+def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> FitResults:
     state = facts["history"] | {name: x.numpy() for name, x in arrays.items()}
-    return Results(History.from_state(state), facts["description"], facts["traffic"])
+    return FitResults(History.from_state(state), facts["description"], facts["traffic"])

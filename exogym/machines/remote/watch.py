@@ -17,7 +17,7 @@ from exogym.machines.remote.channel import Channel, Logs
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host
 from exogym.machines.remote.onhost.guard import TRY_AGAIN
-from exogym.machines.remote.orders import STOP_S, Order
+from exogym.machines.remote.orders import STOP_S, HostOrder
 
 BEAT_S = 5.0
 FOLLOW_S = 10.0  # after one host has failed, what the others have to end by themselves
@@ -36,7 +36,7 @@ def pause_s(attempt: int) -> float:
     return min(FIRST_PAUSE_S * 2.0 ** min(attempt, 30), LONGEST_PAUSE_S)
 
 
-class Watch:
+class RunWatch:
     """Runs `orders`.
 
     Args:
@@ -49,7 +49,7 @@ class Watch:
         lost: whether a connection was lost, so that another try may do better.
     """
 
-    def __init__(self, orders: Sequence[Order], logs: Logs, board: Board, goes_on: bool = False):
+    def __init__(self, orders: Sequence[HostOrder], logs: Logs, board: Board, goes_on: bool = False):
         self.orders, self.logs, self.board, self.goes_on = orders, logs, board, goes_on
         self.channels: list[Channel] = []
         self.finished: list[Host] = []

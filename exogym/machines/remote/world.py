@@ -29,7 +29,7 @@ RUNS = "runs"
 
 
 @dataclass(frozen=True)
-class Part:
+class LaunchedPart:
     """What `SSHLauncher` told this process.
 
     Attributes:
@@ -55,10 +55,10 @@ class Part:
     launch: str = ""
 
     @classmethod
-    def of_this_process(cls) -> Part | None:
+    def of_this_process(cls) -> LaunchedPart | None:
         """Return it, or None where this process was started otherwise.
 
-        >>> Part.of_this_process() is None
+        >>> LaunchedPart.of_this_process() is None
         True
         """
         given = os.environ

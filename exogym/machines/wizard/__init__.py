@@ -1,6 +1,6 @@
 """What `exogym wizard` proposes and leaves behind: a plan for a task on measured hosts, and the files that repeat it.
 
-`propose` chooses strategy, H and batch and says how long it should take, `Session` is the folder of such a run, and
+`propose` chooses strategy, H and batch and says how long it should take, `WizardRun` is the folder of such a run, and
 `Taken` says how far the estimate was off. `hand_over` makes of the trained model what its user can use. The questions
 are `exogym/cli/wizard.py`'s.
 
@@ -12,7 +12,7 @@ A plan for two measured computers, and the folder that repeats it:
 >>> plan: Proposal = propose(network=links, parameters=2410, steps=400, batch_size=4, step_s=[1e-3, 1e-3])
 >>> fields = {"task": "digits", "strategy": plan.strategy, "steps": plan.steps, "batch_size": plan.batch_size}
 >>> with tempfile.TemporaryDirectory() as folder:
-...     session: Session = make_session(folder, fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
+...     session: WizardRun = make_session(folder, fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
 ...     session.command
 'exogym distributed-train wizard --sync'
 >>> print(Taken(estimated_s=10.0, seconds=5.0, total_s=20.0))
@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from exogym.core.base.lazy import lazily
 
-__all__ = ["Proposal", "Session", "Taken", "hand_over", "make_session", "propose"]
+__all__ = ["Proposal", "Taken", "WizardRun", "hand_over", "make_session", "propose"]
 
 if TYPE_CHECKING:
     from exogym.machines.wizard.leaving import hand_over
     from exogym.machines.wizard.proposal import Proposal, propose
-    from exogym.machines.wizard.session import Session, Taken, make_session
+    from exogym.machines.wizard.session import Taken, WizardRun, make_session
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 from exogym.core.base.files import replacing
 from exogym.errors import ArgumentError
 from exogym.machines.remote.hosts import HostsConfig
-from exogym.machines.remote.profile import PREFIX, Profile, load_profile
+from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
 from exogym.network import readable_seconds
 
 HOSTS, CONFIG, SCRIPT, MEASURED = "distributed_hosts.json", "config.ini", "train.py", "measured.json"
@@ -38,7 +38,7 @@ run_script(main)
 
 
 @dataclass(frozen=True)
-class Session:
+class WizardRun:
     """A folder with a hosts file, a profile, and a script that trains what the profile says.
 
     Attributes:
@@ -46,7 +46,7 @@ class Session:
     """
 
     folder: Path
-    profile: Profile
+    profile: RunProfile
     hosts: HostsConfig
     sync: bool
 
@@ -56,7 +56,9 @@ class Session:
         return f"exogym distributed-train {PROFILE}{' --sync' if self.sync else ''}"
 
 
-def make_session(folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool) -> Session:
+def make_session(
+    folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool
+) -> WizardRun:
     """Write a session's files, and return it.
 
     Args:
@@ -84,7 +86,7 @@ def make_session(folder: str | os.PathLike[str], fields: dict[str, Any], hosts: 
     with replacing(place / HOSTS) as file:
         json.dump(hosts, file, indent=2)
         file.write("\n")
-    session = Session(place, profile, HostsConfig.load(place / HOSTS), sync)
+    session = WizardRun(place, profile, HostsConfig.load(place / HOSTS), sync)
     what = f"{fields['task']} by {fields['strategy']}"
     with replacing(place / SCRIPT) as file:
         file.write(

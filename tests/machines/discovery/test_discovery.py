@@ -30,7 +30,7 @@ from exogym.machines.discovery.channel import (
     MOST_BYTES,
     VERSION,
     Exchange,
-    Line,
+    Messages,
     PairingError,
     typed_code,
 )
@@ -87,18 +87,18 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextlib.contextmanager
-def calling(machine: Machine, place: tuple[str, int]) -> Iterator[Line]:
+def calling(machine: Machine, place: tuple[str, int]) -> Iterator[Messages]:
     with machine.inside():
         connection = socket.create_connection(place, timeout=SECONDS)
     with connection:
-        yield Line(connection, SECONDS)
+        yield Messages(connection, SECONDS)
 
 
 def attempt(machine: Machine, waiting: Waiting, code: str) -> Exchange:
     """Begin to pair, up to the proof."""
     with machine.inside():
         connection = socket.create_connection(waiting.place, timeout=SECONDS)
-    line = Line(connection, SECONDS)
+    line = Messages(connection, SECONDS)
     line.tell({"exogym": VERSION, "want": "pair"})
     exchange = Exchange(line, CALLER, code, line.hear()["name"])
     exchange.meet()
@@ -302,7 +302,7 @@ class Relay:
             socket.create_connection(self.target, timeout=SECONDS) as agent,
             contextlib.suppress(PairingError),
         ):
-            lines = {CALLER: Line(caller, SECONDS), AGENT: Line(agent, SECONDS)}
+            lines = {CALLER: Messages(caller, SECONDS), AGENT: Messages(agent, SECONDS)}
             for number, who in enumerate((CALLER, AGENT) * 3):
                 message = self.change(number, lines[who].receive())
                 self.passed.append((who, message))
@@ -355,7 +355,7 @@ def test_what_was_overheard_pairs_nobody_again(hosts: Hosts, waiting: Waiting, k
 
     def answer_again() -> None:
         with forger, forger.accept()[0] as connection, contextlib.suppress(PairingError):
-            line = Line(connection, SECONDS)
+            line = Messages(connection, SECONDS)
             for message in again:
                 line.receive()
                 line.send(message)
@@ -377,7 +377,7 @@ def test_a_stranger_in_the_middle_needs_the_code(hosts: Hosts, waiting: Waiting,
 
     def middle() -> None:
         with listener, listener.accept()[0] as connection, contextlib.suppress(PairingError):
-            line = Line(connection, SECONDS)
+            line = Messages(connection, SECONDS)
             line.hear()
             line.tell({"name": "studio"})
             exchange = Exchange(line, AGENT, code, "studio")
@@ -461,7 +461,7 @@ def test_what_a_pair_tells_is_held_against_the_hosts_file(hosts: Hosts, key: str
 
     def forger() -> None:
         with listener, listener.accept()[0] as connection, contextlib.suppress(PairingError):
-            line = Line(connection, SECONDS)
+            line = Messages(connection, SECONDS)
             line.hear()
             line.tell({"name": "studio"})
             exchange = Exchange(line, AGENT, "123456", "studio")
@@ -483,7 +483,7 @@ def test_an_agent_has_a_plain_name(hosts: Hosts, name: Any) -> None:
 
     def forger() -> None:
         with listener, listener.accept()[0] as connection, contextlib.suppress(PairingError):
-            line = Line(connection, SECONDS)
+            line = Messages(connection, SECONDS)
             line.hear()
             line.tell({"name": name})
 

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from exogym.core.base.shelf import SENSELESS, LineStore, Shelf, unpacked
 from exogym.core.engine.sockets import ports_closed_afterwards, sockets
-from exogym.machines.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, Refused, knock, listen, proof
-from exogym.machines.launch.meeting import LEFT, NODE, Host, Link, Relay
+from exogym.machines.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, WrongSecret, knock, listen, proof
+from exogym.machines.launch.meeting import LEFT, NODE, Link, MeetingPlace, Relay
 from exogym.machines.launch.rendezvous import Node, OrderedRendezvous
 from exogym.machines.remote.elastic.member import Member
 from exogym.machines.remote.elastic.membership import Membership, MembershipServer
@@ -93,7 +93,7 @@ def test_both_ends_must_know_the_secret_and_neither_says_it(porter: Porter) -> N
         friend.sendall(b"hello")
         assert friend.recv(100) == b"hello"
     for secret, service in (("another", "echo"), ("", "echo"), ("secret", "another service")):
-        with pytest.raises(Refused, match="another secret"):
+        with pytest.raises(WrongSecret, match="another secret"):
             knock("127.0.0.1", porter.door.port, secret, service, PLACE_S)
     assert len(porter.inside) == 1
 
@@ -131,7 +131,7 @@ def test_a_guest_says_nothing_to_a_door_that_does_not_know_the_secret() -> None:
 
         thread = threading.Thread(target=pretend, daemon=True)
         thread.start()
-        with pytest.raises(Refused):
+        with pytest.raises(WrongSecret):
             knock("127.0.0.1", listener.getsockname()[1], "secret", "echo", PLACE_S)
         thread.join()
     (said,) = got
@@ -272,7 +272,7 @@ def test_a_waiting_process_is_woken_by_the_end_of_the_line() -> None:
 
 
 def test_a_store_is_reached_through_the_door_by_those_who_know_the_secret() -> None:
-    host = Host("127.0.0.1", 0, "secret")
+    host = MeetingPlace("127.0.0.1", 0, "secret")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     host.store_port = server.port
     relay, wrong = (Relay("127.0.0.1", host.port, secret, PLACE_S) for secret in ("secret", "another"))
@@ -304,7 +304,7 @@ SENSELESS_LINES = {
 @pytest.mark.parametrize("name", SENSELESS_LINES)
 def test_a_member_that_talks_nonsense_ends_its_own_line_only(name: str) -> None:
     """The membership server, too, whose members meet on such a shelf."""
-    host = Host("127.0.0.1", 0, "secret")
+    host = MeetingPlace("127.0.0.1", 0, "secret")
     mad = knock("127.0.0.1", host.port, "secret", NODE, PLACE_S)
     with contextlib.suppress(OSError):
         mad.sendall(SENSELESS_LINES[name])

@@ -27,7 +27,7 @@ from exogym.machines.launch import DistributedLauncher, LaunchConfig, backends, 
 from exogym.machines.launch.__main__ import main, split
 from exogym.machines.launch.attempts import Attempts
 from exogym.machines.launch.failures import describe, exit_code, first_failure
-from exogym.machines.launch.output import Output
+from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import NAME, Node, check_address, register
 
 PAGE = ROOT / "docs" / "distributed.md"
@@ -245,7 +245,7 @@ LOST = "lost its connection to another rank, which failed first"
     [
         ("RuntimeError('[pair.cc] Connection closed by peer [h]:1. This is\\nframe')", 1,
          f"exogym: this rank {LOST} ([pair.cc] Connection closed by peer [h]:1)", LOST),
-        pytest.param("Lost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST, marks=pytest.mark.slow),
+        pytest.param("MemberLost('a member')", 1, f"exogym: this rank {LOST} (a member)", LOST, marks=pytest.mark.slow),
         ("ArgumentError('steps=0 is too few')", 1, "ArgumentError: steps=0 is too few",
          "ended with exit code 1: ArgumentError: steps=0 is too few"),
         pytest.param("Stopped(None, 3)", 130, "exogym: stopped by a signal to another process after step 3", LOST,
@@ -260,7 +260,7 @@ def test_an_error_that_says_all_itself_is_one_line(script, capfd, error, code, p
     rooms = {
         "ArgumentError": "exogym.errors",
         "Stopped": "exogym.errors",
-        "Lost": "exogym.machines.remote.elastic.wire",
+        "MemberLost": "exogym.machines.remote.elastic.wire",
     }
     name = error.partition("(")[0]
     path = script(f"from {rooms.get(name, 'builtins')} import {name}\nraise {error}")
@@ -552,7 +552,7 @@ class Broken:
 
 def pass_through(tmp_path, pieces: list[bytes]) -> None:
     """Let rank 5 print `pieces`, one write each."""
-    output = Output(tmp_path, 1, None)
+    output = RankOutput(tmp_path, 1, None)
     output.ranks[0] = 5
     with open(tmp_path / "0.out", "wb", buffering=0) as pipe:
         for piece in pieces:

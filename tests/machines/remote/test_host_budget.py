@@ -17,7 +17,7 @@ from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board, read_hosts
 from exogym.machines.remote.onhost.probe import MARK
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.orders import HostOrder
 
 HOST = Host("h", "h")
 SENDS = """
@@ -33,8 +33,8 @@ except OSError:
 """
 
 
-def order(rank: int = 0) -> Order:
-    return Order(HOST, range(rank, rank + 1), ["-c", "pass"], ".")
+def order(rank: int = 0) -> HostOrder:
+    return HostOrder(HOST, range(rank, rank + 1), ["-c", "pass"], ".")
 
 
 def size_of(folder: Path) -> int:

@@ -16,8 +16,8 @@ from exogym.core.record.run_folder import read_status
 from exogym.core.record.steps import Steps, steps_here
 from exogym.machines.remote import Host, SSHLauncher, health
 from exogym.machines.remote.health import Board, read_hosts
-from exogym.machines.remote.onhost.health import Reports
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.onhost.health import HostReports
+from exogym.machines.remote.orders import HostOrder
 
 HERE = {
     "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
@@ -36,8 +36,8 @@ trainer.fit(DiLoCoStrategy(H=4, lr=0.01), max_steps=40, batch_size=8, val_interv
 """
 
 
-def order(rank: int = 0, slots: int = 1) -> Order:
-    return Order(Host("h", "h"), range(rank, rank + slots), ["-c", "pass"], ".")
+def order(rank: int = 0, slots: int = 1) -> HostOrder:
+    return HostOrder(Host("h", "h"), range(rank, rank + slots), ["-c", "pass"], ".")
 
 
 @pytest.mark.slow
@@ -76,9 +76,9 @@ def test_a_run_on_two_hosts_is_told_while_it_goes_on(tmp_path: Path) -> None:
 def reported(tmp_path: Path, mirror: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return what a host reports, twice."""
     program = (
-        "import json, sys\nfrom exogym.machines.remote.onhost.health import Reports\n"
+        "import json, sys\nfrom exogym.machines.remote.onhost.health import HostReports\n"
         "given, folder = json.load(sys.stdin)\n"
-        "reports = Reports(given, folder, 'lo', list)\n"
+        "reports = HostReports(given, folder, 'lo', list)\n"
         "open(reports.steps + '/1', 'w').write('12 3')\nreports.start()\nreports.close()\n"
     )
     given = {"mark": "m: ", "every_s": 60, "mirror": mirror}
@@ -185,7 +185,7 @@ def test_a_report_in_the_middle_of_a_line_breaks_none(tmp_path: Path, capsys: py
         from exogym.machines.remote.channel import Channel, Logs
 
         logs, board, ended = Logs(tmp_path), Board(tmp_path), []
-        part = Order(launcher.config.master, range(1), ["-c", said], str(tmp_path))
+        part = HostOrder(launcher.config.master, range(1), ["-c", said], str(tmp_path))
         channel = Channel(0, part, logs, board, ended.append)
         assert channel.join(60)
         while not ended:
@@ -207,7 +207,7 @@ def test_a_process_says_how_far_it_is_where_somebody_watches(tmp_path: Path, mon
     steps.beat(7, {})
     steps.beat(8, {})  # less than a second later
     assert (tmp_path / "2").read_text() == "7 1\n"
-    reports = Reports({"mark": "m", "every_s": 1.0}, str(tmp_path), "lo", list)
+    reports = HostReports({"mark": "m", "every_s": 1.0}, str(tmp_path), "lo", list)
     (Path(reports.steps) / "2").write_text("7 1\n")
     (Path(reports.steps) / "torn").write_text("7")
     assert {name: row[:2] for name, row in reports.sample()["steps"].items()} == {"2": [7, 1]}
@@ -226,7 +226,7 @@ def test_gpus_as_their_own_program_tells_of_them(tmp_path: Path, monkeypatch: py
     ):
         program.write_text(f"#!/bin/sh\n{said}\n")
         program.chmod(0o755)
-        reports = Reports({"mark": "m", "every_s": 1.0}, str(tmp_path), "lo", list)
+        reports = HostReports({"mark": "m", "every_s": 1.0}, str(tmp_path), "lo", list)
         gpus = reports.sample().get("gpus")
         reports.close()
         assert (gpus if gpus is None else [gpu["use"] for gpu in gpus]) == found

@@ -19,7 +19,7 @@ from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.elastic.member import MEMBERSHIP, Member
 from exogym.machines.remote.elastic.membership import Membership, MembershipServer
 from exogym.machines.remote.health import Board, read_hosts
-from exogym.machines.remote.orders import Order
+from exogym.machines.remote.orders import HostOrder
 from exogym.machines.remote.watch import pause_s
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
 from exogym.strategy.strategy import Strategy
@@ -341,10 +341,10 @@ def test_pauses_between_tries_grow_to_a_minute() -> None:
     assert [pause_s(n) for n in (0, 1, 3, 4, 1000)] == [5, 10, 40, 60, 60]
 
 
-def part(folder: Path, program: str, rank: int | None) -> Order:
+def part(folder: Path, program: str, rank: int | None) -> HostOrder:
     """A host's part of a run: `program`, on this machine; the membership server's without a rank."""
     ranks = range(0) if rank is None else range(rank, rank + 1)
-    return Order(Host("localhost", "localhost"), ranks, ["-c", program], str(folder))
+    return HostOrder(Host("localhost", "localhost"), ranks, ["-c", program], str(folder))
 
 
 COMES_BACK = """
@@ -365,7 +365,7 @@ def test_a_host_that_was_cut_off_is_started_again_where_the_run_goes_on(
     wait = "import time; time.sleep(60)"
     orders = [part(tmp_path, wait, None), part(tmp_path, COMES_BACK, 0), part(tmp_path, "import sys; sys.exit(3)", 1)]
     board = Board(tmp_path)
-    run = watch.Watch(orders, logs, board, goes_on=goes_on)
+    run = watch.RunWatch(orders, logs, board, goes_on=goes_on)
     status = run.run()
     logs.close()
     tries = len((tmp_path / "tries").read_text())
@@ -385,7 +385,7 @@ def test_the_run_ends_with_its_membership_server(tmp_path: Path, monkeypatch: py
     logs = Logs(tmp_path, echo=False)
     wait = "import time; time.sleep(60)"
     orders = [part(tmp_path, "import sys; sys.exit(4)", None), part(tmp_path, wait, 0)]
-    run = watch.Watch(orders, logs, Board(tmp_path), goes_on=True)
+    run = watch.RunWatch(orders, logs, Board(tmp_path), goes_on=True)
     assert run.run() == 4 and run.finished == []
     logs.close()
 

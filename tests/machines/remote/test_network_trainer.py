@@ -23,8 +23,8 @@ from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.onhost import probe
-from exogym.machines.remote.profile import Profile, load_profile
-from exogym.machines.remote.world import Part
+from exogym.machines.remote.profile import RunProfile, load_profile
+from exogym.machines.remote.world import LaunchedPart
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -160,7 +160,7 @@ def test_under_torchrun_it_is_a_local_trainer(monkeypatch: pytest.MonkeyPatch) -
     trainer, model = remote("no such hosts file")
     trainer.fit(strategy(), **FIT)
     assert fingerprint(model) == fingerprint(simulated().model)
-    assert Part.of_this_process() is None
+    assert LaunchedPart.of_this_process() is None
 
 
 def test_a_restarted_process_goes_on(world: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_script_that_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_damaged_results_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    results.write(tmp_path, 1, model, results.Results(History()))
+    results.write(tmp_path, 1, model, results.FitResults(History()))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(results.names(1))
     (tmp_path / results.names(1)[1]).write_bytes(b"torn")
     with pytest.raises(ExoGymError, match="cannot be read"):
@@ -506,9 +506,9 @@ def test_a_profile_with_its_base(config: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_task_brings_its_settings() -> None:
-    model, train, val, task = Profile("digits", "diloco").problem()
+    model, train, val, task = RunProfile("digits", "diloco").problem()
     assert task is not None and len(train) and len(val)
-    given = Profile("digits", "diloco", communication_interval=7).make_strategy(task).given_arguments
+    given = RunProfile("digits", "diloco", communication_interval=7).make_strategy(task).given_arguments
     assert (given["H"], given["lr"], given["outer_lr"]) == (7, task.lr, task.outer_lr)
     assert fingerprint(model) == fingerprint(task.make_model(0))
 
@@ -549,7 +549,7 @@ def test_a_users_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first, second, third = (Profile("owntask:problem", seed=seed).problem()[0] for seed in (0, 0, 1))
+    first, second, third = (RunProfile("owntask:problem", seed=seed).problem()[0] for seed in (0, 0, 1))
     assert fingerprint(first) == fingerprint(second) != fingerprint(third)
     assert torch.equal(before, torch.get_rng_state())
     for task, message in (
@@ -558,14 +558,14 @@ def test_a_users_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("no_such_module:f", "wanted module:function"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            Profile(task).problem()
+            RunProfile(task).problem()
 
 
 def test_what_the_hosts_run_for_a_profile(
     world: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await_fit(world, 1)
-    profile = Profile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4, balance="steps")
+    profile = RunProfile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4, balance="steps")
     with pytest.raises(SystemExit) as ended:
         job.main([json.dumps(profile.as_dict())])
     assert ended.value.code == 0

@@ -29,7 +29,7 @@ from exogym.cli.values import DATASETS
 from exogym.core.record.history import History
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
-from exogym.machines.remote.profile import Profile, evaluations_of, load_profile, options_of
+from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile, options_of
 from exogym.machines.wizard import Taken, hand_over, make_session, propose
 from exogym.machines.wizard.leaving import lost
 from exogym.models import MLP
@@ -122,7 +122,7 @@ def test_an_evaluation_takes_as_long_as_it_was_measured() -> None:
 
 @pytest.mark.parametrize("steps", [3, 19, 40])
 def test_a_run_is_evaluated_as_often_as_the_estimate_counts(steps: int) -> None:
-    profile = Profile("digits", strategy="ddp", steps=steps)
+    profile = RunProfile("digits", strategy="ddp", steps=steps)
     model, train, val, task = profile.problem()
     trainer = LocalTrainer(model, train, val)
     trainer.fit(profile.make_strategy(task), **profile.fit_options(task, True) | {"num_nodes": 1})
@@ -267,13 +267,13 @@ def test_running_speech_is_copied_with_the_data(tmp_path: Path) -> None:
         assert wizard_command.general_of(none) is None
     with pytest.raises(ArgumentError, match="general=nowhere: there is no such file or folder"):
         wizard_command.general_of("general=nowhere")
-    place = wizard_command.Place.of(tmp_path / "run", None, hosts_file, data, wizard_command.general_of(options))
+    place = wizard_command.RunPlace.of(tmp_path / "run", None, hosts_file, data, wizard_command.general_of(options))
     place.make()
     there = place.options_there(options)
     assert options_of(there) == {"lora_rank": 4, "general": "data/general/speech", "replay": 0.5}
     assert (tmp_path / "run" / "data/general/speech/manifest.csv").exists()
     assert (tmp_path / "run" / "data/speech/manifest.csv").exists()
-    assert wizard_command.Place.of(tmp_path / "b", None, hosts_file, None).options_there(options) == options
+    assert wizard_command.RunPlace.of(tmp_path / "b", None, hosts_file, None).options_there(options) == options
 
 
 # Without a terminal

@@ -21,7 +21,7 @@ from exogym.core.engine.sockets import Sockets, shut, sockets
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
 from exogym.errors import WorkerError
-from exogym.machines.launch.door import Refused, knock
+from exogym.machines.launch.door import WrongSecret, knock
 from exogym.machines.remote.onhost.guard import TRY_AGAIN
 from exogym.machines.remote.orders import SILENCE_S
 
@@ -68,12 +68,12 @@ class Member:
         self.rank, self.silence_s = rank, silence_s
         self.waiting = False
         self.cut: str | None = None  # why the membership server is out of reach
-        self.group = Group()
+        self.group = GenerationGroup()
         self._generations: queue.Queue[Generation | None] = queue.Queue()
         self._sending = threading.Lock()
         try:
             self._socket = knock(address, port, secret, MEMBERSHIP, timeout_s)
-        except Refused as error:
+        except WrongSecret as error:
             raise WorkerError(
                 f"the membership server at {address} port {port} refused rank {rank}: {error}; end it, or give another "
                 "master_port"
@@ -230,7 +230,7 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
             member.group.leave()
 
 
-class Group:
+class GenerationGroup:
     """The process group of a generation: torch's default one, over gloo, which can be cut off from another thread.
 
     Neither gloo's operations nor its meeting can be ended by torch (`abort` does not wake who waits), so `sever` shuts

@@ -33,7 +33,7 @@ from exogym.core.training.resuming import FREE
 from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.machines.remote.elastic.member import Generation, Member
-from exogym.machines.remote.elastic.wire import ElasticWire, Lost
+from exogym.machines.remote.elastic.wire import ElasticWire, MemberLost
 from exogym.machines.remote.world import same_start, sum_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Assembly:
                 wire.or_lost(lambda: same_start(subject.model))
                 recovery = Recovery(make(), wire)
                 break
-            except Lost:
+            except MemberLost:
                 wire.take_part(self.member.ready("fresh"))
         step, there = recovery.loop.step, wire.present
         if step and not set(recovery.up(step)) & set(there):
@@ -158,7 +158,7 @@ class Recovery:
                     self.loop.keep_outcome()
                 self.wire.barrier()  # nobody leaves before all have come so far, and need nobody any more
                 return finished
-            except Lost as lost:
+            except MemberLost as lost:
                 self._regroup(lost)
             except _Planned:
                 self._regroup(None)
@@ -180,7 +180,7 @@ class Recovery:
             try:
                 self._receive(rows)
                 break
-            except Lost:
+            except MemberLost:
                 generation = self.member.ready("alone")
                 self.wire.take_part(generation)
         self.joined = True
@@ -195,7 +195,7 @@ class Recovery:
         for step in sorted(self.anchors)[:-KEPT_ANCHORS]:
             del self.anchors[step]
 
-    def _regroup(self, lost: Lost | None) -> None:
+    def _regroup(self, lost: MemberLost | None) -> None:
         """Go on in the next generation, where nothing that this process knows is unknown to another.
 
         Raises:
@@ -215,7 +215,7 @@ class Recovery:
             try:
                 self._settle(generation)
                 return
-            except Lost as again:
+            except MemberLost as again:
                 lost = again
 
     def _settle(self, generation: Generation) -> None:

@@ -18,7 +18,7 @@ from exogym.machines.remote.elastic.member import Generation, Member
 Result = TypeVar("Result")
 
 
-class Lost(WorkerError):
+class MemberLost(WorkerError):
     """A member of the generation cannot be reached any more."""
 
 
@@ -31,7 +31,7 @@ class ElasticWire(ProcessWire):
         generation: the first one; None: this process is alone until it takes part.
         native: as for `ProcessWire`.
 
-    Every call raises `Lost` where a member cannot be reached.
+    Every call raises `MemberLost` where a member cannot be reached.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class ElasticWire(ProcessWire):
         """Do what needs all members.
 
         Raises:
-            Lost: one of them is gone; torch knows many words for that, all of them a RuntimeError.
+            MemberLost: one of them is gone; torch knows many words for that, all of them a RuntimeError.
         """
         if self.member.lost:
-            raise Lost("a member of the run is lost")
+            raise MemberLost("a member of the run is lost")
         try:
             with pulse.at(pulse.WAITING):
                 return call()
         except RuntimeError as error:
-            raise Lost(f"a member of the run cannot be reached: {error}") from error
+            raise MemberLost(f"a member of the run cannot be reached: {error}") from error

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from exogym.machines.remote.onhost.health import Reports
+from exogym.machines.remote.onhost.health import HostReports
 from exogym.machines.remote.onhost.interfaces import interface_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -34,8 +34,8 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
 
     Args:
         given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s (to
-            hear nothing for so long is to be alone), stop_s (from SIGTERM to SIGKILL) and reports (see `Reports`; None:
-            none are wanted).
+            hear nothing for so long is to be alone), stop_s (from SIGTERM to SIGKILL) and reports (see `HostReports`;
+            None: none are wanted).
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])
@@ -51,7 +51,7 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     _adopt_orphans()
     reports = None
     if given.get("reports"):
-        reports = Reports(given["reports"], folder, interface, lambda: _descendants(os.getpid()))
+        reports = HostReports(given["reports"], folder, interface, lambda: _descendants(os.getpid()))
         environment.update(reports.environment)
     with _noted_signals() as noted, contextlib.ExitStack() as undo:
         if reports is not None:

@@ -24,7 +24,7 @@ GPU_S, GPU_EVERY_S = 5.0, 10.0  # an answer takes at most; between two questions
 GPU_WORDS = ["--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
-class Reports:
+class HostReports:
     """Reports in a thread, from `start` to `close`.
 
     Args:

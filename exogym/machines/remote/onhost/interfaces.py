@@ -12,12 +12,12 @@ OFFSETS: dict[int, tuple[int, int]] = {
 }  # where the address lies in a sockaddr, and its bytes
 
 
-class _Entry(ctypes.Structure):
+class _InterfaceEntry(ctypes.Structure):
     """The head of the kernel's `struct ifaddrs`, alike on Linux and macOS."""
 
 
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
+_InterfaceEntry._fields_ = [
+    ("next", ctypes.POINTER(_InterfaceEntry)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
@@ -27,7 +27,7 @@ _Entry._fields_ = [
 def addresses() -> list[tuple[str, str]]:
     """Return (interface, address) of every IPv4 and IPv6 address of this host."""
     library = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
+    first = ctypes.POINTER(_InterfaceEntry)()
     if library.getifaddrs(ctypes.byref(first)):
         raise OSError(ctypes.get_errno(), "getifaddrs failed")
     found = []
