@@ -35,7 +35,7 @@ from exogym.core.record.run_folder import read_status
 from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
 from exogym.faults import Faults
 from exogym.machines.remote.profile import RunProfile, load_profile
-from exogym.machines.remote.results import history_of
+from exogym.machines.remote.results import facts_of
 from exogym.models.whisper import WhisperModelWrapper, WordErrors
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.study.tasks import Task, load_task
@@ -130,7 +130,7 @@ def on_hosts(task: Task, data: Path | None, steps: int, H: int, kills: bool) -> 
         (run_folder,) = project.glob("runs/*")
         model = load_model(task.make_model(0), run_folder / "fit_1.model.safetensors")
         name = "two hosts, one killed on the way" if kills else "two hosts"
-        told(name, model, task, history_of(run_folder, 1), seconds)
+        told(name, model, task, facts_of(run_folder, 1).history, seconds)
         each = [after - old for after, old in zip(sent(hosts), before, strict=True)]
         print(f"sent by the hosts, start and results included: {', '.join(map(readable_bytes, each))}")
         away = json.loads((run_folder / "fit_1.facts.json").read_text())["description"].get("outages", {})

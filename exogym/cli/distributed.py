@@ -17,8 +17,8 @@ from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import HostsConfig, SSHLauncher
 from exogym.machines.remote.measuring import MEASURED_FILE
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
-from exogym.machines.remote.results import bring, bring_run, description_of, history_of, names, write_seen
-from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS
+from exogym.machines.remote.results import FitResults, carry_out, facts_of, names, write_seen
+from exogym.machines.remote.world import RUNS
 from exogym.machines.wizard import hand_over
 from exogym.network import Network
 from exogym.study.advise.afterwards import held_against
@@ -61,8 +61,8 @@ def distributed_train(
             JOB, json.dumps(run.as_dict()), module=True, save_dir=run.save_dir, dry_run=True
         )
         return
-    folder = train(profile, run, known, sync)
-    description = description_of(folder, 1)
+    folder, found = train(profile, run, known, sync)
+    description = found.description
     if expected is not None and "plan" in description:
         print(held_against(expected, description, description["seen"]["step_s"]))
     elif expected is None and (folder / MEASURED_FILE).exists():
@@ -81,8 +81,8 @@ def train(
     hosts: HostsConfig,
     sync: bool,
     watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,
-) -> Path:
-    """Train a profile on hosts, from the current folder; return the new folder in runs/ with the results.
+) -> tuple[Path, FitResults]:
+    """Train a profile on hosts, from the current folder; return the new folder in runs/, and the results in it.
 
     Args:
         watching: entered with that folder while it trains, instead of printing what the ranks print.
@@ -94,20 +94,18 @@ def train(
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
     (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
     with contextlib.nullcontext() if watching is None else watching(folder):
-        code = launcher.launch(
-            JOB, json.dumps(run.as_dict()), module=True, folder=folder, mirror=folder, save_dir=run.save_dir,
-            environment={FIT: "1", RUN: folder.name, PROGRESS: str(int(STDERR.isatty()))},
+        code = carry_out(
+            launcher, folder, 1, JOB, json.dumps(run.as_dict()), module=True, shows_progress=STDERR.isatty(),
+            save_dir=run.save_dir,
         )  # fmt: skip
-    bring_run(launcher, folder, 1)
     if code:
         if watching is not None:
             notice(f"{launcher.first_failure or f'the run ended with exit code {code}'}; logs in {folder}")
         raise typer.Exit(code)
-    bring(launcher, folder, 1)
-    history = history_of(folder, 1)
-    seen = write_seen(folder, description_of(folder, 1), hosts.addresses)
-    history.to_csv(folder / "history.csv")
-    last = next((row for row in reversed(history.rows(node=None)) if row["val_loss"] is not None), None)
+    found = facts_of(folder, 1)
+    seen = write_seen(folder, found.description, hosts.addresses)
+    found.history.to_csv(folder / "history.csv")
+    last = next((row for row in reversed(found.history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
     files = [names(1)[0], "history.csv", *([] if seen is None else [seen.name]), "logs of all ranks"]
     print(f"{quality}written to {folder}/: {', '.join(files)}", flush=True)
@@ -116,7 +114,7 @@ def train(
     except (ExoGymError, OSError) as error:
         lines = [f"the model is in that file only; it could not be handed over as a model to use: {error}"]
     print("\n".join(lines))
-    return folder
+    return folder, found
 
 
 def _measurement_of(hosts: HostsConfig, file: Path | None) -> Network | None:

@@ -24,7 +24,6 @@ from exogym.errors import ArgumentError, check_choice, needs
 from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
-from exogym.machines.remote.results import history_of
 from exogym.machines.wizard import Proposal, Taken, WizardRun, make_session, propose
 from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
@@ -391,12 +390,11 @@ def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str 
 
     os.chdir(session.folder)
     try:
-        folder = train(PROFILE, session.profile, session.hosts, session.sync, watching if watched else None)
+        folder, found = train(PROFILE, session.profile, session.hosts, session.sync, watching if watched else None)
         taken = Taken.of(folder, plan.seconds, time.monotonic() - begun)
-        history = history_of(folder, 1)
     finally:
         os.chdir(before)
-    rows = [row for row in history.rows(node=None) if row["val_loss"] is not None]
+    rows = [row for row in found.history.rows(node=None) if row["val_loss"] is not None]
     for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
         if rows[0][name] is not None and rows[-1].get(name) is not None:
             label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))

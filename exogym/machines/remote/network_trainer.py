@@ -32,7 +32,7 @@ from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.watching import Watched
-from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, LaunchedPart, same_start
+from exogym.machines.remote.world import RUNS, LaunchedPart, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
 _fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
@@ -285,25 +285,21 @@ class NetworkTrainer(Trainer):
             self.hosts, sync=self.sync, max_restarts=restarts, min_hosts=self.min_hosts,
             retries=self.retries,
         )  # fmt: skip
-        watched = options.progress is None and STDERR.isatty()
         again = ""
         if options.save_dir is not None and not options.resume:
             again = "; the same fit with resume=True goes on from the last checkpoint"
         try:
-            code = launcher.launch(
-                script, *sys.argv[1:], module=is_module, folder=self.folder,
-                environment={FIT: str(number), RUN: self.folder.name, PROGRESS: str(int(watched))},
+            code = results.carry_out(
+                launcher, self.folder, number, script, *sys.argv[1:], module=is_module,
+                shows_progress=options.progress is None and STDERR.isatty(),
                 save_dir=None if options.save_dir is None else os.fspath(options.save_dir),
-                mirror=results.run_folder_of(self.folder, number) if options.run_dir is None else None,
+                mirrors=options.run_dir is None,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
-        if options.run_dir is None:
-            results.bring_run(launcher, self.folder, number)
         if code:
             what = launcher.first_failure or f"the run ended with exit code {code}"
             raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")
-        results.bring(launcher, self.folder, number)
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
         step = max(self.history.column("step")[0].tolist(), default=0)

@@ -19,7 +19,7 @@ from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
 from exogym.core.saving.export import load_model, save_model, split_history
 from exogym.errors import ExoGymError
-from exogym.machines.remote.world import RUNS, send, tell
+from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, send, tell
 
 if TYPE_CHECKING:
     from exogym.machines.remote.launcher import SSHLauncher
@@ -78,6 +78,28 @@ def make_room(folder: Path) -> None:
             path.rename(aside / path.name)
 
 
+def carry_out(
+    launcher: SSHLauncher, folder: Path, fit: int, target: str, *words: Any, module: bool, shows_progress: bool,
+    save_dir: str | None, mirrors: bool = True,
+) -> int:  # fmt: skip
+    """Launch a script, wait until its `fit` so-and-so has ended, and bring what came of it; return the exit code.
+
+    Args:
+        folder: the launch's; save_dir: the run's.
+        mirrors: whether the run folder is in there, too.
+    """
+    code = launcher.launch(
+        target, *words, module=module, folder=folder, save_dir=save_dir,
+        environment={FIT: str(fit), RUN: folder.name, PROGRESS: str(int(shows_progress))},
+        mirror=run_folder_of(folder, fit) if mirrors else None,
+    )  # fmt: skip
+    if mirrors:
+        bring_run(launcher, folder, fit)
+    if not code:
+        bring(launcher, folder, fit)
+    return code
+
+
 def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
     """Copy what a launch's fit told of itself, from the master, where rank 0 wrote it, as far as it is there."""
     there = run_folder_of(folder, fit)
@@ -120,14 +142,9 @@ def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
     Raises:
         ExoGymError: a file is missing or torn, or of another model.
     """
-    found = _read(folder, fit)
+    found = facts_of(folder, fit)
     load_model(model, folder / names(fit)[0])
     return found
-
-
-def history_of(folder: Path, fit: int) -> History:
-    """Return the history alone of what `write` wrote."""
-    return _read(folder, fit).history
 
 
 def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str]) -> Path | None:
@@ -139,12 +156,8 @@ def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str
     return folder / SEEN
 
 
-def description_of(folder: Path, fit: int) -> dict[str, Any]:
-    """Return the description alone of what `write` wrote."""
-    return _read(folder, fit).description
-
-
-def _read(folder: Path, fit: int) -> FitResults:
+def facts_of(folder: Path, fit: int) -> FitResults:
+    """Read what `write` wrote, but for the model."""
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads((folder / facts_name).read_text("utf-8"))

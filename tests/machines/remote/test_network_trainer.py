@@ -570,7 +570,7 @@ def test_what_the_hosts_run_for_a_profile(
         job.main([json.dumps(profile.as_dict())])
     assert ended.value.code == 0
     assert "balance='steps' changes nothing: one process holds all nodes" in capsys.readouterr().err
-    history = results.history_of(tmp_path / "runs" / "run", 1)
+    history = results.facts_of(tmp_path / "runs" / "run", 1).history
     assert history.column("val_loss")[0].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -30,6 +30,7 @@ from exogym.core.record.history import History
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
 from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile, options_of
+from exogym.machines.remote.results import FitResults
 from exogym.machines.wizard import Taken, hand_over, make_session, propose
 from exogym.machines.wizard.leaving import lost
 from exogym.models import MLP
@@ -249,8 +250,7 @@ def test_the_result_says_how_much_was_listened_to(
     history = History()
     history.add_evaluation(0, 0, {"val_loss": 2.0, "val_wer": 0.5})
     history.add_evaluation(9, 0, {"val_loss": 1.0, "val_wer": 0.25})
-    monkeypatch.setattr(wizard_command, "train", lambda *given: tmp_path)
-    monkeypatch.setattr(wizard_command, "history_of", lambda *given: history)
+    monkeypatch.setattr(wizard_command, "train", lambda *given: (tmp_path, FitResults(history)))
     fields = {"task": "digits", "strategy": "ddp"}
     session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
     wizard_command.carry_out(session, planned(measured(2e8)), False, "2 of the 5 clips that are held out")
