@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import opened_plain, replacing
+from exogym.core.base.files import beside, opened_plain, replacing
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
 from exogym.core.record.notes import read_notes
@@ -183,13 +183,8 @@ class Run(Standing):
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise ExoGymError("Parquet needs pyarrow, which is not installed: pip install 'exogym[parquet]'") from error
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            self.to_pandas().to_parquet(beside, index=False)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with beside(path) as made:
+            self.to_pandas().to_parquet(made, index=False)
 
 
 def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:

@@ -17,19 +17,25 @@ SHORT_BYTES = 1 << 20  # of a file that was written by hand, at most
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that takes the place of `path` when the block ends well, and leaves nothing when it does not."""
+def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a file that takes the place of `path` when the block ends well; it leaves nothing when not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        beside.unlink(missing_ok=True)  # of a killed process of the same number; a link there would lead elsewhere
-        with open(beside, "x", encoding="utf-8", newline="") as file:
-            yield file
-        os.replace(beside, path)
+        made.unlink(missing_ok=True)  # of a killed process of the same number; a link there would lead elsewhere
+        yield made
+        os.replace(made, path)
     finally:
         with contextlib.suppress(OSError, ValueError):
-            beside.unlink(missing_ok=True)
+            made.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
+    """Open a text file that takes the place of `path` when the block ends well, and leaves nothing when it does not."""
+    with beside(path) as made, open(made, "x", encoding="utf-8", newline="") as file:
+        yield file
 
 
 def is_plain(path: str | os.PathLike[str]) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from exogym.core.base.files import beside
 from exogym.core.record.history import History
 from exogym.errors import ArgumentError, ModelError
 
@@ -33,14 +32,10 @@ def save_model(model: nn.Module, path: str | Path) -> Path:
     """
     path = Path(path)
     tensors = {name: x.detach().cpu().contiguous().clone() for name, x in model.state_dict().items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
+        with beside(path) as made:
+            save_file(tensors, made, metadata={"format": "pt"})
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        with contextlib.suppress(OSError, ValueError):
-            temporary.unlink()
         raise ArgumentError(f"the model could not be written to {str(path)!r}: {error}; name another file") from error
     return path
 
@@ -89,14 +84,9 @@ def save_history(history: History, path: str | Path) -> None:
     ...     [(row["step"], row["val_loss"]) for row in load_history(f"{folder}/history.safetensors")]
     [(3, 2.5)]
     """
-    path = Path(path)
     arrays, plain = split_history(history)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(arrays, temporary, metadata={"history": json.dumps(plain)})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with beside(path) as made:
+        save_file(arrays, made, metadata={"history": json.dumps(plain)})
 
 
 def load_history(path: str | Path) -> History:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
 import selectors
@@ -44,6 +45,50 @@ class _RankPipe:
         os.close(self.keeper)
 
 
+class Screens:
+    """Shows text on terminals, one line after the other, until nobody reads them any more: the ranks go on."""
+
+    def __init__(self) -> None:
+        self._deaf: set[int] = set()
+
+    def show(self, terminal: TextIO, text: str) -> None:
+        if id(terminal) in self._deaf:
+            return
+        try:
+            try:
+                terminal.write(text)
+            except UnicodeEncodeError as error:
+                terminal.write(text.encode(error.encoding, "replace").decode(error.encoding))
+            terminal.flush()
+        except (OSError, ValueError):  # closed, for example by `| head`
+            self._deaf.add(id(terminal))
+
+
+class LogFiles:
+    """Files in `folder` that are appended to, as long as that works: a full disk must not stop the training."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, BinaryIO | None] = {}
+
+    def write(self, name: str, data: bytes) -> None:
+        try:
+            if name not in self._files:
+                self._files[name] = None
+                self._files[name] = (self.folder / name).open("ab", buffering=0)
+            if (file := self._files[name]) is not None:
+                file.write(data)
+        except OSError as error:
+            notice(f"{self.folder / name} is no longer written: {error}")
+            self._files[name] = None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.close()
+
+
 class RankOutput:
     """Reads the pipes of the ranks of this node in a thread.
 
@@ -54,10 +99,9 @@ class RankOutput:
     """
 
     def __init__(self, folder: Path, nproc: int, log_dir: Path | None):
-        self.log_dir = log_dir
+        self.logs = None if log_dir is None else LogFiles(log_dir)
         self.ranks: dict[int, int] = {}  # local rank -> rank
-        self._logs: dict[int, BinaryIO | None] = {}
-        self._mute: set[int] = set()  # terminal streams that nobody reads any more
+        self._screens = Screens()
         self._streams = [
             _RankPipe(folder / f"{local_rank}.{name}", local_rank, terminal)
             for local_rank in range(nproc)
@@ -78,9 +122,8 @@ class RankOutput:
             self._show(stream, stream.lines(b"", last=True))
             stream.close()
         self._selector.close()
-        for log in self._logs.values():
-            if log is not None:
-                log.close()
+        if self.logs is not None:
+            self.logs.close()
 
     def _run(self) -> None:
         while True:
@@ -88,35 +131,13 @@ class RankOutput:
             ready = self._selector.select(0 if stopping else PAUSE_S)
             for key, _ in ready:
                 data = os.read(key.fd, CHUNK_BYTES)
-                self._log(key.data, data)
+                if self.logs is not None:
+                    self.logs.write(f"training_rank_{self.ranks[key.data.local_rank]}.log", data)
                 self._show(key.data, key.data.lines(data))
             if stopping and not ready:
                 return
 
     def _show(self, stream: _RankPipe, lines: list[str]) -> None:
-        if not lines or id(stream.terminal) in self._mute:
-            return
-        text = "".join(f"[rank {self.ranks[stream.local_rank]}] {line}\n" for line in lines)
-        try:
-            try:
-                stream.terminal.write(text)
-            except UnicodeEncodeError as error:
-                stream.terminal.write(text.encode(error.encoding, "replace").decode(error.encoding))
-            stream.terminal.flush()
-        except (OSError, ValueError):  # closed, for example by `| head`: the ranks go on, and so do their logs
-            self._mute.add(id(stream.terminal))
-
-    def _log(self, stream: _RankPipe, data: bytes) -> None:
-        if self.log_dir is None:
-            return
-        rank = self.ranks[stream.local_rank]
-        path = self.log_dir / f"training_rank_{rank}.log"
-        try:
-            if rank not in self._logs:
-                self._logs[rank] = None
-                self._logs[rank] = path.open("ab", buffering=0)
-            if (log := self._logs[rank]) is not None:
-                log.write(data)
-        except OSError as error:  # a full disk must not stop the training
-            notice(f"{path} is no longer written: {error}")
-            self._logs[rank] = None
+        if lines:
+            text = "".join(f"[rank {self.ranks[stream.local_rank]}] {line}\n" for line in lines)
+            self._screens.show(stream.terminal, text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from exogym.core.progress import notice, readable_bytes
+from exogym.machines.launch.output import LogFiles, Screens
 from exogym.machines.remote import ssh
 from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
 from exogym.machines.remote.health import Board
@@ -47,9 +48,8 @@ class Logs:
         self._budgets: dict[int, Budget] = {}
         self._full: set[int] = set()  # hosts of which no more is kept
         self.first: tuple[int, str] | None = None
-        self._files: dict[str, IO[str] | None] = {}
+        self._files, self._screens = LogFiles(folder), Screens()
         self._lock = threading.Lock()
-        self._deaf: set[int] = set()  # terminal streams that nobody reads any more
         self._blocks: set[tuple[int, int, str]] = set()  # host, stream and file in which a harmless block goes on
 
     def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
@@ -61,18 +61,11 @@ class Logs:
         text = found[2] if found else line
         with self._lock:
             if self._has_room(number, address, len(text.encode("utf-8", "replace")) + 1):
-                self._write(name, text + "\n")
+                self._files.write(name, f"{text}\n".encode("utf-8", "replace"))
             if self.first is None and found is None and (failed := FAILED.match(line)):
                 self.first = number, failed[1]
-            if (
-                not self._is_harmless((number, id(terminal), name), text)
-                and self.echo
-                and id(terminal) not in self._deaf
-            ):
-                try:
-                    print(f"[{address}] {line}", file=terminal, flush=True)
-                except (OSError, ValueError):
-                    self._deaf.add(id(terminal))
+            if not self._is_harmless((number, id(terminal), name), text) and self.echo:
+                self._screens.show(terminal, f"[{address}] {line}\n")
 
     def _has_room(self, number: int, address: str, count: int) -> bool:
         if number in self._full:
@@ -81,7 +74,7 @@ class Logs:
             return True
         self._full.add(number)
         why = f"{address} has printed {readable_bytes(self.most_bytes)}: no more of it is kept in {self.folder}"
-        self._write(f"host_{number}.log", f"exogym: {why}\n")
+        self._files.write(f"host_{number}.log", f"exogym: {why}\n".encode())
         notice(why)
         return False
 
@@ -93,22 +86,8 @@ class Logs:
         self._blocks.discard(source)
         return inside or HARMLESS.search(text) is not None
 
-    def _write(self, name: str, text: str) -> None:
-        try:
-            if name not in self._files:
-                self._files[name] = None
-                self._files[name] = (self.folder / name).open("a", encoding="utf-8", buffering=1)
-            if (file := self._files[name]) is not None:
-                file.write(text)
-        except OSError as error:  # a full disk here must not stop the training there
-            notice(f"{self.folder / name} is no longer written: {error}")
-            self._files[name] = None
-
     def close(self) -> None:
-        for file in self._files.values():
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.close()
+        self._files.close()
 
 
 class Channel:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import IO, Any
 
+from exogym.core.base.files import beside
 from exogym.core.progress import readable_bytes
 from exogym.errors import ExoGymError
 from exogym.machines.remote.budget import Budget
@@ -29,7 +29,6 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
     """
     inquiry = Inquiry(host, None)
     assert inquiry.process.stdout is not None
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         size, digest = _facts(inquiry.ask("fetch", folder=folder, path=path))
         if not budget.take(size):
@@ -38,12 +37,11 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
                 f"the {readable_bytes(budget.most_bytes)} that a host may fill here are left: free some space on this "
                 "machine, or copy it by hand"
             )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb") as file:
-            copied = _copied(inquiry.process.stdout, file, size)
-        if copied != digest:
-            raise ExoGymError(f"{path} from {host.address} was cut short or damaged on the way: fetch it again")
-        os.replace(beside, target)
+        with beside(target) as made:
+            with open(made, "wb") as file:
+                copied = _copied(inquiry.process.stdout, file, size)
+            if copied != digest:
+                raise ExoGymError(f"{path} from {host.address} was cut short or damaged on the way: fetch it again")
     except (Unanswered, LookupError) as error:
         inquiry.end(END_S)
         why = inquiry.diagnosis()[1] if isinstance(error, Unanswered) else error.args[0]
@@ -51,7 +49,6 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
     except OSError as error:
         raise ExoGymError(f"{target} cannot be written: {error}") from None
     finally:
-        beside.unlink(missing_ok=True)
         inquiry.process.kill()
         inquiry.end()
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from exogym.core.base.files import replacing
 from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
-from exogym.core.saving.export import load_model, save_model, split_history
+from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
 from exogym.errors import ExoGymError
 from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, send, tell
 
@@ -51,13 +49,9 @@ def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, folder / model_name)
-    arrays, plain = split_history(results.history)
-    beside = folder / f".{history_name}.{os.getpid()}.tmp"
-    save_file(arrays, beside)
-    os.replace(beside, folder / history_name)
-    facts = {"history": plain, "description": results.description, "traffic": results.traffic}
+    save_history(results.history, folder / history_name)
     with replacing(folder / facts_name) as file:
-        json.dump(facts, file)
+        json.dump({"description": results.description, "traffic": results.traffic}, file)
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
@@ -161,7 +155,7 @@ def facts_of(folder: Path, fit: int) -> FitResults:
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads((folder / facts_name).read_text("utf-8"))
-        return _joined(facts, load_file(folder / history_name))
+        return FitResults(load_history(folder / history_name), facts["description"], facts["traffic"])
     except Exception as error:
         raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; run again") from error
 
@@ -182,9 +176,5 @@ def replay(folder: Path, fit: int, model: nn.Module) -> FitResults:
     told = send(model.state_dict())
     if first is None:
         model.load_state_dict(told)
-    return _joined(facts, send(arrays))
-
-
-def _joined(facts: dict[str, Any], arrays: dict[str, Tensor]) -> FitResults:
-    state = facts["history"] | {name: x.numpy() for name, x in arrays.items()}
+    state = facts["history"] | {name: x.numpy() for name, x in send(arrays).items()}
     return FitResults(History.from_state(state), facts["description"], facts["traffic"])

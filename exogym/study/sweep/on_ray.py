@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from exogym.core.base.files import temporary_folder
+from exogym.core.base.files import beside, temporary_folder
 from exogym.core.base.locks import BEAT_S
 from exogym.core.engine.ray.cluster import check_machines, connect, machines
 from exogym.errors import ArgumentError, WorkerError
@@ -96,8 +96,5 @@ def _write(job: Job, files: Files) -> None:
     session = job[0]
     assert session.folder is not None
     for name in sorted(files, key=lambda name: os.path.basename(name) == OUTCOME):
-        path = session.folder.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.tmp")
-        beside.write_bytes(files[name])
-        os.replace(beside, path)
+        with beside(session.folder.path / name) as made:
+            made.write_bytes(files[name])
