@@ -16,7 +16,6 @@ from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host
 
-KEY_FILE = "~/.ssh/exogym_ed25519"
 AUTHORIZED_KEYS = "~/.ssh/authorized_keys"
 KINDS = (
     *("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa"),

@@ -11,9 +11,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from exogym.core.progress import notice
 from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.failures import AgentsRecord, first_failure, is_lost, tell
-from exogym.machines.launch.leftovers import kill_what_is_left
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import Node
+from exogym.machines.launch.stopping import kill_what_is_left
 
 
 class Attempts(DefaultLogsSpecs):

@@ -21,9 +21,8 @@ from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE
 from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.door import SECRET, WrongSecret
-from exogym.machines.launch.leftovers import kill_what_is_left
 from exogym.machines.launch.output import RankOutput
-from exogym.machines.launch.stopping import Interrupted, ended_by
+from exogym.machines.launch.stopping import Interrupted, ended_by, kill_what_is_left
 
 if TYPE_CHECKING:
     from exogym.machines.launch.failures import AgentsRecord

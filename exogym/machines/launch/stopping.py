@@ -1,4 +1,4 @@
-"""Signals that ask a launcher to end: an exception inside a block, and their usual effect once it has cleaned up."""
+"""The end of a launch: signals that ask for it, and what ranks leave running when they end badly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -66,3 +67,11 @@ def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
     if stop.number:
         sys.stdout.flush()
         os.kill(os.getpid(), stop.number)
+
+
+def kill_what_is_left(folder: Path) -> None:
+    """Kill the process groups of the ranks that did not end well: what they had started may still run."""
+    for mark in (folder / "running").iterdir():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(int(mark.name), signal.SIGKILL)
+        mark.unlink(missing_ok=True)
