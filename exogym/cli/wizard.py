@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,17 +117,20 @@ def wizard(
     check_choice("--task", what, DATASETS)
     if what == "whisper" and data is not None and data.is_file():
         raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
-    RunProfile(what, strategy=strategy or "diloco", lr=lr, balance=balance, seed=seed)  # complains at once
+    profile = RunProfile(
+        what, strategy or "diloco", steps=steps, batch_size=batch_size, lr=lr, balance=balance, seed=seed,
+        save_dir=save_dir, retries=RETRIES,
+    )  # fmt: skip
     problem = load_task(what, data, **options_of(task_options))
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
     place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, general_of(task_options))
-    wanted = Wishes(
-        what, problem, place.options_there(task_options), steps or _steps(asker, problem), strategy, batch_size, lr,
-        balance, seed, save_dir,
+    profile = replace(
+        profile, data=place.data_there, task_options=place.options_there(task_options),
+        steps=steps or _steps(asker, problem), batch_size=batch_size or problem.batch_size,
     )  # fmt: skip
-    run = Preparing(asker, wanted, place, yes)
+    run = Preparing(asker, profile, strategy, problem, place, yes)
     if not run.look():
         raise typer.Exit(1)
     if measured is None and not run.may_measure():
@@ -164,36 +167,6 @@ def general_of(options: str | None) -> Path | None:
 def free(name: str) -> Path:
     """Return `name`, with a number behind it if there is such a folder already."""
     return next(path for n in range(1, 10_000) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
-
-
-@dataclass
-class Wishes:
-    """What is to be trained, as far as it was said; None: to be proposed, or the task's own."""
-
-    name: str
-    task: Task
-    options: str | None
-    steps: int
-    strategy: str | None
-    batch_size: int | None
-    lr: float | None
-    balance: str | None
-    seed: int
-    save_dir: str | None
-
-    @property
-    def batch(self) -> int:
-        return self.batch_size or self.task.batch_size
-
-    def fields(self, plan: Proposal, data: str | None) -> dict[str, Any]:
-        """Return the profile's fields."""
-        return {
-            "task": self.name, "data": data, "task_options": self.options,
-            "strategy": plan.strategy, "steps": self.steps, "batch_size": self.batch,
-            "lr": self.lr, "balance": self.balance, "seed": self.seed, "retries": RETRIES,
-        } | ({} if self.save_dir is None else {
-            "save_dir": self.save_dir, "checkpoint_interval": max(1, self.steps // SAVES), "max_restarts": RESTARTS,
-        })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -254,12 +227,16 @@ class RunPlace:
 class Preparing:
     """Goes from hosts to a plan that was agreed to.
 
+    Args:
+        profile: as far as it was said; strategy: None: what suits the network.
+
     Attributes:
         starts: whether training was agreed to, and not only files.
     """
 
-    def __init__(self, asker: Asker, wanted: Wishes, place: RunPlace, yes: bool):
-        self.asker, self.wanted, self.place, self.yes = asker, wanted, place, yes
+    def __init__(self, asker: Asker, profile: RunProfile, strategy: str | None, task: Task, place: RunPlace, yes: bool):
+        self.asker, self.profile, self.strategy, self.task = asker, profile, strategy, task
+        self.place, self.yes = place, yes
         self.config = HostsConfig.load(place.hosts)
         self.starts = False
         self._network: Network | None = None
@@ -286,7 +263,7 @@ class Preparing:
         there = self.place.hosts["project_path"]
         data = "" if self.place.data is None else " with the data"
         say(
-            f"next: time the network and a step of {self.wanted.name} on each computer, about half a minute; the "
+            f"next: time the network and a step of {self.profile.task} on each computer, about half a minute; the "
             f"folder {self.place.folder}{data} is copied to {there} on each"
         )
         return self.yes or self.asker.sure("Measure now?")
@@ -298,7 +275,7 @@ class Preparing:
             if network.measurement is None:
                 raise ArgumentError(f"--measured={os.fspath(measured)!r} is no file of exogym doctor --measure")
             network.measurement.check_hosts([host.address for host in self.config.hosts for _ in range(host.slots)])
-            self._network, self._batch = network, self.wanted.batch
+            self._network, self._batch = network, self.profile.batch_size
         while True:
             plan = self._plan()
             say(f"\n{plan}\n")
@@ -317,10 +294,18 @@ class Preparing:
         assert self._network is not None and self._network.measurement is not None
         with replacing(place.folder / MEASURED) as file:
             json.dump(self._network.measurement.describe(), file, indent=1)
-        session = make_session(place.folder, self.wanted.fields(plan, place.data_there), place.hosts, sync=True)
+        session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
         say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
         say(f"the same run again, in that folder: {session.command}; or python {SCRIPT}")
         return session
+
+    def _fields(self, plan: Proposal) -> dict[str, Any]:
+        """Return the profile's fields that say something."""
+        profile = replace(self.profile, strategy=plan.strategy)
+        if profile.save_dir is not None:
+            often = max(1, plan.steps // SAVES)
+            profile = replace(profile, checkpoint_interval=often, max_restarts=RESTARTS)
+        return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
 
     def leave(self) -> None:
         """Remove what was made here before anybody agreed."""
@@ -334,18 +319,20 @@ class Preparing:
             self._made = True
 
     def _plan(self) -> Proposal:
-        wanted = self.wanted
-        if self._network is None or self._batch != wanted.batch:
+        profile, val = self.profile, self.task.val
+        if self._network is None or self._batch != profile.batch_size:
             self._make()
             say("measuring ...")
             self._network = measure_hosts(
-                self.config, self.place.folder / MEASURED, sync=True, task=wanted.name, data=self.place.data_there,
-                batch_size=wanted.batch, task_options=wanted.options, project=self.place.folder,
+                self.config, self.place.folder / MEASURED, sync=True, task=profile.task, data=profile.data,
+                batch_size=profile.batch_size, task_options=profile.task_options, project=self.place.folder,
             )  # fmt: skip
-            self._batch = wanted.batch
+            self._batch = profile.batch_size
+        assert profile.steps is not None and profile.batch_size is not None
         return propose(
-            network=self._network, parameters=parameters_of(wanted.task), steps=wanted.steps, batch_size=wanted.batch,
-            strategy=wanted.strategy, evaluations=evaluations_of(wanted.steps), evaluated=len(wanted.task.val),  # type: ignore[arg-type]
+            network=self._network, parameters=parameters_of(self.task), steps=profile.steps,
+            batch_size=profile.batch_size, strategy=self.strategy, evaluations=evaluations_of(profile.steps),
+            evaluated=len(val),  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _said(self) -> str:
@@ -361,17 +348,17 @@ class Preparing:
 
     def _change(self, plan: Proposal) -> None:
         """Ask what else may be chosen."""
-        asker, wanted = self.asker, self.wanted
+        asker = self.asker
         rows = {row.strategy: f"{row.strategy}, {row.speedup:.3g} times as fast" for row in plan.advice.rows}
-        wanted.strategy = asker.choose("--strategy", "Which strategy?", rows, plan.strategy)
-        wanted.steps = asker.text("--steps", "How many steps?", count, str(wanted.steps))
-        wanted.batch_size = asker.text("--batch-size", "How many examples in a batch?", count, str(wanted.batch))
+        self.strategy = asker.choose("--strategy", "Which strategy?", rows, plan.strategy)
+        steps = asker.text("--steps", "How many steps?", count, str(plan.steps))
+        batch_size = asker.text("--batch-size", "How many examples in a batch?", count, str(plan.batch_size))
         shares = {
             "": "each does the same", "nodes": "nodes: the faster ones train more nodes",
             "batch": "batch: larger batches for the faster ones", "steps": "steps: fewer steps for the slower ones",
         }  # fmt: skip
-        found = asker.choose("--balance", "How is the load shared out?", shares, wanted.balance or "")
-        wanted.balance = found or None
+        balance = asker.choose("--balance", "How is the load shared out?", shares, self.profile.balance or "")
+        self.profile = replace(self.profile, steps=steps, batch_size=batch_size, balance=balance or None)
 
 
 def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str | None) -> None:
