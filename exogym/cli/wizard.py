@@ -274,7 +274,7 @@ class Preparing:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:
                 raise ArgumentError(f"--measured={os.fspath(measured)!r} is no file of exogym doctor --measure")
-            network.measurement.check_hosts([host.address for host in self.config.hosts for _ in range(host.slots)])
+            network.measurement.check_hosts(self.config.addresses)
             self._network, self._batch = network, self.profile.batch_size
         while True:
             plan = self._plan()
