@@ -19,7 +19,7 @@ from exogym.core.base.devices import OneThread, resolve_device
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
-from exogym.core.training.options import FitOptions, takes_options
+from exogym.core.training.options import FitOptions, takes
 from exogym.core.training.subject import Subject
 from exogym.errors import ArgumentError, Stopped, checked
 
@@ -153,8 +153,8 @@ class LocalTrainer(Trainer):
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
     assembles: Callable[..., TrainingLoop] | None = None  # puts a run together; None: `core.training.assembly`
 
-    @takes_options(FitOptions)
-    def fit(self, **given: Any) -> nn.Module:
+    @takes(FitOptions)
+    def fit(self, asked: FitOptions) -> nn.Module:
         """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
 
         Raises:
@@ -172,7 +172,6 @@ class LocalTrainer(Trainer):
         """
         from exogym.core.training.checking import asked_to_go_on, checked_options
 
-        asked = FitOptions(**given)
         self._place(checked_options(replace(asked, resume=asked_to_go_on(asked))))
         return self.model
 

@@ -41,8 +41,8 @@ def main() -> None:
         "demo": DeMoStrategy(lr=1e-3),
     }
     result = compare(
-        load_task("cifar10", args.data), strategies, nodes=args.num_nodes, steps=args.steps, batch_size=args.batch_size,
-        seeds=args.seeds, lr=args.lr, out=args.out, watch=say,
+        load_task("cifar10", args.data), strategies, num_nodes=args.num_nodes, max_steps=args.steps,
+        batch_size=args.batch_size, seeds=args.seeds, lr=args.lr, out=args.out, watch=say,
     )  # fmt: skip
     print(result.to_markdown())
     print(f"\nwritten to {result.folder}")

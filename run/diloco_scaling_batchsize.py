@@ -44,8 +44,8 @@ def main() -> None:
     for batch in batches:
         timing = {"network": args.network, "step_seconds": args.step_seconds} if args.network else {}
         results[batch] = compare(
-            task, args.strategies, nodes=args.num_nodes, batch_size=batch // args.num_nodes,
-            steps=args.steps or max(1, args.examples // batch), lr=task.lr * math.sqrt(batch / batches[0]),
+            task, args.strategies, num_nodes=args.num_nodes, batch_size=batch // args.num_nodes,
+            max_steps=args.steps or max(1, args.examples // batch), lr=task.lr * math.sqrt(batch / batches[0]),
             seeds=args.seeds, watch=say, **timing,
         )  # fmt: skip
 

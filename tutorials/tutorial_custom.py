@@ -164,7 +164,7 @@ def make_model():
 result = compare(
     (make_model, source.train, source.val),
     {"ddp": "ddp", "mine": TopK(lr=3e-3), "DiLoCo": "diloco:H=10:outer_lr=0.4"},
-    nodes=4, steps=20 if SHORT else 120, batch_size=8, seeds=1, lr=3e-3, loss_fn=nn.functional.cross_entropy,
+    num_nodes=4, max_steps=20 if SHORT else 120, batch_size=8, seeds=1, lr=3e-3, loss_fn=nn.functional.cross_entropy,
     network="wifi", step_seconds="20ms",
 )  # fmt: skip
 for row in result.rows:

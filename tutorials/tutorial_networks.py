@@ -110,7 +110,7 @@ figure.savefig("tutorial_networks.png", dpi=80)
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"
-result = compare("digits", METHODS, steps=120, batch_size=8, lr=3e-3, seeds=1, network="wifi", step_seconds="20ms")
+result = compare("digits", METHODS, max_steps=120, batch_size=8, lr=3e-3, seeds=1, network="wifi", step_seconds="20ms")
 for row in result.rows:
     print(f"{row['strategy']}: {row['time_s']:.1f} s, of which {row['waiting_share']:.0%} waiting")
 # > ddp: 6.1 s, of which 60% waiting
@@ -129,7 +129,9 @@ print(result.finding)
 
 # %%
 for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
-    rows = compare("digits", "diloco:H=10", steps=60, seeds=1, network="wifi", step_seconds="20ms", speeds=speeds).rows
+    rows = compare(
+        "digits", "diloco:H=10", max_steps=60, seeds=1, network="wifi", step_seconds="20ms", speeds=speeds
+    ).rows
     print(f"speeds {speeds}: {rows[0]['time_s']:.1f} s, waiting {rows[0]['waiting_share']:.0%}")
 # > speeds [1, 1, 1, 1]: 1.4 s, waiting 12%
 # > speeds [1, 1, 1, 0.5]: 2.6 s, waiting 42%

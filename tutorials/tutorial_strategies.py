@@ -56,7 +56,7 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps: it shows that all runs, and its numbers mean nothing
 STEPS, SEEDS = (40, 1) if SHORT else (120, 2)
 METHODS = "single,ddp,fedavg:H=10,diloco:H=10,sparta:p_sparta=0.01,demo"
-result = compare("digits", METHODS, nodes=4, steps=STEPS, batch_size=8, seeds=SEEDS, lr=3e-3)
+result = compare("digits", METHODS, num_nodes=4, max_steps=STEPS, batch_size=8, seeds=SEEDS, lr=3e-3)
 print(result.to_markdown())
 
 # %% [markdown]
@@ -89,7 +89,9 @@ SEVERAL = (1, 5, 15, 40)
 texts = ["ddp", *(f"diloco:H={H}:outer_lr=0.4" for H in SEVERAL)]
 found = {}
 for partition in ("iid", "dirichlet:0.3"):
-    rows = compare("digits", texts, nodes=4, steps=STEPS, batch_size=8, seeds=SEEDS, lr=3e-3, partition=partition).rows
+    rows = compare(
+        "digits", texts, num_nodes=4, max_steps=STEPS, batch_size=8, seeds=SEEDS, lr=3e-3, partitioner=partition
+    ).rows
     found[partition] = rows
 
 figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
@@ -124,7 +126,7 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # ## Change something
 #
 # Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which of the two copes better with rare
-# meetings? Then give it `nodes=8`.
+# meetings? Then give it `num_nodes=8`.
 #
 # ## A question
 #

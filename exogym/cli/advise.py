@@ -221,7 +221,7 @@ def advise(
         live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
         with live:
             advice = simulate(
-                task, network=links, step_seconds=step, speeds=speed, num_nodes=count, steps=steps,
+                task, network=links, step_seconds=step, speeds=speed, num_nodes=count, max_steps=steps,
                 batch_size=batch_size, seeds=1 if seeds is None else seeds, strategies=strategies,
                 target_loss=target_loss, target_utilisation=target_utilisation,
                 processes=processes_of(processes or "1"), watch=live.update,

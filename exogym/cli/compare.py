@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,19 +13,37 @@ import typer
 from exogym.cli.live import LiveTable, print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, numbers_of, processes_of
 from exogym.core.progress import notice
+from exogym.core.training.options import FitOptions, in_full, words_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
 from exogym.study.compare import compare as run_comparison
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.folder import saved_in
 
-OPTIONS = (
-    *("data", "strategies", "nodes", "steps", "batch_size", "seeds", "lr", "partition", "processes", "device"),
-    *("network", "step_seconds", "speeds", "target_loss", "timeline"),
-)
+OF_PYTHON = ("problem", "out", "resume", "loss_fn", "metrics", "watch")  # in the command line otherwise, or not at all
+OPTIONS = [field.name for field in fields(ComparisonOptions) if field.name not in OF_PYTHON]
 NETWORK_HELP = f"Preset ({', '.join(PRESETS)}), a bandwidth and a latency as '100Mbps,20ms', or a .json file."
+
+# Options that several commands have, named as in `fit` and shorter on the command line.
+NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="Steps of each node. [default: the task's]")]
+PartitionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        metavar="HOW",
+        help=f"{words_of('partitioner')} iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help=words_of("device"))]
+NetworkOption = Annotated[str | None, typer.Option(metavar="TEXT", help=f"{words_of('network')} {NETWORK_HELP}")]
+StepSecondsOption = Annotated[
+    str | None,
+    typer.Option(metavar="S", help=f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured, on this machine]"),
+]
 
 
 def compare(
@@ -43,28 +62,18 @@ def compare(
             f"Names: single (one node alone), {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the fleet. [default: the task's]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of each node. [default: the task's]")] = None,
+    num_nodes: NodesOption = None,
+    max_steps: StepsOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples of a node in a step. [default: the task's]")] = None,
     seeds: Annotated[int, typer.Option(help="How often to train, each time from other weights.")] = 3,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of the inner optimizer. [default: the task's]")
     ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW", help="Who gets which data: iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]"
-        ),
-    ] = None,
-    processes: Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")] = "1",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    network: Annotated[
-        str | None, typer.Option(metavar="TEXT", help=f"Predict the time on this network. {NETWORK_HELP}")
-    ] = None,
-    step_seconds: Annotated[
-        str | None,
-        typer.Option(metavar="S", help="Of a node's step there, as 0.08 or 80ms. [default: measured, on this machine]"),
-    ] = None,
+    partitioner: PartitionOption = None,
+    processes: Annotated[str, typer.Option(metavar="P", help=words_of("processes"))] = str(FitOptions.processes),
+    device: DeviceOption = str(FitOptions.device),
+    network: NetworkOption = None,
+    step_seconds: StepSecondsOption = None,
     speeds: Annotated[
         str | None,
         typer.Option(metavar="LIST", help="Of the nodes there, as 1,1,0.5: half as fast takes twice as long."),
@@ -98,12 +107,8 @@ def compare(
     and --resume goes on. MODULE:FUNCTION is a function of yours that returns an exogym.tasks.Task; the current folder
     is looked in.
     """
-    given: dict[str, Any] = {
-        "problem": dataset, "data": data, "strategies": strategies, "nodes": nodes, "steps": steps,
-        "batch_size": batch_size, "seeds": seeds, "lr": lr, "partition": partition,
-        "processes": processes_of(processes), "device": device, "network": network, "step_seconds": step_seconds,
-        "speeds": numbers_of("--speeds", speeds), "target_loss": target_loss, "timeline": timeline,
-    }  # fmt: skip
+    given: dict[str, Any] = {name: context.params[name] for name in OPTIONS}
+    given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out)
     for name in ("step_seconds", "speeds", "target_loss", "timeline"):
@@ -131,7 +136,7 @@ def _as_before(context: typer.Context, out: Path) -> dict[str, Any]:
 
     if is_open("out"):
         raise ArgumentError("--resume goes on in a comparison's folder: name it, --out runs/digits-20261122-120000")
-    before = saved_in(out).get("arguments", {})
+    before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
         raise ArgumentError(f"--out {out}: that comparison was started from Python: go on there, with resume=True")
     options = {"dataset": "problem"} | {name: name for name in OPTIONS}

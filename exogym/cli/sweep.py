@@ -9,10 +9,18 @@ from typing import Annotated
 
 import typer
 
-from exogym.cli.compare import NETWORK_HELP
+from exogym.cli.compare import (
+    DeviceOption,
+    NetworkOption,
+    NodesOption,
+    PartitionOption,
+    StepSecondsOption,
+    StepsOption,
+)
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, processes_of
 from exogym.core.progress import notice
+from exogym.core.training.options import LONG, FitOptions
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
 from exogym.study.sweep.run import Ended
@@ -34,21 +42,19 @@ def sweep(
     ] = "digits",
     data: Annotated[str | None, typer.Option(metavar="PATH", help="File or folder of the data.")] = None,
     strategy: Annotated[str, typer.Option(help="Where it is not swept, as 'diloco:outer_lr=0.5'.")] = "diloco",
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the fleet. [default: the task's]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of each node. [default: the task's]")] = None,
+    num_nodes: NodesOption = None,
+    max_steps: StepsOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples of a node in a step. [default: the task's]")] = None,
     seeds: Annotated[int, typer.Option(help="How often to train each cell, each time from other weights.")] = 3,
     lr: Annotated[float | None, typer.Option(help="Inner learning rate. [default: the task's]")] = None,
-    partition: Annotated[str | None, typer.Option(metavar="HOW", help="Who gets which data, as dirichlet:0.3.")] = None,
+    partitioner: PartitionOption = None,
     processes: Annotated[
         str, typer.Option(metavar="P", help="Runs at once; auto: one a core, as far as memory reaches.")
     ] = "auto",
     engine: Annotated[str | None, typer.Option(help="ray: the runs are tasks of a Ray cluster.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    network: Annotated[
-        str | None, typer.Option(metavar="TEXT", help=f"Predict the time on this network. {NETWORK_HELP}")
-    ] = None,
-    step_seconds: Annotated[str | None, typer.Option(metavar="S", help="Of a node's step there. [measured]")] = None,
+    device: DeviceOption = str(FitOptions.device),
+    network: NetworkOption = None,
+    step_seconds: StepSecondsOption = None,
     search: Annotated[
         int | None, typer.Option(metavar="N", help="Train N cells that optuna proposes, not all combinations.")
     ] = None,
@@ -68,9 +74,10 @@ def sweep(
 
     try:
         result = run_sweep(
-            dataset, axes, strategy=strategy, data=data, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds,
-            lr=lr, partition=partition, processes=processes_of(processes), engine=engine, device=device,
-            network=network, step_seconds=step_seconds, search=search, out=out, resume=resume, watch=tell,
+            dataset, _in_full(axes), strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps,
+            batch_size=batch_size, seeds=seeds, lr=lr, partitioner=partitioner, processes=processes_of(processes),
+            engine=engine, device=device, network=network, step_seconds=step_seconds, search=search, out=out,
+            resume=resume, watch=tell,
         )  # fmt: skip
     except SweepInterrupted as stopped:
         notice(
@@ -79,3 +86,9 @@ def sweep(
         raise typer.Exit(INTERRUPTED) from stopped
     print_table(result, sys.stdout)
     print(f"\nwritten to {result.folder}/: {', '.join(path.name for path in result.paths)}")
+
+
+def _in_full(axes: list[str]) -> list[str]:
+    """Return axes with their options' names in Python, which are longer: "nodes=2,4" is "num_nodes=2,4"."""
+    named = [text.partition("=") for text in axes]
+    return [LONG.get(name.strip(), name) + equals + values for name, equals, values in named]

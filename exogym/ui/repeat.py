@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from exogym.core.record.run_folder import read_object
+from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError
 from exogym.study.compare.folder import Folder
 from exogym.study.sweep.axes import arguments_of
 
 OF_A_COMPARISON = (
-    *("data", "nodes", "steps", "batch_size", "lr", "partition", "device", "network", "step_seconds", "speeds"),
-    *("target_loss",),
+    *("data", "num_nodes", "max_steps", "batch_size", "lr", "partitioner", "device", "network", "step_seconds"),
+    *("speeds", "target_loss"),
 )
 Row = dict[str, Any]
 
@@ -87,7 +88,7 @@ def _cell(path: Path, sweep: Row, given: Row) -> tuple[str, int, Row] | None:
     for label, cell in cells.items():
         for seed in seeds:
             if known.child(label, seed) == path:
-                text, own = arguments_of(cell, str(given.get("strategy")))
+                text, own = arguments_of(in_full(cell), str(given.get("strategy")))
                 return text, seed, own
     return None
 
@@ -98,6 +99,7 @@ def _seeds(given: Row) -> list[int]:
 
 
 def _comparison(strategy: str, seed: int, own: Row, given: Row) -> str:
+    given = in_full(given)
     options: Row = {name: given[name] for name in OF_A_COMPARISON if given.get(name) is not None} | own
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
     words += [f"{name}={pprint.pformat(value)}" for name, value in options.items()]

@@ -21,6 +21,7 @@ from typing import Any
 from exogym.core.base.files import new_folder
 from exogym.core.base.processes import is_alive
 from exogym.core.record.run_folder import RESUME, read_object, read_status
+from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.ui.repeat import folder_of
 
@@ -106,7 +107,7 @@ class Starter:
             return self._run_again(path)
         command = "sweep" if sweep else "compare"
         names = {option["name"] for option in self.forms[command]}
-        given: dict[str, Any] = {name: x for name, x in saved.items() if name in names and x is not None}
+        given: dict[str, Any] = {name: x for name, x in in_full(saved).items() if name in names and x is not None}
         given["dataset"] = saved.get("problem")
         if sweep:
             given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]

@@ -193,7 +193,9 @@ def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--nodes", "0", "--debug"]) == 2
     error = capsys.readouterr().err
     assert (
-        "Traceback" in error and "check_count" in error and error.splitlines()[-1].startswith("exogym: error: nodes=0")
+        "Traceback" in error
+        and "check_count" in error
+        and error.splitlines()[-1].startswith("exogym: error: num_nodes=0")
     )
 
 
@@ -333,7 +335,7 @@ WORSE = {
     "simulated size": ([*FLEET[1:], "--simulate"], "--simulate needs --dataset"),
     "steps of nothing": ([*FLEET[1:], "--steps", "5"], "--steps needs --simulate"),
     "bytes of a simulation": ([*SIMULATE[1:], "--bytes-per-element", "2"], "--bytes-per-element is for formulas"),
-    "too short": ([*SIMULATE[1:], "--steps", "3", "--strategies", "diloco:H=5"], "communicates twice in steps=3"),
+    "too short": ([*SIMULATE[1:], "--steps", "3", "--strategies", "diloco:H=5"], "communicates twice in max_steps=3"),
     "nothing to send": ([*SIMULATE[1:], "--strategies", "single,ddp"], "'single' sends nothing"),
     "processes": ([*SIMULATE[1:], "--processes", "0"], "--processes='0'"),
 }
@@ -403,6 +405,6 @@ def test_the_installed_command_answers(folder: Path) -> None:
     command = Path(sys.executable).with_name("exogym")
     done = subprocess.run([command, "compare", "--nodes", "0"], capture_output=True, text=True, env=os.environ)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr == (
-        "exogym: error: nodes=0 must be a whole number of at least 1\n"
+        "exogym: error: num_nodes=0 must be a whole number of at least 1\n"
     )
     assert list(folder.iterdir()) == []

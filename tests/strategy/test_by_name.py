@@ -23,7 +23,7 @@ from exogym.testing import check_strategy
 def test_a_comparison_takes_every_one() -> None:
     names = ["ddp", *(name for name in OURS if name != "ddp")]
     told = [f"{name}:H=2" if "H" in inspect.signature(OURS[name]).parameters else name for name in names]
-    result = compare.compare("digits", ",".join(told), nodes=2, steps=2, seeds=1, batch_size=4, device="cpu")
+    result = compare.compare("digits", ",".join(told), num_nodes=2, max_steps=2, seeds=1, batch_size=4, device="cpu")
     assert [row["title"].split(" (")[0] for row in result.rows] == [OURS[name].title for name in names]
     assert all(math.isfinite(row["val_loss"]) for row in result.rows)
 
@@ -83,7 +83,7 @@ def test_what_papers_call_otherwise_is_said_to_be_here() -> None:
             with pytest.raises(ArgumentError, match=f"unknown strategy '{said}': it is '{here}' here"):
                 parse_strategy(f"{said}:H=10")
     with pytest.raises(ArgumentError, match="unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here"):
-        compare.compare("digits", "ddp,fedadam", nodes=2, steps=2)
+        compare.compare("digits", "ddp,fedadam", num_nodes=2, max_steps=2)
 
 
 # The example of the page

@@ -87,7 +87,7 @@ battery(name).ends_as_wanted(processes=2)
 print(table())
 for command in ("compare", "advise"):
     main([command, "--help"])
-result = compare.compare("digits", f"ddp,{name}:H=2", nodes=2, steps=4, seeds=1, batch_size=8, device="cpu")
+result = compare.compare("digits", f"ddp,{name}:H=2", num_nodes=2, max_steps=4, seeds=1, batch_size=8, device="cpu")
 print(result.rows[1]["title"], "sent", round(result.rows[0]["tx_bytes"] / result.rows[1]["tx_bytes"], 6))
 advice = advise.advise(parameters=1e8, num_nodes=8, network="lan-1g", step_seconds=0.2, strategies=[f"{name}:H=100", "diloco:H=100"])
 status = main("compare --dataset theirs:task --strategies ddp,theirs:H=2 --nodes 2 --steps 4 --seeds 1 --out out".split())

@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run and a comparison."""
     folder = tmp_path_factory.mktemp("made")
     train(folder / "one")
-    compare("digits", "ddp,diloco:H=5", nodes=2, steps=10, seeds=1, device="cpu", out=folder)
+    compare("digits", "ddp,diloco:H=5", num_nodes=2, max_steps=10, seeds=1, device="cpu", out=folder)
     return folder
 
 

@@ -115,7 +115,13 @@ def test_two_are_compared(browser: Any) -> None:
 def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
     to(browser, "#/new")
     until(browser, "document.getElementById('option-strategies') !== null")
-    for name, text in {"strategies": "ddp", "seeds": "1", "steps": "3000", "nodes": "2", "device": "cpu"}.items():
+    for name, text in {
+        "strategies": "ddp",
+        "seeds": "1",
+        "max_steps": "3000",
+        "num_nodes": "2",
+        "device": "cpu",
+    }.items():
         browser.find_element("id", f"option-{name}").send_keys(text)
     browser.find_element("id", "start").click()
     assert "started as process" in until(browser, "document.getElementById('answer').textContent")

@@ -376,9 +376,9 @@ def test_what_a_form_must_not_ask_for(served: Page) -> None:
         {"out": "x"},
         {"debug": True},
         {"strategy": "ddp"},
-        {"steps": "1\n2"},
-        {"steps": {}},
-        {"steps": ""},
+        {"max_steps": "1\n2"},
+        {"max_steps": {}},
+        {"max_steps": ""},
         [],
     ):
         assert ask("compare", options)[0] == 400, options
@@ -402,7 +402,7 @@ def wait_for(look: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_comparison_is_started_stopped_and_gone_on_with(served: Page) -> None:
-    options = {"strategies": "ddp", "seeds": 1, "steps": 4000, "nodes": 2, "device": "cpu", "batch_size": 2}
+    options = {"strategies": "ddp", "seeds": 1, "max_steps": 4000, "num_nodes": 2, "device": "cpu", "batch_size": 2}
     status, answer = post(served, "/api/start", {"command": "compare", "options": options})
     assert status == 202, answer
 

@@ -28,7 +28,7 @@ from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Starter
 from exogym.ui.views import MOST_COLUMNS, MOST_NODES, MOST_SPANS, grid_of, nodes_of, timeline_of
 
-SHORT = {"nodes": 2, "steps": 10, "device": "cpu"}
+SHORT = {"num_nodes": 2, "max_steps": 10, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The options of a run: names, types, defaults and words, written here once.
 
-`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes_options`); the
+`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes`); the
 command line takes defaults and words of the options that it shares with `fit` (`words_of`).
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from exogym.balance import Balance
 from exogym.errors import checked
@@ -37,6 +37,17 @@ SAID = (
     "client_state_memory",
 )  # options that some others do not go with, whatever their value: features under their own names
 LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # without which some others say nothing
+# The command line has a shorter word for these: --nodes, --steps, --partition.
+LONG = {"nodes": "num_nodes", "steps": "max_steps", "partition": "partitioner"}
+
+
+def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under their names in Python, whether they have these or those of the command line.
+
+    >>> in_full({"nodes": 4, "H": 5})
+    {'num_nodes': 4, 'H': 5}
+    """
+    return {LONG.get(name, name): value for name, value in options.items()}
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class FitOptions:
             its statistics, and dropout its draws, in each minibatch.
         max_memory_usage: Fraction of the memory (0 to 1) to stay in. A minibatch_size that fits is found and said.
             Where batches must be split, losses are refused as for `minibatch_size`.
-        shuffle, partitioner: Which examples a node gets (see `exogym.data`); without a partitioner they are dealt anew
+        shuffle, partitioner: Who gets which examples. Without a partitioner (see `exogym.data`) they are dealt anew
             each epoch.
         val_size: Evaluate on at most so many examples.
         val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
@@ -90,9 +101,9 @@ class FitOptions:
             node gives nothing to the round, as one that is away, then takes all that another holds, and has no row in
             the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling handles are no
             errors.
-        network: Predict the time on this network (see `exogym.network`), as text ("wifi", "100Mbps,20ms") or a
-            `Network`. `time_s` in the history and `trainer.clock` say how long the run would take there.
-        step_seconds: Seconds of a node's step there: a number, text ("80ms"), one per node or a `StepTime`. None: as
+        network: Predict the time on this network. Text ("wifi", "100Mbps,20ms") or a `Network` (see `exogym.network`).
+            `time_s` in the history and `trainer.clock` say how long the run would take there.
+        step_seconds: Seconds of a node's step there. A number, text ("80ms"), one per node or a `StepTime`; None: as
             measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
         timeline: Keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
         final_sync: Synchronise steps left over at the end, and count it.
@@ -246,57 +257,72 @@ class FitOptions:
 
 
 P = ParamSpec("P")
-T = TypeVar("T")
+V = TypeVar("V")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
-def takes_options(
-    options: Callable[P, object], **defaults: Any
-) -> Callable[[Callable[Concatenate[T, ...], R]], Callable[Concatenate[T, P], R]]:
-    """Give a method the arguments of `options`, with their defaults and words; it is called with all of them, by name.
+class takes(Generic[P, V]):
+    """Give a function that is handed one value of a class of options these options as its arguments.
 
-    Type checkers and editors read the arguments from the class, as Python does: there is no second list. A docstring
-    without "Args:" gets the section of the class.
+    Type checkers and editors read names, types and defaults from the class, as Python does: there is no second list. A
+    docstring without "Args:" gets the section of the class, and of those above it.
 
     Args:
+        options: the class.
         defaults: in place of the class's.
 
     Raises:
-        ArgumentError: by the method: an argument that is not one of them; the message names the nearest.
+        ArgumentError: by the function: an argument that is no option; the message names the nearest.
+
+    >>> @dataclass(frozen=True)
+    ... class Options:
+    ...     times: int = 1
+    >>> @takes(Options)
+    ... def ring(asked):
+    ...     return "ding " * asked.times
+    >>> ring(times=2), str(inspect.signature(ring))
+    ('ding ding ', "(times: 'int' = 1)")
     """
-    own = inspect.signature(options)
-    told = _section(inspect.getdoc(options) or "")
 
-    def decorate(method: Callable[Concatenate[T, ...], R]) -> Callable[Concatenate[T, P], R]:
-        (self,) = [p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        arguments = [_with_default(p, defaults.get(p.name, p.default)) for p in own.parameters.values()]
-        signature = inspect.signature(method).replace(parameters=[self, *arguments])
+    def __init__(self, options: Callable[P, V], **defaults: Any):
+        self.options, self.defaults = options, defaults
 
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> R:
+    @overload
+    def __call__(self, function: Callable[[V], R]) -> Callable[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[[T, V], R]) -> Callable[Concatenate[T, P], R]: ...
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        plain = inspect.signature(function)
+        *before, _ = plain.parameters.values()
+        own = [self._argument(p) for p in inspect.signature(self.options).parameters.values()]
+        signature = plain.replace(parameters=[*before, *own])
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            return method(given.arguments.pop(self.name), **given.arguments)
+            first = [given.arguments.pop(p.name) for p in before]
+            return function(*first, self.options(**given.arguments))  # type: ignore[call-arg]
 
         call.__signature__ = signature  # type: ignore[attr-defined]
-        text = inspect.cleandoc(method.__doc__ or "")
+        text = inspect.cleandoc(function.__doc__ or "")
         if "\nArgs:" not in text:
-            text = re.sub(r"(?=\nRaises:|\Z)", f"\n{told}\n", text, count=1)
+            text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{_told(self.options)}\n", text, count=1)
         call.__doc__ = text
         return checked(call)
 
-    return decorate
+    def _argument(self, option: inspect.Parameter) -> inspect.Parameter:
+        default = self.defaults.get(option.name, option.default)
+        is_none = default is None and option.default is not None
+        return option.replace(default=default, annotation=option.annotation + " | None" * is_none)
 
 
-def _with_default(argument: inspect.Parameter, default: Any) -> inspect.Parameter:
-    is_none = default is None and argument.default is not None
-    return argument.replace(default=default, annotation=argument.annotation + " | None" * is_none)
-
-
-def _section(docstring: str) -> str:
-    """Return the section "Args:" of a docstring."""
-    found = re.search(r"^Args:\n((    .*)?\n?)*", docstring, re.M)
-    return "" if found is None else found[0].rstrip()
+def _told(options: Any) -> str:
+    """Return what the docstrings of a class and of those above it say under "Args:"."""
+    docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
+    found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
+    return "\n".join(section[1].rstrip() for section in found if section is not None)
 
 
 @functools.cache
@@ -306,7 +332,7 @@ def words_of(name: str) -> str:
     >>> words_of("num_nodes")
     'Nodes of the fleet, N.'
     """
-    text = " ".join(_section(inspect.getdoc(FitOptions) or "").split())
+    text = " " + " ".join(_told(FitOptions).split())
     found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
     assert found is not None, name
     return found[1]

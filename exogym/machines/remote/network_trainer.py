@@ -21,7 +21,7 @@ from exogym.core.mesh.value import groups_of
 from exogym.core.progress import notice
 from exogym.core.record.metrics import Metric
 from exogym.core.training.checking import checked_options, folder_of_checkpoints
-from exogym.core.training.options import FitOptions, takes_options
+from exogym.core.training.options import FitOptions, takes
 from exogym.errors import ArgumentError, WorkerError, check_count, checked
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import results
@@ -101,8 +101,8 @@ class NetworkTrainer(Trainer):
         self.nodes_per_host = nodes_per_host
         self.folder: Path | None = None
 
-    @takes_options(FitOptions, num_nodes=None)
-    def fit(self, **given: Any) -> nn.Module:
+    @takes(FitOptions, num_nodes=None)
+    def fit(self, asked: FitOptions) -> nn.Module:
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
@@ -124,9 +124,9 @@ class NetworkTrainer(Trainer):
             WorkerError: a host failed; what its processes printed is in `folder`.
             KeyboardInterrupt: Ctrl-C, after all hosts have ended.
         """
-        if given["engine"] is not None:
-            check({"engine": f"engine={given['engine']!r}", "NetworkTrainer": "NetworkTrainer"})
-        given["save_dir"] = folder_of_checkpoints(FitOptions(**given))
+        if asked.engine is not None:
+            check({"engine": f"engine={asked.engine!r}", "NetworkTrainer": "NetworkTrainer"})
+        given = vars(asked) | {"save_dir": folder_of_checkpoints(asked)}
         number, part = next(_fits), LaunchedPart.of_this_process()
         if part is not None:
             return self._on_host(part, number, given)

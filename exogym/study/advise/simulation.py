@@ -31,7 +31,7 @@ def simulate(
     step_seconds: Any = None,
     speeds: Sequence[float] | None = None,
     num_nodes: int | None = None,
-    steps: int | None = None,
+    max_steps: int | None = None,
     batch_size: int | None = None,
     seeds: int | Sequence[int] = 1,
     strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
@@ -51,7 +51,7 @@ def simulate(
         task: what to train; its model, measured step and settings stand for yours.
         network, step_seconds, speeds, target_loss, processes, device, watch: as `exogym.compare.compare`.
         num_nodes, batch_size: None: the task's.
-        steps: of each node; None: a quarter of the task's.
+        max_steps: of each node; None: a quarter of the task's.
         strategies: texts as for `advise`; options that they leave open are the task's.
         target_utilisation: as `advise`.
 
@@ -60,13 +60,13 @@ def simulate(
         TrainingError: no strategy came to its end.
 
     >>> from exogym.tasks import load_task
-    >>> advice = simulate(load_task("digits"), network="wan,jitter=0", step_seconds="10ms", steps=200,
+    >>> advice = simulate(load_task("digits"), network="wan,jitter=0", step_seconds="10ms", max_steps=200,
     ...     strategies="ddp,diloco:H=10")
     >>> advice.recommended.strategy, [row.final_loss is None for row in advice.rows]
     ('diloco:H=10', [False, False])
     """
     setting = setting_of(
-        task, num_nodes, math.ceil(task.steps / SHORT) if steps is None else steps, batch_size, seeds, None
+        task, num_nodes, math.ceil(task.steps / SHORT) if max_steps is None else max_steps, batch_size, seeds, None
     )
     check_timed(network, step_seconds, speeds, target_loss, timeline=False)
     plans = _plans(task, setting, strategies)
@@ -75,7 +75,7 @@ def simulate(
     if not trained:
         raise ArgumentError(
             f"none of strategies={','.join(plan.name for plan in plans)!r} communicates twice in "
-            f"steps={setting.steps}: name others, or give more steps"
+            f"max_steps={setting.steps}: name others, or give more steps"
         )
     forecast = forecast_of(
         network, step_seconds, speeds, setting.nodes, lambda: measured_step_s(task, setting.batch_size, device)
@@ -87,7 +87,7 @@ def simulate(
 
     def train(texts: Sequence[str], steps: int, target_loss: float | None) -> Comparison:
         return compare(
-            task, texts, nodes=setting.nodes, steps=steps, batch_size=setting.batch_size, seeds=setting.seeds,
+            task, texts, num_nodes=setting.nodes, max_steps=steps, batch_size=setting.batch_size, seeds=setting.seeds,
             processes=processes, device=device, network=forecast.network, step_seconds=forecast.step_time,
             target_loss=target_loss, watch=watch,
         )  # fmt: skip

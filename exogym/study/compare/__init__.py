@@ -11,7 +11,7 @@
 >>> list(split_strategies("single,ddp"))
 ['single', 'ddp']
 >>> try:
-...     compare("digits", "single,ddp", steps=10, seeds=1, watch=watch)
+...     compare("digits", "single,ddp", max_steps=10, seeds=1, watch=watch)
 ... except ComparisonInterrupted as stopped:
 ...     [(row["strategy"], row["seeds"]) for row in stopped.result.rows]  # runs that had ended
 [('single', 1), ('ddp', 0)]
@@ -32,10 +32,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from exogym.study.compare.asked import DEFAULT_STRATEGIES
     from exogym.study.compare.comparison import ComparisonInterrupted
     from exogym.study.compare.entries import split_strategies
     from exogym.study.compare.forecast import measured_evaluation_s, measured_step_s
-    from exogym.study.compare.run import DEFAULT_STRATEGIES, compare
+    from exogym.study.compare.run import compare
     from exogym.study.compare.session import Standing
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -80,18 +80,18 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     return {label: label for label in labels}
 
 
-def setting_of(task: Task, nodes: Any, steps: Any, batch_size: Any, seeds: Any, lr: Any) -> Setting:
-    chosen = {"nodes": nodes, "steps": steps, "batch_size": batch_size, "lr": lr}
-    chosen = {name: getattr(task, name) if value is None else value for name, value in chosen.items()}
-    for name in ("nodes", "steps", "batch_size"):
-        check_count(name, chosen[name])
+def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seeds: Any, lr: Any) -> Setting:
+    nodes, steps = task.nodes if num_nodes is None else num_nodes, task.steps if max_steps is None else max_steps
+    size, rate = task.batch_size if batch_size is None else batch_size, task.lr if lr is None else lr
+    for name, count in (("num_nodes", nodes), ("max_steps", steps), ("batch_size", size)):
+        check_count(name, count)
     if isinstance(seeds, int):
         check_count("seeds", seeds)
         seeds = range(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
         raise ArgumentError(f"seeds={seeds!r}: give how many, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
-    return Setting(**chosen, **shared, seeds=tuple(seeds))
+    return Setting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
 
 
 def entries_of(strategies: Any, setting: Setting) -> dict[str, Entry]:

@@ -100,7 +100,7 @@ def forecast_of(
     counts = {"network": network.num_nodes, "speeds" if speeds is not None else "step_seconds": _count(steps, speeds)}
     for what, count in counts.items():
         if count is not None and count != nodes:
-            raise ArgumentError(f"{what} is for {count} nodes, but there are nodes={nodes}: give it for {nodes}")
+            raise ArgumentError(f"{what} is for {count} nodes, but there are num_nodes={nodes}: give it for {nodes}")
     if not steps.seconds.all():
         raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time")
     if not is_measured:

@@ -6,28 +6,24 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
 from exogym.core.engine.wire import place as place_rows
-from exogym.core.record.metrics import Metric
-from exogym.core.training.options import describe
-from exogym.data.partition import IID, Partitioner, parse_partitioner
+from exogym.core.training.options import describe, takes
+from exogym.data.partition import IID, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
-from exogym.errors import ArgumentError, TrainingError, check_count, checked
-from exogym.network import Network
-from exogym.strategy.strategy import Strategy
+from exogym.errors import ArgumentError, TrainingError, check_count
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import (
-    SINGLE,
     Comparison,
     ComparisonInterrupted,
     find,
@@ -40,74 +36,19 @@ from exogym.study.compare.entries import entries_of, setting_of
 from exogym.study.compare.folder import Folder, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.session import Session, Standing
+from exogym.study.compare.session import Session
 from exogym.study.tasks import Task, load_task
 
-DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # what `compare` trains if nothing is said
 VAL_EXAMPLES = 500  # at most
-Problem = Task | str | tuple[Callable[[], nn.Module], Any, Any]
 
 
-@checked
-def compare(
-    problem: Problem,
-    strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES,
-    *,
-    data: str | os.PathLike[str] | None = None,
-    nodes: int | None = None,
-    steps: int | None = None,
-    batch_size: int | None = None,
-    seeds: int | Sequence[int] = 3,
-    lr: float | None = None,
-    partition: str | Partitioner | None = None,
-    processes: int | str = 1,
-    device: str = "auto",
-    network: Network | str | None = None,
-    step_seconds: Any = None,
-    speeds: Sequence[float] | None = None,
-    target_loss: float | None = None,
-    timeline: bool = False,
-    out: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    loss_fn: Callable[..., Tensor] | None = None,
-    metrics: dict[str, Metric] | None = None,
-    watch: Callable[[Standing], object] | None = None,
-) -> Comparison:
+@takes(ComparisonOptions)
+def compare(asked: ComparisonOptions) -> Comparison:
     """Train the same model from the same weights on the same data under several strategies, and compare.
 
     Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, its
     shard, its batches in their order, DDP's inner optimizer, and never a byte. All have the same inner optimizer and
     learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
-
-    Args:
-        problem: a `Task`; the name of one ("digits"), or "module:function" of one's own, as for `load_task`; or
-            (make_model, train, val), where `make_model()` draws from torch's generator, which is seeded.
-        strategies: texts for `parse_strategy` or "single", in a sequence or with commas between; or name to text or
-            `Strategy`.
-        data: of a task that is named: file or folder of its data.
-        nodes, steps, batch_size, lr: N, steps of each node, examples of a node's step, inner learning rate; None: the
-            task's (without one 4, 300, 32, 0.001).
-        seeds: how many, from 0, or which. A seed fixes weights, shards, order and every other choice.
-        partition: who gets what, as text or `Partitioner`; None: the task's, or "iid".
-        processes, device: as `LocalTrainer.fit`; `single` always has one process.
-        network: predict the time on this network, a `Network` or text as "wifi" or "100Mbps,20ms": for each strategy
-            seconds to the end, share of them waited, and seconds until the validation loss came to the target.
-        step_seconds: of a node's step there: a number, text as "80ms", one per node, or a `StepTime`; "measured" or
-            None: what `measured_step_s` finds here, once, for all strategies alike.
-        speeds: of the nodes, over 0; 0.5 takes twice the step_seconds. `single` is node 0, with its speed.
-        target_loss: None: DDP's final validation loss / 0.95, which is 95 % of its quality; without DDP the highest
-            final loss of any run.
-        timeline: also draw what each node does when in the first rounds of each strategy, and write it as traces.
-        out: folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`
-            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); and in it a folder for
-            each run, written when that has ended. None writes nothing.
-        resume: go on in the folder `out` itself, where an interrupted comparison with the same arguments has left
-            what it had; the result is that of one that was never interrupted. A run that was under way goes on from
-            its own checkpoint, if it has one: of a built-in strategy, without a timeline, written where Ctrl-C came
-            and once a minute. Else it starts again.
-        loss_fn, metrics: as `LocalTrainer`.
-        watch: called with a `Standing` after each evaluation.
 
     There are 10 to 30 evaluations a run, on 500 validation examples at most, evenly spread. A run whose loss ceases
     to be a number is left out, and `notes` says so.
@@ -117,63 +58,37 @@ def compare(
         TrainingError: no run at all came to its end.
         ComparisonInterrupted: a KeyboardInterrupt; its `result` is of the runs that had ended, and `folder` theirs.
 
-    >>> result = compare("digits", "single,ddp", steps=10, seeds=1)
+    >>> result = compare("digits", "single,ddp", max_steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
     (['single', 'ddp'], 1.0, 0.0)
     """
-    given = locals()
-    task = task_of(problem, data)
-    if out is not None:
+    if asked.out is not None:
         check_matplotlib()
-    elif resume:
+    elif asked.resume:
         raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
-    saved = saved_in(out) if resume and out is not None else {}
-    session = session_of(
-        task, strategies, nodes=nodes, steps=steps, batch_size=batch_size, seeds=seeds, lr=lr, partition=partition,
-        processes=processes, device=device, network=network, step_seconds=step_seconds, speeds=speeds,
-        target_loss=target_loss, timeline=timeline, loss_fn=loss_fn, metrics=metrics, watch=watch,
-        known_step_s=(saved.get("timing") or {}).get("measured_step_s"),
-    )  # fmt: skip
-    entries = session.entries
-    asked = asked_of(session, target_loss)
+    saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
+    session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
+    decisive = asked_of(session, asked.target_loss)
     description = {
-        **asked, "data": task.origin, "versions": versions_here(), "arguments": _arguments(given),
+        **decisive, "data": session.task.origin, "versions": versions_here(), "arguments": _arguments(asked),
         "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
-    if out is None:
-        return _carried_out(session, description, target_loss)
-    session.folder = Folder.of_asked(out, asked, entries) if resume else Folder.new(out, task.name, entries)
+    if asked.out is None:
+        return _carried_out(session, description, asked.target_loss)
+    if asked.resume:
+        session.folder = Folder.of_asked(asked.out, decisive, session.entries)
+    else:
+        session.folder = Folder.new(asked.out, session.task.name, session.entries)
     try:
         session.folder.describe(description | {"state": "running", "runs": []})
-        return _carried_out(session, description, target_loss)
+        return _carried_out(session, description, asked.target_loss)
     finally:
         session.folder.release()
 
 
-def session_of(
-    task: Task,
-    strategies: str | Sequence[str] | Mapping[str, str | Strategy],
-    *,
-    nodes: int | None = None,
-    steps: int | None = None,
-    batch_size: int | None = None,
-    seeds: int | Sequence[int] = 3,
-    lr: float | None = None,
-    partition: str | Partitioner | None = None,
-    processes: int | str = 1,
-    device: str = "auto",
-    network: Network | str | None = None,
-    step_seconds: Any = None,
-    speeds: Sequence[float] | None = None,
-    target_loss: float | None = None,
-    timeline: bool = False,
-    loss_fn: Callable[..., Tensor] | None = None,
-    metrics: dict[str, Metric] | None = None,
-    watch: Callable[[Standing], object] | None = None,
-    known_step_s: float | None = None,
-) -> Session:
-    """Return the runs that the arguments of `compare` ask for, checked, and none of them trained; with no folder.
+def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> Session:
+    """Return the runs that a comparison is asked for, checked, and none of them trained; with no folder.
 
     Args:
         known_step_s: seconds of a step that were measured before, where step times are measured.
@@ -181,29 +96,30 @@ def session_of(
     Raises:
         ArgumentError, DataError: as `compare`.
     """
-    setting = setting_of(task, nodes, steps, batch_size, seeds, lr)
-    entries = entries_of(strategies, setting)
+    task = task_of(asked.problem, asked.data)
+    setting = setting_of(task, asked.num_nodes, asked.max_steps, asked.batch_size, asked.seeds, asked.lr)
+    entries = entries_of(asked.strategies, setting)
     _check_models(task, setting.seeds[0])
-    split = partition or task.partitioner or IID()
+    split = asked.partitioner or task.partitioner or IID()
     split = parse_partitioner(split) if isinstance(split, str) else split
-    place = resolve_device(device)
+    place = resolve_device(asked.device)
     train, val = check_dataset(task.train), _evenly(check_dataset(task.val), VAL_EXAMPLES)
     for seed in setting.seeds:
         split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
-    if processes != "auto":
-        check_count("processes", processes)
-        place_rows(setting.nodes, int(processes))
-    check_timed(network, step_seconds, speeds, target_loss, timeline)
+    if asked.processes != "auto":
+        check_count("processes", asked.processes)
+        place_rows(setting.nodes, int(asked.processes))
+    check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss, asked.timeline)
     forecast = None
-    if network is not None:
+    if asked.network is not None:
         like_ours = replace(task, lr=setting.lr)
         forecast = forecast_of(
-            network, step_seconds, speeds, setting.nodes,
-            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, loss_fn),
+            asked.network, asked.step_seconds, asked.speeds, setting.nodes,
+            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, asked.loss_fn),
         )  # fmt: skip
     return Session(
-        task, setting, entries, split, train, val, setting.val_interval(len(val)), place, processes, forecast, timeline,
-        loss_fn, metrics, watch, None,
+        task, setting, entries, split, train, val, setting.val_interval(len(val)), place, asked.processes, forecast,
+        asked.timeline, asked.loss_fn, asked.metrics, asked.watch, None,
     )  # fmt: skip
 
 
@@ -220,10 +136,10 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     }  # fmt: skip
 
 
-def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     """Return the arguments of `compare` as JSON, but for those that say only where to write and whom to tell."""
-    plain = {name: value for name, value in given.items() if name not in ("out", "resume", "watch")}
-    plain["problem"] = given["problem"] if isinstance(given["problem"], str) else type(given["problem"]).__name__
+    plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch")}
+    plain["problem"] = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
 
 
@@ -325,7 +241,7 @@ def task_of(problem: Any, data: Any) -> Task:
         )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
-            "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partition="
+            "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partitioner="
         )
     return task
 

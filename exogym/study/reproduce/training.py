@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from exogym.errors import ArgumentError, DataError
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.entries import setting_of
 from exogym.study.compare.folder import OUTCOME, Folder, Outcome
@@ -145,16 +146,17 @@ class Reproduction:
         steps = max(LEAST_STEPS, round((cell.steps or task.steps) * self.share)) if self.share < 1 else cell.steps
         task = replace(task, warmup_steps=round(task.warmup_steps * self.share))
         asked: dict[str, Any] = {
-            "nodes": cell.nodes, "steps": steps, "batch_size": cell.batch_size, "seeds": self.seeds, "lr": cell.lr,
+            "num_nodes": cell.nodes, "max_steps": steps, "batch_size": cell.batch_size, "seeds": self.seeds,
+            "lr": cell.lr,
         }  # fmt: skip
         strategy = cell.strategy if isinstance(cell.strategy, str) else cell.strategy(setting_of(task, **asked))
         timing: dict[str, Any] = (
             {} if cell.speeds is None else {"network": NETWORK, "step_seconds": STEP_S, "speeds": cell.speeds}
         )
-        session = session_of(
-            task, {cell.says: strategy}, **asked, partition=cell.partition or split, processes=self.processes,
+        session = session_of(ComparisonOptions(
+            task, {cell.says: strategy}, **asked, partitioner=cell.partition or split, processes=self.processes,
             device=self.device, watch=None, **timing,
-        )  # fmt: skip
+        ))  # fmt: skip
         session.callbacks = (evaluate_replicas,) if cell.replicas else ()
         session.watch = lambda at: self._tell(cell, at)
         decided = json.loads(json.dumps(asked_of(session) | {"replicas": cell.replicas}))

@@ -5,7 +5,7 @@
 >>> def stop(ended):
 ...     raise KeyboardInterrupt
 >>> try:
-...     result: Swept = sweep("digits", ["H=2,5"], steps=5, seeds=1, nodes=2, processes=1, watch=stop)
+...     result: Swept = sweep("digits", ["H=2,5"], max_steps=5, seeds=1, num_nodes=2, processes=1, watch=stop)
 ... except SweepInterrupted as stopped:
 ...     print(stopped.folder)
 None

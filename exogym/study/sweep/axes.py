@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from exogym.core.training.options import LONG
 from exogym.errors import ArgumentError
 
-WHOLE, REAL = ("nodes", "steps", "batch_size"), ("lr",)
-OF_THE_RUN = (*WHOLE, *REAL, "partition", "network", "step_seconds")  # any other is an option of the strategy
+WHOLE, REAL = ("num_nodes", "max_steps", "batch_size"), ("lr",)
+OF_THE_RUN = (*WHOLE, *REAL, "partitioner", "network", "step_seconds")  # any other is an option of the strategy
 STRATEGY = "strategy"
 LOGARITHMIC = 10  # a range over 0 whose ends are so far apart is searched by factors
 _RANGE = re.compile(r"\s*(-?[\d.]+(?:e[-+]?\d+)?)\.\.(-?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
@@ -48,8 +49,8 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
 
     >>> axes_of(["H=5,10", "network=wifi;100Mbps,20ms"])
     {'H': ['5', '10'], 'network': ['wifi', '100Mbps,20ms']}
-    >>> axes_of({"lr": "1e-4..1e-1", "nodes": [2, 4]})
-    {'lr': Range(low=0.0001, high=0.1), 'nodes': ['2', '4']}
+    >>> axes_of({"lr": "1e-4..1e-1", "num_nodes": [2, 4]})
+    {'lr': Range(low=0.0001, high=0.1), 'num_nodes': ['2', '4']}
     """
     if isinstance(given, str):
         given = [given]
@@ -65,6 +66,8 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
     axes: Axes = {}
     for name, values in pairs:
         name = name.strip()
+        if name in LONG:
+            raise ArgumentError(f"sweep: {name} is called {LONG[name]} here: give {LONG[name]}=")
         if name in axes:
             raise ArgumentError(f"sweep: {name} is given twice: give its values once, {name}=A,B")
         axes[name] = _values(name, values)
@@ -127,8 +130,8 @@ def label_of(cell: Mapping[str, str]) -> str:
 def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str, Any]]:
     """Return the text of the cell's strategy, and what `compare` is to be given else.
 
-    >>> arguments_of({"nodes": "4", "H": "5"}, "diloco:outer_lr=0.5")
-    ('diloco:outer_lr=0.5:H=5', {'nodes': 4})
+    >>> arguments_of({"num_nodes": "4", "H": "5"}, "diloco:outer_lr=0.5")
+    ('diloco:outer_lr=0.5:H=5', {'num_nodes': 4})
     """
     text, run = cell.get(STRATEGY, strategy), dict[str, Any]()
     for name, value in cell.items():

@@ -7,25 +7,24 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import replacing, temporary_folder
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
-from exogym.core.record.metrics import Metric
 from exogym.core.record.run_folder import read_object
 from exogym.core.saving.checkpoint import differences
-from exogym.errors import ArgumentError, TrainingError, check_choice, check_count, checked
+from exogym.core.training.options import FitOptions, takes
+from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.logger import check_writable
+from exogym.study.compare.asked import ComparisonOptions, StudyOptions
 from exogym.study.compare.comparison import MEASURES, TIMED, summarise
 from exogym.study.compare.folder import Folder, Outcome, lock_of
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.run import Problem, asked_of, session_of, task_of, versions_here
+from exogym.study.compare.run import asked_of, session_of, task_of, versions_here
 from exogym.study.compare.session import Session
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.on_ray import train_all_on_ray
@@ -59,47 +58,41 @@ class Ended:
     val_loss: float | None
 
 
-@checked
-def sweep(
-    problem: Problem,
-    axes: Mapping[str, Any] | Sequence[str],
-    *,
-    strategy: str = "diloco",
-    data: str | os.PathLike[str] | None = None,
-    nodes: int | None = None,
-    steps: int | None = None,
-    batch_size: int | None = None,
-    seeds: int | Sequence[int] = 3,
-    lr: float | None = None,
-    partition: str | None = None,
-    processes: int | str = "auto",
-    engine: str | None = None,
-    device: str = "auto",
-    network: str | None = None,
-    step_seconds: Any = None,
-    search: int | None = None,
-    out: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    loss_fn: Callable[..., Tensor] | None = None,
-    metrics: dict[str, Metric] | None = None,
-    watch: Callable[[Ended], object] | None = None,
-) -> Swept:
-    """Train a task with every combination of the values of some options, each from several seeds.
+@dataclass(frozen=True)
+class SweepOptions(StudyOptions):
+    """What `sweep` is asked.
 
     Args:
-        problem, data, nodes, steps, batch_size, seeds, lr, partition, device, network, step_seconds, loss_fn, metrics:
-            as `exogym.compare.compare` takes them, for all cells alike.
-        axes: option to values, or texts as "H=5,10". `strategy`, `nodes`, `steps`, `batch_size`, `lr`, `partition`,
-            `network` and `step_seconds` are the run's; any other is an option of the strategy.
-        strategy: where it is not swept, as text, "diloco:outer_lr=0.5".
-        processes: so many runs at once; "auto": one for each core, as far as memory reaches.
+        axes: Option to values, or texts as "H=5,10". `strategy`, `num_nodes`, `max_steps`, `batch_size`, `lr`,
+            `partitioner`, `network` and `step_seconds` are the run's; any other is an option of the strategy.
+        strategy: Where it is not swept, as text, "diloco:outer_lr=0.5".
+        processes: So many runs at once. "auto": one for each core, as far as memory reaches.
         engine: "ray": the runs are tasks of a Ray cluster (that of RAY_ADDRESS, or one started here), one a core.
-        search: train this number of cells that optuna proposes, in place of all combinations. Then "1e-4..1e-1" is a
+        search: Train this number of cells that optuna proposes, in place of all combinations. Then "1e-4..1e-1" is a
             range of numbers.
-        out: folder of the sweep itself, which holds sweep.json, summary.csv, sweep.png and a folder for each run.
-        resume: go on in `out`, where a sweep with the same arguments was interrupted; the table is that of one that
+        out: Folder of the sweep itself, which holds sweep.json, summary.csv, sweep.png and a folder for each run.
+        resume: Go on in `out`, where a sweep with the same arguments was interrupted; the table is that of one that
             never was. A search may be given more cells.
-        watch: called with an `Ended` after each run.
+        watch: Called with an `Ended` after each run.
+    """
+
+    axes: Mapping[str, Any] | Sequence[str]
+    _: KW_ONLY
+    strategy: str = "diloco"
+    processes: int | str = "auto"
+    engine: str | None = FitOptions.engine  # type: ignore[assignment]
+    search: int | None = None
+    watch: Callable[[Ended], object] | None = None
+
+
+# of all runs alike; the other options say where they are kept, or how they are carried out
+SHARED = tuple(f.name for f in fields(StudyOptions) if f.name not in ("problem", "data", "out", "resume"))
+DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_fn", "metrics")))
+
+
+@takes(SweepOptions)
+def sweep(asked: SweepOptions) -> Swept:
+    """Train a task with every combination of the values of some options, each from several seeds.
 
     A run whose loss ceases to be a number is left out, and `notes` says so.
 
@@ -108,54 +101,47 @@ def sweep(
         TrainingError: no run at all came to its end. WorkerError: the process of a run was killed.
         SweepInterrupted: a KeyboardInterrupt; `folder` says where to go on.
 
-    >>> result = sweep("digits", {"H": [2, 5]}, steps=10, seeds=1, nodes=2, processes=1)
+    >>> result = sweep("digits", {"H": [2, 5]}, max_steps=10, seeds=1, num_nodes=2, processes=1)
     >>> [(row["H"], row["seeds"]) for row in result.rows], result.best["cell"] in ("H=2", "H=5")
     ([('2', 1), ('5', 1)], True)
     """
-    given = {
-        name: x for name, x in locals().items()
-        if name not in ("problem", "out", "resume", "watch", "processes", "engine", "loss_fn", "metrics", "search")
-    }  # fmt: skip
-    if engine is not None:
-        check_choice("engine", engine, ("ray",))
-    swept = axes_of(axes)
+    if asked.engine is not None:
+        check_choice("engine", asked.engine, ("ray",))
+    swept, out, search = axes_of(asked.axes), asked.out, asked.search
     if search is None:
         cells = {label_of(cell): cell for cell in grid(swept)}
     else:
         check_optuna()
         check_count("search", search)
         cells = {}
-    shared = {
-        "nodes": nodes, "steps": steps, "batch_size": batch_size, "seeds": seeds, "lr": lr, "partition": partition,
-        "device": device, "network": network, "step_seconds": step_seconds, "loss_fn": loss_fn, "metrics": metrics,
-    }  # fmt: skip
     with contextlib.ExitStack() as cleanup:
-        run = _Sweep(task_of(problem, data), swept, strategy, shared, watch, search)
-        if resume and out is not None:
+        run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
+        if asked.resume and out is not None:
             run.measured_s = read_object(Path(out).expanduser() / SWEEP).get("measured_step_s")
         run.add(cells)
-        asked = {
+        decisive = {
             "task": run.task.name, "description": run.task.description,
             "axes": {name: values if isinstance(values, list) else str(values) for name, values in swept.items()},
-            "given": json.loads(json.dumps({k: given[k] for k in given if k != "axes"}, default=str)),
+            "given": json.loads(json.dumps({name: getattr(asked, name) for name in DECISIVE}, default=str)),
             "is_search": search is not None, "cells_asked": run.asked if search is None else {},
         }  # fmt: skip
         if out is None:
-            if resume:
+            if asked.resume:
                 raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/sweep'")
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             check_matplotlib()
             run.path = Path(out).expanduser()
-            run.lock = _locked(run.path, asked, resume)
+            run.lock = _locked(run.path, decisive, asked.resume)
             cleanup.callback(run.lock.release)
-        arguments = asked["given"] | {"problem": problem if isinstance(problem, str) else type(problem).__name__}
-        run.description = asked | {
-            "versions": versions_here(), "arguments": arguments | {"axes": asked["axes"], "search": search},
+        problem = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
+        run.description = decisive | {
+            "versions": versions_here(),
+            "arguments": decisive["given"] | {"problem": problem, "axes": decisive["axes"], "search": search},
             "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         try:
-            run.train(_carrier(engine, processes, device))
+            run.train(_carrier(asked))
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 run.describe("interrupted")
@@ -167,14 +153,14 @@ def sweep(
         return run.result(is_kept=out is not None)
 
 
-def _carrier(engine: str | None, processes: int | str, device: str) -> Carrier:
+def _carrier(asked: SweepOptions) -> Carrier:
     """Return what takes all of some runs to their end."""
-    if engine is None:
-        most = processes_that_pay(processes, 1 << 30, resolve_device(device))
+    if asked.engine is None:
+        most = processes_that_pay(asked.processes, 1 << 30, resolve_device(asked.device))
         return lambda jobs, ended: train_all(jobs, min(most, max(len(jobs), 1)), ended)
-    if processes != "auto":
-        check_count("processes", processes)
-    at_once = None if processes == "auto" else int(processes)
+    if asked.processes != "auto":
+        check_count("processes", asked.processes)
+    at_once = None if asked.processes == "auto" else int(asked.processes)
     return lambda jobs, ended: train_all_on_ray(jobs, at_once, ended)
 
 
@@ -214,11 +200,9 @@ def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
 class _Sweep:
     """The cells of a sweep, a session for each, and what has come out of their runs."""
 
-    def __init__(
-        self, task: Task, axes: Axes, strategy: str, shared: dict[str, Any], watch: Any, search: int | None
-    ) -> None:
-        self.task, self.axes, self.strategy, self.shared, self.watch = task, axes, strategy, shared, watch
-        self.search, self.path, self.description = search, Path(), dict[str, Any]()
+    def __init__(self, options: SweepOptions, task: Task, axes: Axes) -> None:
+        self.options, self.task, self.axes = options, task, axes
+        self.path, self.description = Path(), dict[str, Any]()
         self.lock: Lock | None = None
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
@@ -232,30 +216,32 @@ class _Sweep:
 
     @property
     def total(self) -> int:
-        seeds = self.shared["seeds"]
-        return (self.search or len(self.cells)) * (seeds if isinstance(seeds, int) else len(seeds))
+        seeds = self.options.seeds
+        return (self.options.search or len(self.cells)) * (seeds if isinstance(seeds, int) else len(seeds))
 
     def add(self, cells: Cells) -> None:
         """Make the sessions of cells; what will not do is an error now."""
+        shared = {name: getattr(self.options, name) for name in SHARED}
         for label, cell in cells.items():
-            text, own = arguments_of(cell, self.strategy)
+            text, own = arguments_of(cell, self.options.strategy)
             forecasts = [session.forecast for session in self.sessions.values() if session.forecast is not None]
             known_s = forecasts[0].measured_step_s if forecasts else self.measured_s
             try:
-                session = session_of(self.task, {label: text}, known_step_s=known_s, **(self.shared | own))
+                session = session_of(ComparisonOptions(self.task, {label: text}, **(shared | own)), known_s)
             except ArgumentError as error:
                 raise ArgumentError(f"cell {label}: {error}") from error
             self.cells[label], self.sessions[label] = cell, session
             self.asked[label] = asked_of(session, None)
 
     def train(self, carry: Carrier) -> None:
-        if self.search is None:
+        search = self.options.search
+        if search is None:
             self._train(list(self.cells), carry)
             return
         tried: list[tuple[dict[str, str], float | None]] = []
-        while len(tried) < self.search:
+        while len(tried) < search:
             # Always a whole batch, so that a search for more cells begins with those of one for fewer.
-            proposed = propose(self.axes, tried, BATCH)[: self.search - len(tried)]
+            proposed = propose(self.axes, tried, BATCH)[: search - len(tried)]
             batch = {label_of(cell): cell for cell in proposed}
             self.add({label: cell for label, cell in batch.items() if label not in self.cells})
             self._train(list(batch), carry)
@@ -283,9 +269,9 @@ class _Sweep:
         outcome = session.known(label, seed)
         assert outcome is not None
         self.outcomes[label, seed] = outcome
-        if self.watch is not None:
+        if self.options.watch is not None:
             loss = None if outcome.history is None else outcome.history.last["val_loss"]
-            self.watch(Ended(label, seed, len(self.outcomes), self.total, loss))
+            self.options.watch(Ended(label, seed, len(self.outcomes), self.total, loss))
 
     def describe(self, state: str, **more: Any) -> None:
         """Write sweep.json."""
@@ -316,7 +302,7 @@ class _Sweep:
         for row in summarise(said, self.seeds, histories, float("-inf") if timed else None):
             cell = self.cells[row["strategy"]]
             figures = {k: row[k] for m in measures if m in row for k in (m, f"{m}_std")}
-            strategy = {} if STRATEGY in cell else {STRATEGY: self.strategy}
+            strategy = {} if STRATEGY in cell else {STRATEGY: self.options.strategy}
             rows.append(
                 {"cell": row["strategy"], **strategy, **cell, "seeds": row["seeds"], **figures, "notes": row["notes"]}
             )
@@ -330,9 +316,11 @@ class _Sweep:
             raise TrainingError(next(found.error for found in self.outcomes.values() if found.error))
         first = next(iter(self.sessions.values())).setting
         said = [f"{len(self.cells)} cells of {', '.join(self.axes)}"]
-        for name, unit in (("nodes", "nodes"), ("steps", "steps"), ("batch_size", "examples a step")):
-            if name not in self.axes:
-                said.append(f"{getattr(first, name)} {unit}")
+        counts = (
+            ("num_nodes", first.nodes, "nodes"), ("max_steps", first.steps, "steps"),
+            ("batch_size", first.batch_size, "examples a step"),
+        )  # fmt: skip
+        said += [f"{count} {unit}" for name, count, unit in counts if name not in self.axes]
         heading = f"{self.task.description}. {', '.join(said)}, seeds {', '.join(map(str, self.seeds))}"
         finding = find(rows)
         self.describe("finished", heading=heading, finding=finding, best=best_of(rows)["cell"])

@@ -276,7 +276,7 @@ def figures(folder):
         rows = list(csv.DictReader(file))
     return [[row[name] for name in ("cell", "val_loss", "val_accuracy_std", "tx_bytes")] for row in rows]
 
-asked = dict(steps=10, seeds=2, nodes=2)
+asked = dict(max_steps=10, seeds=2, num_nodes=2)
 here, there = sweep("digits", {"H": [2, 5]}, out="here", **asked), "there"
 words = ["sweep", "--dataset", "digits", "--sweep", "H=2,5", "--steps", "10", "--seeds", "2", "--nodes", "2"]
 assert main([*words, "--engine", "ray", "--out", there]) == 0

@@ -269,7 +269,7 @@ def test_rounds_are_those_of_a_real_run(dylu):
     """But for the last round, which the end of training cuts short."""
     text, speeds, steps = f"async_diloco:H=10:dylu={dylu}", [1, 1, 0.8, 0.5], 300
     given = {"network": "1Mbps,20ms", "step_seconds": "10ms", "speeds": speeds}
-    (ran,) = compare(TASK, [text], steps=steps, seeds=1, **given).rows
+    (ran,) = compare(TASK, [text], max_steps=steps, seeds=1, **given).rows
     (told,) = advise(parameters=2410, num_nodes=4, strategies=[text], **given).rows
     assert told.seconds_per_step == pytest.approx(ran["time_s"] / steps, rel=0.05)
     assert told.waiting_share == pytest.approx(ran["waiting_share"], abs=0.02)
@@ -279,7 +279,7 @@ def test_rounds_are_those_of_a_real_run(dylu):
 # With a simulation
 
 TASK = load_task("digits")
-SLOW = {"network": "1Mbps,20ms", "step_seconds": "10ms", "steps": 40}
+SLOW = {"network": "1Mbps,20ms", "step_seconds": "10ms", "max_steps": 40}
 
 
 @pytest.mark.parametrize("network", ["1Mbps,20ms", "100Mbps,1ms"])
@@ -294,7 +294,7 @@ def test_formula_and_clock_agree(network):
         "sparta:p_sparta=0.25:compression_method=sequential",
     ]
     speeds = [1, 1, 0.8, 0.5]
-    result = compare(TASK, texts, steps=40, seeds=1, network=network, step_seconds="10ms", speeds=speeds)
+    result = compare(TASK, texts, max_steps=40, seeds=1, network=network, step_seconds="10ms", speeds=speeds)
     advice = advise(
         parameters=2410, num_nodes=4, network=network, step_seconds="10ms", speeds=speeds, strategies=texts,
         algorithm="recorded",
@@ -345,7 +345,7 @@ def test_a_simulation_is_the_comparison_of_its_length(simulated):
         if r.simulated_steps is not None:
             steps = r.simulated_steps
             alone = compare(
-                TASK, [r.strategy], steps=steps, seeds=2, network="1Mbps,20ms", step_seconds="10ms", target_loss=1.7
+                TASK, [r.strategy], max_steps=steps, seeds=2, network="1Mbps,20ms", step_seconds="10ms", target_loss=1.7
             )
             assert (alone.rows[0]["val_loss"], alone.rows[0]["target_s"]) == (r.final_loss, r.target_s)
 
@@ -369,7 +369,7 @@ def test_the_simulated_strategies_have_the_tasks_own_settings():
         ({"strategies": "ddp,single"}, "'single' sends nothing"),
         ({"strategies": "diloco:H=300"}, "none of strategies='diloco:H=300' communicates twice"),
         ({"strategies": "ddp,eager:H=2"}, "unknown strategy 'eager': it is 'diloco:eager=true' here"),
-        ({"steps": 0}, "steps=0"),
+        ({"max_steps": 0}, "max_steps=0"),
         ({"target_loss": math.inf}, "target_loss=inf"),
         ({"speeds": [1]}, "speeds is for 1 nodes"),
         ({"strategy": "ddp"}, "did you mean 'strategies'"),

@@ -21,6 +21,7 @@ from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES, Standing, compare, plots
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import FILES, Comparison, find
 from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.study.compare.run import session_of
@@ -91,7 +92,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def everything(out: Path) -> Comparison:
     names = [*DEFAULT_STRATEGIES, "sparta_diloco"]
-    return compare(TASK, names, steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid", out=out)
+    return compare(TASK, names, max_steps=STEPS, seeds=SEEDS, num_nodes=NODES, partitioner="iid", out=out)
 
 
 def final(result: Comparison, label: str, seed: int) -> dict[str, float]:
@@ -187,10 +188,10 @@ def without_speed(result: Comparison) -> list[dict[str, object]]:
 
 
 def test_seeds_fix_the_summary(everything: Comparison) -> None:
-    again = compare(TASK, ["ddp", "sparta"], steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid")
+    again = compare(TASK, ["ddp", "sparta"], max_steps=STEPS, seeds=SEEDS, num_nodes=NODES, partitioner="iid")
     expected = [row for row in without_speed(everything) if row["strategy"] in ("ddp", "sparta")]
     assert without_speed(again) == expected and again.folder is None and again.paths == ()
-    other = compare(TASK, ["ddp", "sparta"], steps=STEPS, seeds=[0, 2], nodes=NODES, partition="iid")
+    other = compare(TASK, ["ddp", "sparta"], max_steps=STEPS, seeds=[0, 2], num_nodes=NODES, partitioner="iid")
     assert without_speed(other)[0]["val_loss"] != expected[0]["val_loss"]
 
 
@@ -198,7 +199,7 @@ def test_seeds_fix_the_summary(everything: Comparison) -> None:
 
 
 def test_a_task_by_name_is_the_same(everything: Comparison) -> None:
-    named = compare("digits", "ddp", steps=STEPS, seeds=SEEDS, nodes=NODES, partition="iid")
+    named = compare("digits", "ddp", max_steps=STEPS, seeds=SEEDS, num_nodes=NODES, partitioner="iid")
     assert without_speed(named) == [row for row in without_speed(everything) if row["strategy"] == "ddp"]
 
 
@@ -234,13 +235,13 @@ def line_problem(examples: int = 64) -> tuple[Callable[[], torch.nn.Module], Ten
 def test_a_problem_and_strategies_of_the_users_own() -> None:
     seen: list[Standing] = []
     with pytest.raises(ArgumentError, match="'plain' is OptimSpec"):
-        compare(line_problem(), {"plain": OptimSpec("sgd")}, steps=10)  # type: ignore[dict-item]
+        compare(line_problem(), {"plain": OptimSpec("sgd")}, max_steps=10)  # type: ignore[dict-item]
     strategies: dict[str, str | Strategy] = {"mine": SimpleReduceStrategy("sgd", lr=0.1), "theirs": "ddp:lr=0.2"}
     result = compare(
         line_problem(2000),
         strategies,
-        nodes=2,
-        steps=10,
+        num_nodes=2,
+        max_steps=10,
         seeds=[5],
         loss_fn=torch.nn.functional.mse_loss,
         watch=seen.append,
@@ -261,7 +262,7 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch
     """On a clock that only training moves; the first start is the longest, as imports are."""
     now_s, seen, entered = [0.0], list[tuple[float, float | None]](), list[str]()
     monkeypatch.setattr("exogym.study.compare.session.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
-    session = session_of(TASK, list(STEP_S), nodes=NODES, steps=STEPS, seeds=3)
+    session = session_of(ComparisonOptions(TASK, list(STEP_S), num_nodes=NODES, max_steps=STEPS, seeds=3))
     session.watch = lambda at: seen.append((now_s[0], at.left_s))
 
     class Working:
@@ -292,12 +293,12 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch
 
 
 def test_a_run_that_diverges_is_left_out() -> None:
-    result = compare(TASK, "ddp,ddp:lr=1e30", steps=10, seeds=1)
+    result = compare(TASK, "ddp,ddp:lr=1e30", max_steps=10, seeds=1)
     good, bad = result.rows
     assert bad["seeds"] == 0 and bad["val_loss"] is None and "1 of 1 runs failed: the loss" in bad["notes"]
     assert good["seeds"] == 1 and "ddp:lr=1e30" in result.to_markdown()
     with pytest.raises(TrainingError, match="loss"):
-        compare(TASK, "ddp", steps=10, seeds=1, lr=1e30)
+        compare(TASK, "ddp", max_steps=10, seeds=1, lr=1e30)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -307,7 +308,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, error: type[BaseExcepti
         raise error
 
     with pytest.raises(error):
-        compare(TASK, "ddp", steps=10, seeds=1, out=tmp_path / "new" / "runs", watch=fail)
+        compare(TASK, "ddp", max_steps=10, seeds=1, out=tmp_path / "new" / "runs", watch=fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,8 +338,8 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": 0}, "nodes=0"),
-        ({"steps": 1.5}, "steps=1.5"),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"max_steps": 1.5}, "max_steps=1.5"),
         ({"seeds": 0}, "seeds=0"),
         ({"seeds": [1, 1]}, "different whole numbers"),
         ({"seeds": []}, "give how many"),
@@ -346,7 +347,7 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"strategies": "ddp,sngle"}, "did you mean 'single'"),
         ({"strategies": "ddp,ddp"}, "names 'ddp' twice"),
         ({"strategies": ()}, "names none"),
-        ({"partition": "shard:2"}, "did you mean 'shards'"),
+        ({"partitioner": "shard:2"}, "did you mean 'shards'"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"strategies": [SimpleReduceStrategy()]}, "SimpleReduceStrategy has no name here: give a dict"),
         ({"strategies": SimpleReduceStrategy()}, "SimpleReduceStrategy has no name here: give a dict"),
@@ -358,7 +359,9 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"problem": "digit"}, "did you mean 'digits'"),
         ({"problem": TASK, "data": "here"}, "data='here' is for a task that is named"),
         ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),
-        ({"step": 3}, "no argument 'step': did you mean 'steps'"),
+        ({"nodes": 3}, "no argument 'nodes': did you mean 'num_nodes'"),
+        ({"steps": 3}, "no argument 'steps': did you mean 'max_steps'"),
+        ({"partition": "iid"}, "no argument 'partition': did you mean 'partitioner'"),
     ],
 )
 def test_wrong_arguments_are_explained(options: dict[str, object], message: str) -> None:
@@ -368,7 +371,7 @@ def test_wrong_arguments_are_explained(options: dict[str, object], message: str)
 
 def test_a_cut_that_leaves_a_node_without_data_is_known_before_training() -> None:
     with pytest.raises(DataError, match="Dirichlet"):
-        compare(TASK, "ddp", nodes=1000, watch=lambda at: pytest.fail("it trained"))
+        compare(TASK, "ddp", num_nodes=1000, watch=lambda at: pytest.fail("it trained"))
 
 
 # ---------------------------------------------------------------- pictures

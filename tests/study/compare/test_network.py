@@ -24,7 +24,14 @@ LINE = Network("1Mbps", "10ms")
 
 
 def timed(strategies: str = "ddp,diloco:H=5", **options: object) -> Comparison:
-    given = {"steps": STEPS, "seeds": 1, "nodes": NODES, "partition": "iid", "network": LINE, "step_seconds": STEP_S}
+    given = {
+        "max_steps": STEPS,
+        "seeds": 1,
+        "num_nodes": NODES,
+        "partitioner": "iid",
+        "network": LINE,
+        "step_seconds": STEP_S,
+    }
     return compare(TASK, strategies, **given | options)  # type: ignore[arg-type]
 
 
@@ -55,7 +62,7 @@ def test_times_are_steps_and_collectives(everything: Comparison) -> None:
 
 
 def test_training_is_as_without_a_network(everything: Comparison) -> None:
-    plain = compare(TASK, "single,ddp,diloco:H=5,sparta", steps=STEPS, seeds=2, nodes=NODES, partition="iid")
+    plain = compare(TASK, "single,ddp,diloco:H=5,sparta", max_steps=STEPS, seeds=2, num_nodes=NODES, partitioner="iid")
     assert "time_s" not in plain.rows[0] and plain.target_loss is None
     for here, there in zip(plain.rows, everything.rows, strict=True):
         assert here["val_loss"] == there["val_loss"] and here["tx_bytes"] == there["tx_bytes"]
@@ -124,7 +131,7 @@ def test_time_falls_with_bandwidth_and_is_never_under_computing() -> None:
 
 def test_diloco_is_first_on_a_slow_network_and_ddp_on_a_fast_one() -> None:
     for network, first, last in (("1Mbps,20ms", "diloco", "ddp"), ("nvlink", "ddp", "diloco")):
-        result = timed("ddp,diloco", steps=100, target_loss=1.3, network=network)
+        result = timed("ddp,diloco", max_steps=100, target_loss=1.3, network=network)
         found = {row["strategy"]: row["target_s"] for row in result.rows}
         assert found[first] < found[last]
 
@@ -241,11 +248,11 @@ def test_a_target_that_some_runs_reach_has_no_mean() -> None:
     [
         ({"network": "wify"}, "did you mean 'wifi'"),
         ({"network": "-1Mbps"}, "must be over 0"),
-        ({"network": Network.matrix(np.ones((2, 2)))}, "network is for 2 nodes, but there are nodes=4"),
+        ({"network": Network.matrix(np.ones((2, 2)))}, "network is for 2 nodes, but there are num_nodes=4"),
         ({"step_seconds": "20 minutes"}, "no known unit"),
         ({"step_seconds": 0}, "a step must take time"),
         ({"step_seconds": [1, 2]}, "step_seconds is for 2 nodes"),
-        ({"speeds": [1, 1]}, "speeds is for 2 nodes, but there are nodes=4"),
+        ({"speeds": [1, 1]}, "speeds is for 2 nodes, but there are num_nodes=4"),
         ({"speeds": [1]}, "speeds is for 1 nodes"),
         ({"speeds": [1, 1, 1, 0]}, "over 0"),
         ({"speeds": [1] * 4, "step_seconds": StepTime(1)}, "speeds beside a StepTime"),

@@ -22,7 +22,7 @@ from exogym.strategy import SimpleReduceStrategy, Strategy
 from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
 from exogym.study.compare.comparison import FILES, Comparison
 
-OPTIONS: dict[str, Any] = {"steps": 20, "seeds": 2, "nodes": 2, "device": "cpu"}
+OPTIONS: dict[str, Any] = {"max_steps": 20, "seeds": 2, "num_nodes": 2, "device": "cpu"}
 STRATEGIES = "single,ddp,diloco:H=5"
 OF_THE_CLOCK_HERE = ("wall_s", "examples_per_s", "device_use", "memory_bytes")
 
@@ -173,7 +173,7 @@ def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
     refuse(
         r"(?s)setting.batch_size: saved 4, now 5\n.*setting.steps: saved 20, now 30",
         resume=True,
-        steps=30,
+        max_steps=30,
         batch_size=5,
     )
     refuse(r"strategies.sparta: saved None", resume=True, strategies="ddp,diloco:H=5,single,sparta")

@@ -19,7 +19,7 @@ from exogym.study.compare import compare
 from exogym.study.sweep import SweepInterrupted, Swept, axes, sweep, workers
 from exogym.study.sweep.search import BATCH, propose
 
-SMALL: dict[str, Any] = {"steps": 10, "nodes": 2, "device": "cpu"}
+SMALL: dict[str, Any] = {"max_steps": 10, "num_nodes": 2, "device": "cpu"}
 GRID = {"H": [2, 5], "strategy": ["diloco", "fedavg"]}
 
 
@@ -68,9 +68,9 @@ def test_its_folder_and_its_table(undisturbed: Swept) -> None:
 
 def test_options_of_the_run_are_swept_too() -> None:
     result = sweep(
-        "digits", ["nodes=2,3", "lr=0.001,0.01"], strategy="ddp", steps=5, seeds=1, processes=1, device="cpu"
+        "digits", ["num_nodes=2,3", "lr=0.001,0.01"], strategy="ddp", max_steps=5, seeds=1, processes=1, device="cpu"
     )
-    assert [(row["strategy"], row["nodes"], row["lr"]) for row in result.rows] == [
+    assert [(row["strategy"], row["num_nodes"], row["lr"]) for row in result.rows] == [
         ("ddp", "2", "0.001"), ("ddp", "2", "0.01"), ("ddp", "3", "0.001"), ("ddp", "3", "0.01")
     ]  # fmt: skip
     sent = [row["tx_bytes"] for row in result.rows]
@@ -83,7 +83,8 @@ def test_options_of_the_run_are_swept_too() -> None:
     ("given", "message"),
     [
         ({"K": [1]}, "cell K=1: strategy 'diloco:K=1': diloco has no option 'K'"),
-        ({"nodes": ["two"]}, "nodes='two' should be a whole number"),
+        ({"nodes": [2, 3]}, "nodes is called num_nodes here"),
+        ({"num_nodes": ["two"]}, "num_nodes='two' should be a whole number"),
         (["H"], "should look like option=value,value"),
         (["H=1,1"], "should be different values"),
         (["H=1", "H=2"], "H is given twice"),
@@ -104,7 +105,7 @@ def test_a_folder_of_something_else_is_left_alone(undisturbed: Swept, tmp_path: 
     with pytest.raises(ArgumentError, match="holds something already: go on there with resume"):
         sweep("digits", GRID, seeds=2, out=folder, **SMALL)
     with pytest.raises(ArgumentError, match=r"differs[\s\S]*nodes"):
-        sweep("digits", GRID, seeds=2, out=folder, resume=True, **(SMALL | {"nodes": 3}))
+        sweep("digits", GRID, seeds=2, out=folder, resume=True, **(SMALL | {"num_nodes": 3}))
     with pytest.raises(ArgumentError, match="holds no sweep"):
         sweep("digits", GRID, out=tmp_path, resume=True, **SMALL)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
@@ -132,7 +133,7 @@ KILLED = """
 import sys
 from exogym.study.sweep import sweep
 grid = {"H": [2, 5], "strategy": ["diloco", "fedavg"]}
-sweep("digits", grid, seeds=2, processes=2, out=sys.argv[1], steps=10, nodes=2, device="cpu")
+sweep("digits", grid, seeds=2, processes=2, out=sys.argv[1], max_steps=10, num_nodes=2, device="cpu")
 """
 
 
@@ -191,7 +192,7 @@ def test_without_memory_for_another_run_they_follow_one_another(
     free_bytes: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "free_memory_bytes", lambda device: free_bytes)
-    sweep("digits", {"H": [2, 5]}, seeds=1, processes=2, out=tmp_path / "sweep", **(SMALL | {"steps": 200}))
+    sweep("digits", {"H": [2, 5]}, seeds=1, processes=2, out=tmp_path / "sweep", **(SMALL | {"max_steps": 200}))
     spans = sorted((run.started_s, run.heard_s) for run in runs.list(tmp_path) if run.kind == "run")
     assert (spans[0][1] > spans[1][0]) is overlap
 
