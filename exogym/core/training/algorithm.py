@@ -1,4 +1,8 @@
-"""A strategy in training, as the one driver sees it: what it does with nodes, and when."""
+"""A strategy in training, as the one driver sees it: what it does with nodes, and when.
+
+A feature that changes who acts, or when, is a wrapper around an `Algorithm` (see `Around`), put on where it was asked
+for: `absence`, `seating`, `clocking`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from exogym.core.compute.spans import Compute, Losses, Span
 from exogym.core.compute.ways import way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.store import Store
 from exogym.core.training.timing import Timing
 from exogym.data.stream import Stream
 from exogym.faults import Attendance
@@ -29,8 +32,7 @@ class Setting:
         how: the way of computing, as `fit(compute=)`.
         attendance: who is there, where faults are planned; timing: the virtual clock, where there is a network.
         watch: what is done about numbers that are not finite.
-        store: what nodes without a row keep, where there are fewer rows than nodes; arrived: told, in every process,
-            the nodes that are seated here for the first time.
+        around: wraps the way of computing, where a feature asks for that.
     """
 
     fleet: Fleet
@@ -41,8 +43,7 @@ class Setting:
     attendance: Attendance | None
     timing: Timing | None
     watch: Watch
-    store: Store | None = None
-    arrived: Callable[[Sequence[int]], None] | None = None
+    around: Callable[[Compute], Compute] = lambda compute: compute
 
     def compute(
         self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Correction] = ()
@@ -59,7 +60,12 @@ class Setting:
         if optimizer is not None:
             optimizer.corrections += corrections
         overlapping = bucket_bytes if self.attendance is None else None
-        return way_of(self.how)(self.worker, self.stream, optimizer, self.watch, overlapping)
+        return self.around(way_of(self.how)(self.worker, self.stream, optimizer, self.watch, overlapping))
+
+
+def meet(fleet: Fleet, nodes: Sequence[int]) -> None:
+    """From now on `nodes` take part in communication; the one place that says so."""
+    fleet.comm.present = list(nodes)
 
 
 class Algorithm:
@@ -86,9 +92,17 @@ class Algorithm:
         """Return the learning rate of the step after `step`."""
         return self.schedule.lr(step)
 
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The ids of the nodes that count: all, or those at work where there are fewer rows than nodes."""
+        return range(self.fleet.num_nodes)
+
     def next_event(self, step: int) -> int:
         """Return the first step after `step` at which it must act."""
         raise NotImplementedError
+
+    def begin(self, step: int) -> None:
+        """A stretch begins after `step`."""
 
     def work(self, first: int, last: int) -> np.ndarray | None:
         """Return (N,) local steps that it asks of each node from step `first` to `last` of the fleet; None: every one.
@@ -146,6 +160,10 @@ class Algorithm:
         """
         raise NotImplementedError
 
+    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        """End the stretch of `losses`; return the ids of the nodes in it, and their (nodes, steps) mean losses."""
+        return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
+
     def finish(self, step: int) -> None:
         """Synchronise what is left at the end of training."""
 
@@ -160,3 +178,64 @@ class Algorithm:
     def close(self) -> None:
         """Leave nothing behind."""
         self.compute.close()
+
+
+class Around(Algorithm):
+    """Wraps an algorithm, and does all as it does; a feature overrides what it changes."""
+
+    def __init__(self, inner: Algorithm):
+        self.inner, self.fleet, self.compute = inner, inner.fleet, inner.compute
+        self.needs_gradients, self.leaves_out, self.keeps_time = (
+            inner.needs_gradients,
+            inner.leaves_out,
+            inner.keeps_time,
+        )
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        return self.inner.nodes
+
+    def lr(self, step: int) -> float:
+        return self.inner.lr(step)
+
+    def next_event(self, step: int) -> int:
+        return self.inner.next_event(step)
+
+    def begin(self, step: int) -> None:
+        self.inner.begin(step)
+
+    def work(self, first: int, last: int) -> np.ndarray | None:
+        return self.inner.work(first, last)
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        return self.inner.server_round(step)
+
+    def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        return self.inner.seated(step)
+
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+        return self.inner.spans(losses, counts)
+
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        return self.inner.on_gradients(step, rows, skip)
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        return self.inner.act(step, losses, before_mixing)
+
+    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        return self.inner.told(losses)
+
+    def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
+        self.inner.rejoin(nodes, source, step, forget, as_fleet)
+
+    def finish(self, step: int) -> None:
+        self.inner.finish(step)
+
+    def outer(self) -> list[Tensor] | None:
+        return self.inner.outer()
+
+    def outer_buffers(self) -> dict[str, Tensor] | None:
+        return self.inner.outer_buffers()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -30,6 +30,7 @@ from exogym.core.compute.outputs import Loss
 from exogym.core.compute.weights import counting
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.seats import Seats
 from exogym.core.fleet.state import Shared
 from exogym.core.fleet.store import Store
 from exogym.core.progress import Progress, notice, warn
@@ -41,12 +42,15 @@ from exogym.core.record.steps import steps_here
 from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.keepers import on_main
 from exogym.core.saving.snapshots import restore
+from exogym.core.training.absence import Absence
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.clocking import Charged, Measured, ServerRounds
 from exogym.core.training.driver import Driver
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.core.training.resuming import Refused, agree, matching_snapshot, open_folder
+from exogym.core.training.seating import Seating
 from exogym.core.training.speeds import node_speeds
 from exogym.core.training.subject import Subject
 from exogym.core.training.timing import Timing
@@ -162,7 +166,7 @@ def _assemble(
         loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
         if worker.insides is not None:
             share = functools.partial(_share_insides, fleet)
-            loop.before_saving.append(share)
+            loop.standing.before_saving.append(share)
             loop.figures.append(share)
         if timing is not None:
             loop.figures.append(timing.values)
@@ -296,21 +300,39 @@ def make_driver(
     faults = options.faults if options.may_be_away else (Faults() if uneven else None)
     attendance = None if faults is None else faults.bind(options.num_nodes, strategy.needs_gradients, shares)
     watch = Watch(options.on_nonfinite, worker)
-    wire, store, arrived = fleet.comm.wire, None, None
-    if wire.total_rows < options.num_nodes:
-        folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
-        store = Store(options.client_state_memory, folder)
-
-        def arrived(nodes: Sequence[int]) -> None:
-            found = wire.gather([[node, stream.length(node)] for node in nodes])
-            stream.learn((node, examples) for told in found for node, examples in told)
-
     if strategy.asks_clients:
         fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
-    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch, store, arrived)
+    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
+    if timing is not None and timing.is_measured:
+        setting.around = functools.partial(Measured, timing=timing)
     home, name = ALGORITHMS[strategy.driven_by]
     algorithm: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
-    return Driver(algorithm, setting)
+    # From the inside out. A server's round is over before the nodes left out of it take what it came to; absence says
+    # how many steps each node takes; and the clock is charged with these before anybody meets.
+    clock = None if algorithm.keeps_time else timing
+    seats = None
+    if clock is not None:
+        algorithm = ServerRounds(algorithm, clock)
+    if fleet.comm.wire.total_rows < options.num_nodes:
+        seats = _seats(options, fleet, stream)
+        algorithm = Seating(algorithm, seats)
+    if attendance is not None or watch.skips:
+        algorithm = Absence(algorithm, attendance, watch)
+    if clock is not None:
+        algorithm = Charged(algorithm, clock)
+    return Driver(algorithm, setting, seats)
+
+
+def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
+    """Return who sits in the rows, where there are fewer than nodes; all that is kept is registered by then."""
+    wire = fleet.comm.wire
+    folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
+
+    def arrived(nodes: Sequence[int]) -> None:
+        found = wire.gather([[node, stream.length(node)] for node in nodes])
+        stream.learn((node, examples) for told in found for node, examples in told)
+
+    return Seats(fleet, Store(options.client_state_memory, folder), arrived)
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:

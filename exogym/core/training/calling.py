@@ -14,6 +14,7 @@ from exogym.core.record.history import History
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.evaluating import Model, Models
 from exogym.core.training.standing import Standing
+from exogym.core.training.timing import Timing
 from exogym.errors import ArgumentError
 
 
@@ -23,17 +24,12 @@ class Calling:
     Callbacks run in the main process. A model that they ask for lies in all processes, so the others wait in `_serve`
     for wishes, and do what the main one is about to do.
 
-    Args:
-        save: writes a checkpoint, in all processes.
-
     Attributes:
         driver, worker, timing: for looking deeper than `Running` promises.
     """
 
-    def __init__(
-        self, agenda: Agenda, standing: Standing, models: Models, save: Callable[[], Path], timing: Any = None
-    ):
-        self.standing, self.models, self._save = standing, models, save
+    def __init__(self, agenda: Agenda, standing: Standing, models: Models, timing: Timing | None = None):
+        self.standing, self.models = standing, models
         self._agenda, self._wire = agenda, models.wire
         self._is_calling = False
         self.fleet, self.driver, self.worker, self.timing = models.fleet, models.driver, models.driver.worker, timing
@@ -90,7 +86,7 @@ class Calling:
     def save(self) -> Path:
         """Write a checkpoint of this moment; return its folder."""
         self._ask("save")
-        return self._save()
+        return self.standing.save()
 
     def beat(self) -> None:
         """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
@@ -130,7 +126,7 @@ class Calling:
             "measure": lambda _: self.models.measure(None, {}),
             "average": lambda _: self.models.average(),
             "rows": lambda _: self.models.rows(),
-            "save": lambda _: self._save(),
+            "save": lambda _: self.standing.save(),
         }
         while True:
             wish, value = self._wire.tell(None)

@@ -23,9 +23,7 @@ from exogym.core.progress import Progress
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
-from exogym.core.saving.checkpoint import save
 from exogym.core.saving.keepers import Keepers
-from exogym.core.saving.snapshots import for_disk
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.calling import Calling
 from exogym.core.training.driver import Driver
@@ -44,7 +42,6 @@ class TrainingLoop:
         models: the models that the nodes hold, and their evaluation.
         calling: the run as callbacks see it.
         figures: return further values for an evaluation, in the main process.
-        before_saving: called in every process before a checkpoint is written.
         carry: takes the training through, where more is needed than to run it.
         at_rest: called before each stretch, where nothing is in flight.
         spent: steps trained after the first stretch, their seconds, and their seconds without the wire.
@@ -66,13 +63,12 @@ class TrainingLoop:
         self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
         self.standing = Standing(agenda, driver, fleet, history, self.reports)
         self.models = Models(evaluator, driver, fleet)
-        self.calling = Calling(agenda, self.standing, self.models, self.save, timing)
+        self.calling = Calling(agenda, self.standing, self.models, timing)
         for k, callback in enumerate(agenda.callbacks):
             if isinstance(callback, Callback):
                 name = f"callback {k} {type(callback).__name__}"
                 fleet.state.register(name, Shared(callback.state, callback.load_state))
         self.figures: list[Callable[[], dict[str, float]]] = []
-        self.before_saving: list[Callable[[], Any]] = []
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
         self.spent = (0, 0.0, 0.0)
@@ -107,7 +103,7 @@ class TrainingLoop:
                 self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
                 finished = (self.carry or self._carry)(self._run)
                 if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
-                    path = None if self.agenda.save_dir is None else self.save()
+                    path = None if self.agenda.save_dir is None else self.standing.save()
                     say_stopped(self.wire, interrupt.received, self.step, self.driver.losses, path)
                 self._together = True
             if not finished or interrupt.received is not None:
@@ -204,7 +200,7 @@ class TrainingLoop:
         at_end = at_end or standing.stopped
         self._log(last - 1 if at_end else last)
         if agenda.checkpoint_due(last) or (at_end and agenda.save_dir is not None):
-            self.save()
+            self.standing.save()
         return True
 
     def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
@@ -218,15 +214,6 @@ class TrainingLoop:
         return losses
 
     # Between stretches
-
-    def save(self) -> Path:
-        """Write a checkpoint of this moment, in all processes; return its folder."""
-        agenda = self.agenda
-        for prepare in self.before_saving:
-            prepare()
-        path = save(agenda.save_dir, for_disk(self.standing), agenda.keep_checkpoints, self.wire, agenda.keepers)
-        self._tell("checkpoint", path=str(path))
-        return path
 
     def _measure_apart(self) -> None:
         """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""

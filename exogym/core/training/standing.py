@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +28,7 @@ class Standing:
         apart: how far the nodes were apart before this step's synchronisation, where that was measured.
         stopped: whether a callback has ended the training.
         outcome: the final model, where it is known before the end.
+        before_saving: called in every process before a checkpoint is written.
     """
 
     def __init__(self, agenda: Agenda, driver: Driver, fleet: Fleet, history: History, reports: Reports):
@@ -34,6 +37,7 @@ class Standing:
         self.apart: dict[str, float] | None = None
         self.stopped = False
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None
+        self.before_saving: list[Callable[[], Any]] = []
         self._wall_before_s = self._start = 0.0
 
     @property
@@ -76,6 +80,18 @@ class Standing:
         return time.perf_counter() - self._start if self._start else 0.0
 
     # Saved, and put back
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment, in all processes; return its folder."""
+        from exogym.core.saving.checkpoint import save
+        from exogym.core.saving.snapshots import for_disk
+
+        agenda = self.agenda
+        for prepare in self.before_saving:
+            prepare()
+        path = save(agenda.save_dir, for_disk(self), agenda.keep_checkpoints, self.fleet.comm.wire, agenda.keepers)
+        self.reports.tell("checkpoint", self.step, path=str(path))
+        return path
 
     def counters(self) -> dict[str, Any]:
         """Return what says where the run stands, JSON-able; beside the state of the fleet and the history."""

@@ -45,7 +45,7 @@ from exogym.core.communicator.ledger import FACTORS
 from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.traffic import Talk, talk_of_layers
 from exogym.core.progress import readable_bytes
-from exogym.core.training.driver import AGREEMENTS
+from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.network.pricing import LATE, Members

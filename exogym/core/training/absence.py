@@ -1,0 +1,119 @@
+"""Nodes that take no part: those away by planned faults, and those whose numbers are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym.core.compute.finite import Watch
+from exogym.core.compute.spans import Losses
+from exogym.core.training.algorithm import Algorithm, Around, meet
+from exogym.errors import TrainingError
+from exogym.faults import Attendance
+
+
+class Absence(Around):
+    """An algorithm some of whose nodes take no part, until they take what another node holds.
+
+    Args:
+        attendance: who is there at each step, where faults are planned; None: all are.
+        watch: finds the nodes whose numbers are not finite; where it skips them they are absent like the others.
+    """
+
+    def __init__(self, inner: Algorithm, attendance: Attendance | None, watch: Watch):
+        super().__init__(inner)
+        self.attendance, self.watch = attendance, watch
+        self._skips = watch.skips and inner.leaves_out
+        self._left_out: list[int] = []  # nodes here whose gradient of this step was not finite
+
+    def up(self, step: int) -> list[int]:
+        """Return the nodes that are there for `step`."""
+        return list(self.nodes) if self.attendance is None else self.attendance.up(step)
+
+    def _reached(self, step: int) -> list[int]:
+        """Return those of them that do not lose the synchronisation after `step`."""
+        return self.up(step) if self.attendance is None else self.attendance.present(step)
+
+    def next_event(self, step: int) -> int:
+        event = self.inner.next_event(step)
+        return event if self.attendance is None else min(event, self.attendance.next_change(step))
+
+    def begin(self, step: int) -> None:
+        """Begin a stretch; nodes that were away at `step` and are there now take over what the others hold."""
+        self.inner.begin(step)
+        meet(self.fleet, self.up(step + 1))  # those left out of an evaluation too
+        if self.attendance is None:
+            return
+        nodes, source = self.attendance.returning(step + 1)
+        if source is not None:
+            self.inner.rejoin(nodes, source, step, self.attendance.faults.forget, as_fleet=True)
+
+    def work(self, first: int, last: int) -> np.ndarray | None:
+        if self.attendance is None:
+            return self.inner.work(first, last)
+        return self.attendance.steps_between(first, last, self.inner.work)
+
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        fleet = self.fleet
+        if self.attendance is not None:
+            meet(fleet, self._reached(step))
+        self._left_out = [] if skip else [fleet.ranks[row] for row in self.compute.spoilt]
+        if self._skips and not skip:
+            everywhere = self.watch.spoilt(self.up(step), self._left_out)
+            meet(fleet, [i for i in fleet.comm.present if i not in everywhere])
+            self._left_out = [rank for rank in everywhere if rank in fleet.ranks]
+        elif self.watch.skips and not self.leaves_out:
+            skip = fleet.comm.wire.agree(skip or bool(self._left_out))
+        stepping = self.inner.on_gradients(step, rows, skip)
+        return [row for row in stepping if fleet.ranks[row] not in self._left_out]
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        """Let the algorithm act after `step`, with those who are reached and whose numbers are finite."""
+        there = self.up(step)
+        spoilt = self.watch.spoilt(there, self._left_out) if self._skips else []
+        finite = [i for i in there if i not in spoilt]
+        meeting = [i for i in self._reached(step) if i not in spoilt]
+
+        def with_all_there() -> None:
+            meet(self.fleet, finite)
+            before_mixing()
+            meet(self.fleet, meeting)
+
+        meet(self.fleet, meeting)
+        met = self.inner.act(step, losses, with_all_there)
+        if met and spoilt:
+            self._take_in(spoilt, there, step)
+        else:
+            meet(self.fleet, finite)
+        return met
+
+    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        nodes, found = self.inner.told(losses)
+        return nodes, found.where(found != torch.inf, torch.nan) if self.watch.skips else found
+
+    def finish(self, step: int) -> None:
+        there = self.up(step)
+        spoilt = self.watch.spoilt(there) if self._skips else []
+        meet(self.fleet, [i for i in self._reached(step) if i not in spoilt])
+        self.inner.finish(step)
+        if spoilt:
+            self._take_in(spoilt, there, step)
+        meet(self.fleet, there)
+
+    def _take_in(self, spoilt: list[int], there: list[int], step: int) -> None:
+        """Copy a healthy node's whole state into the nodes `spoilt`, of those `there`: they took no part at `step`.
+
+        Raises:
+            TrainingError: no node is healthy.
+        """
+        if len(spoilt) == len(there):
+            raise TrainingError(
+                f"after step {step} no node is left whose numbers are finite, so none can take what another holds: "
+                "lower the learning rate, clip gradients (max_norm=1.0), or look at the data"
+            )
+        source = next(iter(self.fleet.comm.present), min(set(there) - set(spoilt)))
+        meet(self.fleet, there)
+        self.inner.rejoin(spoilt, source, step, forget=True, as_fleet=self.needs_gradients)

@@ -1,0 +1,112 @@
+"""The virtual clock around a run: local steps are timed and charged to it, and servers' rounds make nodes wait."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from exogym.core.compute.spans import Compute, Losses, Span
+from exogym.core.training.algorithm import Algorithm, Around
+from exogym.core.training.timing import Timing
+
+AGREEMENTS = 2  # of processes in a stretch: whether to stop, and the losses; where gradients meet, whose there are
+Item = TypeVar("Item", Span, int)
+
+
+class Charged(Around):
+    """An algorithm whose local steps cost time on the clock, all of a stretch before nodes meet."""
+
+    def __init__(self, inner: Algorithm, timing: Timing):
+        super().__init__(inner)
+        self.timing = timing
+
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        self._charge(step - 1, step)
+        return self.inner.on_gradients(step, rows, skip)
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        if not self.needs_gradients:
+            self._charge(losses.first, losses.last)
+        return self.inner.act(step, losses, before_mixing)
+
+    def _charge(self, first: int, last: int) -> None:
+        """Tell the clock of the steps from `first` to `last`, (N,) of the nodes where they differ."""
+        work = self.work(first, last)
+        self.timing.computed(last - first if work is None else work, AGREEMENTS + self.needs_gradients)
+
+
+class ServerRounds(Around):
+    """An algorithm whose server waits for some clients: inside a round these send, afterwards all nodes wait for it."""
+
+    def __init__(self, inner: Algorithm, timing: Timing):
+        super().__init__(inner)
+        self.timing = timing
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        with self._round(step):
+            return self.inner.act(step, losses, before_mixing)
+
+    def finish(self, step: int) -> None:
+        with self._round(step, waits=False):
+            self.inner.finish(step)
+
+    @contextlib.contextmanager
+    def _round(self, step: int, waits: bool = True) -> Iterator[None]:
+        round_ = self.inner.server_round(step)
+        if round_ is None:
+            yield
+            return
+        clock, (clients, wait_s) = self.timing.clock, round_
+        until_s = clock.last_s + wait_s if waits else 0.0
+        clock.meet(until_s, clients)
+        yield
+        clock.meet(until_s)
+
+
+class Measured:
+    """A way of computing whose steps are timed here, each row by itself unless all are computed at once."""
+
+    def __init__(self, inner: Compute, timing: Timing):
+        self.inner, self.timing = inner, timing
+        self.fleet, self.taken, self.together = inner.fleet, inner.taken, inner.together
+        self.overflowed, self.spoilt = False, list[int]()
+
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+        for part in self._timed(spans):
+            self.inner.steps(part, losses, may_stop)
+
+    def gradients(self, rows: Sequence[int]) -> Tensor:
+        self.overflowed, self.spoilt, found = False, [], []
+        for part in self._timed(rows):
+            found.append(self.inner.gradients(part))
+            self.overflowed = self.overflowed or self.inner.overflowed
+            self.spoilt += self.inner.spoilt
+        return torch.cat(found)
+
+    def apply(self, rows: Sequence[int], skip: bool = False) -> None:
+        for part in self._timed(rows):
+            self.inner.apply(part, skip)
+
+    def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
+        self.inner.rescale(rows, overflowed)
+
+    def reset(self, row: int) -> None:
+        self.inner.reset(row)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _timed(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+        """Yield `items` in parts; what the caller does with a part is timed."""
+        if not items:
+            yield items
+            return
+        for part in [items] if self.together else [[item] for item in items]:
+            begin = time.perf_counter()
+            yield part
+            self.timing.took([(x, 1) if isinstance(x, int) else (x.row, len(x.columns)) for x in part], begin)

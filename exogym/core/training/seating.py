@@ -1,0 +1,58 @@
+"""Sampled clients: only the nodes that act have rows, and they change seats when a round ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from exogym.core.compute.spans import Losses
+from exogym.core.fleet.seats import Seats
+from exogym.core.training.algorithm import Algorithm, Around, meet
+
+
+class Seating(Around):
+    """An algorithm with fewer rows than nodes, `seats` saying who sits in them."""
+
+    def __init__(self, inner: Algorithm, seats: Seats):
+        super().__init__(inner)
+        self.seats = seats
+        self._told: tuple[Sequence[int], Tensor] | None = None
+        self._seat(0)
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        return self.seats.working
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        def seated() -> None:
+            before_mixing()
+            self._told = self._losses(losses)  # before their nodes give up the rows
+            self._seat(step)
+
+        meet(self.fleet, self.nodes)
+        met = self.inner.act(step, losses, seated)
+        meet(self.fleet, self.nodes)
+        return met
+
+    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        told, self._told = self._told or self._losses(losses), None
+        return told
+
+    def finish(self, step: int) -> None:
+        meet(self.fleet, self.nodes)
+        self._seat(step)
+        self.inner.finish(step)
+        meet(self.fleet, self.nodes)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.seats.store.close()
+
+    def _losses(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
+
+    def _seat(self, step: int) -> None:
+        """Seat those who act next beside those who have come to `step`."""
+        self.seats.take(*self.inner.seated(step))
+        meet(self.fleet, self.seats.nodes)
