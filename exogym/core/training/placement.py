@@ -25,12 +25,12 @@ from exogym.core.engine.wire import place
 from exogym.core.engine.world import world_size
 from exogym.core.fleet.seats import rows_for
 from exogym.core.progress import notice
-from exogym.core.training.assembly import workplace
 from exogym.core.training.options import FitOptions
 from exogym.core.training.speeds import step_seconds
 from exogym.core.training.splits import check_split
 from exogym.core.training.subject import Subject
 from exogym.core.training.trials import chosen_processes
+from exogym.core.training.workplace import workplace
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
 
 Result = TypeVar("Result")

@@ -16,8 +16,9 @@ from exogym.core.compute.ways import WAYS
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
-from exogym.core.saving.snapshots import check_counters
+from exogym.core.saving.snapshots import check_counters, restore
 from exogym.core.training.checking import is_number
+from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
 
@@ -31,6 +32,43 @@ class Refused(Exception):
     def __init__(self, name: str, why: str):
         super().__init__(why)
         self.name, self.why = name, why
+
+
+class Kept:
+    """The folder of checkpoints of a run that is put together, and the checkpoint that it goes on from.
+
+    Attributes:
+        snapshot: that checkpoint; None: the run begins.
+    """
+
+    def __init__(self, options: FitOptions, wire: Wire, undo: contextlib.ExitStack):
+        self.options, self.wire = options, wire
+        self.folder = Path(str(options.save_dir))
+        self.keepers = open_folder(self.folder, options.resume, wire, undo)
+        self.snapshot: Snapshot | None = None
+        self._complaints: list[str] = []
+
+    def find(self, description: dict[str, Any], refused: Mapping[str, str]) -> None:
+        """Find the newest good checkpoint of this very run, where it may go on; take over what that run had chosen."""
+        if self.options.resume:
+            self.snapshot, self._complaints = matching_snapshot(
+                self.folder, description, self.options, self.wire, self.keepers, refused
+            )
+
+    def put_back(self, loop: TrainingLoop) -> None:
+        """Let the loop stand where the checkpoint was taken, if there is one; see that it can be saved at all.
+
+        Raises:
+            Refused: the checkpoint is not what the run would save there.
+        """
+        snapshot = self.snapshot
+        if snapshot is not None:
+            agree(self.wire, snapshot, lambda: restore(loop.standing, snapshot))
+            for complaint in self._complaints:
+                self.wire.say(f"{complaint}; using the one before")
+            self.wire.say(f"going on from step {loop.step} ({snapshot.path})")
+        loop.fleet.state.row(0)
+        loop.fleet.state.shared()
 
 
 def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:

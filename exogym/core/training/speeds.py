@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import torch
 
 from exogym.balance import Balance, speeds_of
@@ -69,3 +72,36 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def share_out(
+    weighing: Balance, chosen: dict[str, Any], worker: Worker, stream: Stream, is_fresh: bool
+) -> tuple[np.ndarray | None, list[Fraction]]:
+    """Let nodes work and weigh as `weighing` says; return what differs from a run without.
+
+    The speeds are those of `chosen`; a run that begins (`is_fresh`) measures them, where none were given, and notes
+    them there.
+
+    Returns:
+        (N,) what a step of each node holds, in even ones, None where all are even; and each node's share of the local
+        steps, [] where all take every one.
+    """
+    fleet = worker.fleet
+    if is_fresh:
+        chosen["speeds"] = node_speeds(weighing, fleet.comm.wire, worker, stream)
+    balance = Balance(weighing.kind, chosen["speeds"])
+    shares = balance.shares()
+    sizes = balance.counts(stream.num_nodes * stream.batch_size)
+    what, weights = "batches of " + ", ".join(map(str, sizes)), None
+    if balance.kind == "steps":
+        what = "each takes that share of the local steps"
+        weights = torch.tensor([float(share) for share in shares], dtype=torch.float64)
+    elif len(set(sizes)) > 1:
+        stream.share_out(sizes)
+        weights = torch.from_numpy(np.minimum(stream.batch_sizes, stream.examples).astype(np.float64))
+    spelt = ", ".join(f"{float(share):.3g}" for share in shares)
+    fleet.comm.wire.say(f"balance={balance.kind!r}: speeds of the nodes {spelt}; {what}")
+    if min(shares) < 1:  # else the bits of a run without
+        fleet.comm.weights = weights
+    work = stream.batch_sizes / stream.batch_size if balance.kind == "batch" else None
+    return work, shares if balance.kind == "steps" else []

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from exogym.core.clock import Clock
+from exogym.core.clock import Clock, StepTime
 from exogym.core.clock.clock import PARTS
 from exogym.core.clock.timeline import MOST_NODES
 from exogym.core.communicator import Event
@@ -117,3 +117,9 @@ class Timing:
             "waiting_share": float(clock.waiting_share.mean()),
             "bandwidth_use": float(clock.bandwidth_use.mean()),
         }
+
+
+def mean_seconds(step_seconds: Any, num_nodes: int, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Return the (N,) seconds of a step that were given; `spread`, as in `Timing`: of nodes of several devices."""
+    time_ = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
+    return (time_ if spread is None else time_.for_work(*spread)).mean_s(num_nodes)

@@ -26,7 +26,8 @@ from exogym.core.saving.checkpoint import differences
 from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.keepers import check_folder, everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import put_back, snapshot_of
-from exogym.core.training.assembly import assemble, constants
+from exogym.core.training.assembly import assemble
+from exogym.core.training.describing import constants
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.core.training.resuming import FREE

@@ -1,0 +1,79 @@
+"""What is left to the library and found before the run: micro-batches that fit, a way of computing; and their check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from exogym.core.base.devices import total_memory_bytes
+from exogym.core.compute.memory import fitting_micro_batch
+from exogym.core.compute.parts import check_parts
+from exogym.core.compute.worker import Worker
+from exogym.core.progress import notice
+from exogym.core.saving.keepers import on_main
+from exogym.core.training.options import FitOptions
+from exogym.core.training.subject import Subject
+from exogym.data.stream import Stream, is_factory
+
+
+def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
+    """Make the choices that are left to the library: recorded, and taken over on resume."""
+    micro = options.micro_batch_size
+    if options.max_memory_usage is not None and options.minibatch_size is None:
+        row = sum(p.numel() * p.element_size() for p in worker.parameters)
+        limit = options.max_memory_usage * total_memory_bytes(worker.device)
+        found = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
+        micro = found if micro is None else min(found, micro)
+        notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
+    compute = options.compute
+    if compute == "auto":
+        from exogym.core.compute.choosing import choose
+
+        compute = choose(worker, stream, options.strategy, options.total_steps(stream.steps_per_epoch))
+    return {"compute": compute, "micro_batch_size": micro}
+
+
+def check_computed_in_parts(
+    subject: Subject, options: FitOptions, worker: Worker, stream: Stream, batch: Any, examples: int
+) -> None:
+    """Where a step's `examples` are computed in parts, see that this gives what the whole step gives.
+
+    Raises:
+        ModelError: it does not; in every process.
+    """
+    asked = _parts_asked(options, worker, examples)
+    if asked is not None:
+        looks = _looks(subject, stream, batch)
+        on_main(worker.fleet.comm.wire, lambda: check_parts(worker, looks, *asked))
+
+
+def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[int, str] | None:
+    """Return how many of a step's `examples` are computed at once, and the option that asks for it, where it may change
+    results; None where a step is computed whole, or in the batches that `gradient_accumulation` takes the mean of.
+
+    In several processes of a node its split is compared with the whole model, micro-batches included.
+    """
+    wire = worker.fleet.comm.wire
+    if options.meshes and wire.agree(wire.devices.parts > 1):  # nodes may differ, and all must go the same way
+        return None
+    size = worker.micro_batch_size or examples
+    asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
+    option = f"{asked}={getattr(options, asked)}"
+    option += f" (micro-batches of {size})" if asked == "max_memory_usage" else ""
+    for mesh in dict.fromkeys(options.meshes):
+        if mesh.probe is not False and (at_once := mesh.at_once(min(examples, size))) < size:
+            size, option = at_once, f"node={mesh}"
+    wanted = options.batch_size if options.gradient_accumulation > 1 else examples
+    return None if size == wanted or size >= examples == wanted else (size, option)
+
+
+def _looks(subject: Subject, stream: Stream, first_batch: Any) -> Iterator[Any]:
+    """Yield the first batch, and a few of other steps and nodes; a factory's other data sets are left alone."""
+    yield first_batch
+    steps = stream.steps_per_epoch
+    for step in (steps // 2, steps - 1):
+        if step > 0:
+            yield next(iter(stream.batches(0, step, 1)))
+    if not is_factory(subject.train_dataset):
+        for node in (stream.num_nodes // 3, 2 * stream.num_nodes // 3, stream.num_nodes - 1):
+            yield next(iter(stream.batches(node, 0, 1)))

@@ -1,0 +1,52 @@
+"""What decides a run, as a value that its checkpoints and its folder hold."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.core.fleet import Fleet
+from exogym.core.training.options import FitOptions
+from exogym.data.stream import Stream
+
+
+def description_of(
+    options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
+) -> dict[str, Any]:
+    rounds = _rounds(options, total_steps)
+    layouts = [block.layout.whole or block.layout for block in fleet.blocks]
+    model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
+    shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
+    by_process = options.shares is not None and options.shares.kind == "nodes" and options.shares.speeds
+    dealt = {"speeds": by_process} if by_process else {}
+    limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
+    return options.description() | rounds | {
+        "device": device.type, "model": model, "data": {"examples": stream.total, "shards": shards}, "limits": limits,
+        "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
+    }  # fmt: skip
+
+
+def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
+    """Return, by module, the steps of the rounds of `total_steps` steps, where H is a function of the round."""
+    lengths = options.strategy.round_lengths(total_steps)
+    return {"rounds": lengths} if lengths else {}
+
+
+def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
+    """Return what all nodes share and no row holds, by name: frozen parameters, and buffers that training leaves."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
+
+
+def sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
+    """Return a checksum of what all nodes share, frozen parameters and constant buffers: checkpoints do not hold it."""
+    digest = hashlib.sha256()
+    for name, x in constants(model, fleet).items():
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if not x.is_meta and x.layout == torch.strided:
+            digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,126 @@
+"""The strategy in training, and around it the features that were asked for: the one place where they are put on.
+
+A plain run gets none of them, and their files are not loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from exogym.core.compute.finite import Watch
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.state import Shared
+from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.driver import Driver
+from exogym.core.training.loop import TrainingLoop
+from exogym.core.training.options import FitOptions
+from exogym.data.stream import Stream
+from exogym.strategy.strategy import Run, Strategy
+
+if TYPE_CHECKING:
+    from exogym.core.fleet.seats import Seats
+    from exogym.core.training.timing import Timing
+    from exogym.faults import Attendance
+
+ALGORITHMS = {  # by what a strategy says in `driven_by`: the module and class of its adapter, loaded when it is needed
+    "rounds": ("exogym.core.training.compositions", "Compositions"),
+    "programs": ("exogym.core.training.programs", "Programs"),
+    "clock": ("exogym.core.training.by_clock", "ByClock"),
+}
+
+
+def make_driver(
+    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None,
+    shares: Sequence[Fraction] = (),
+) -> Driver:  # fmt: skip
+    """Return what takes the strategy, copied so that it starts fresh, through training.
+
+    Args:
+        compute: the way of computing, chosen; shares: of the local steps that each node takes, where they differ.
+    """
+    strategy = copy.deepcopy(options.strategy)
+    watch = Watch(options.on_nonfinite, worker)
+    attendance = _attendance(options, strategy, shares)
+    if strategy.asks_clients:
+        fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
+    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
+    if timing is not None and timing.is_measured:
+        from exogym.core.training.clocking import Measured
+
+        setting.around = functools.partial(Measured, timing=timing)
+    home, name = ALGORITHMS[strategy.driven_by]
+    algorithm: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
+    # From the inside out. A server's round is over before the nodes left out of it take what it came to; absence says
+    # how many steps each node takes; and the clock is charged with these before anybody meets.
+    clock = None if algorithm.keeps_time else timing
+    seats = None
+    if clock is not None:
+        from exogym.core.training.clocking import ServerRounds
+
+        algorithm = ServerRounds(algorithm, clock)
+    if fleet.comm.wire.total_rows < options.num_nodes:  # then none is absent: nodes that may be keep their rows
+        from exogym.core.training.seating import Seating
+
+        seats = _seats(options, fleet, stream)
+        algorithm = Seating(algorithm, seats)
+    if attendance is not None or watch.skips:
+        from exogym.core.training.absence import Absence
+
+        algorithm = Absence(algorithm, attendance, watch)
+    if clock is not None:
+        from exogym.core.training.clocking import Charged
+
+        algorithm = Charged(algorithm, clock)
+    return Driver(algorithm, setting, seats)
+
+
+def _attendance(options: FitOptions, strategy: Strategy, shares: Sequence[Fraction]) -> Attendance | None:
+    """Return who is there at each step; None: everybody, for every step."""
+    faults = options.faults if options.may_be_away else None
+    if faults is None and all(share == 1 for share in shares):
+        return None
+    from exogym.faults import Faults
+
+    return (faults or Faults()).bind(options.num_nodes, strategy.needs_gradients, shares)
+
+
+def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
+    """Return who sits in the rows, where there are fewer than nodes; all that is kept is registered by then."""
+    from exogym.core.fleet.seats import Seats
+    from exogym.core.fleet.store import Store
+
+    wire = fleet.comm.wire
+    folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
+
+    def arrived(nodes: Sequence[int]) -> None:
+        found = wire.gather([[node, stream.length(node)] for node in nodes])
+        stream.learn((node, examples) for told in found for node, examples in told)
+
+    return Seats(fleet, Store(options.client_state_memory, folder), arrived)
+
+
+def add_figures(loop: TrainingLoop) -> None:
+    """Let evaluations have what devices inside of nodes sent, and the clock's figures."""
+    if loop.worker.insides is not None:
+        share = functools.partial(_share_insides, loop.fleet)
+        loop.standing.before_saving.append(share)
+        loop.figures.append(share)
+    if loop.timing is not None:
+        loop.figures.append(loop.timing.values)
+
+
+def _share_insides(fleet: Fleet) -> dict[str, float]:
+    """Let every process know what each node's devices sent each other, which that node counts; return the mean."""
+    ledger, wire = fleet.comm.ledger, fleet.comm.wire
+    if wire.is_shared:
+        ledger.inside_bytes[:] = np.max(wire.gather(ledger.inside_bytes.tolist()), axis=0)
+    return {"inside_bytes": float(ledger.inside_bytes.mean())}

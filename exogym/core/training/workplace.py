@@ -1,0 +1,93 @@
+"""Where a process trains: its data stream, and a worker bound to the fleet of its rows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import seed_torch
+from exogym.core.combinations import check
+from exogym.core.communicator import Wire
+from exogym.core.compute.memory import check_rows
+from exogym.core.compute.outputs import Loss
+from exogym.core.compute.weights import counting
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
+from exogym.core.training.options import FitOptions
+from exogym.core.training.subject import Subject
+from exogym.data.stream import Stream, is_factory
+
+KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
+
+
+def workplace(
+    subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
+) -> tuple[Stream, Worker, Any]:
+    """Return the data's stream, a worker bound to the fleet of the rows here, and the first batch; `undo` unbinds."""
+    rows = wire.total_rows
+    asks_all = True
+    if rows < options.num_nodes and is_factory(subject.train_dataset):
+        asks_all = _asks_all(options, wire)
+    stream = Stream(
+        subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
+        shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
+        kept=None if rows == options.num_nodes else max(KEPT_DATA_SETS, 2 * len(wire.ranks)), asks_all=asks_all,
+        may_be_empty=options.strategy.asks_clients,
+    )  # fmt: skip
+    undo.callback(stream.close)
+    model = subject.model.to(device)
+    loss = Loss(model, subject.loss_fn)
+    kind: Any = Worker
+    if wire.devices.parts > 1:
+        from exogym.core.compute.split_worker import SplitWorker as kind
+    worker = kind(model, loss, device, options.precision, options.seed, options.micro_batch_size)
+    if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
+        worker.weights.counting = counting(subject.loss_fn)
+    if options.meshes:
+        from exogym.core.compute.insides import Insides
+
+        worker.insides = Insides(model, options.meshes)
+    first_batch = next(iter(stream.batches(0, 0, 1)))
+    _initialise_lazy(worker, first_batch)
+    with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
+        worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+    if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
+        forked = options.engine is None and options.processes != 1  # which share the memory of the machine
+        check_rows(
+            model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
+            rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=wire.devices.parts > 1,
+        )  # fmt: skip
+    parts = worker.divide(options.meshes, wire) if wire.devices.parts > 1 else None
+    worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
+    undo.callback(worker.go_home)
+    return stream, worker, first_batch
+
+
+def _asks_all(options: FitOptions, wire: Wire) -> bool:
+    """Say whether a factory is to make each node's data set for its length, though few nodes act at a time.
+
+    Raises:
+        ArgumentError: it would have to, and nobody has asked for that.
+    """
+    if options.num_epochs is None and options.max_steps is None:
+        sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
+        unsaid = {"no num_epochs or max_steps": "no num_epochs or max_steps"}
+        check({"factory of sampled clients": sampled} | unsaid)
+    if options.num_epochs is not None:
+        wire.say(f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
+    return options.num_epochs is not None or options.strategy.asks_all_lengths
+
+
+def _initialise_lazy(worker: Worker, batch: Any) -> None:
+    """Give lazy modules their shapes and first numbers, which follow from the seed; statistics stay as they start."""
+    tensors = [*worker.model.parameters(), *worker.model.buffers()]
+    lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+    if any(isinstance(x, lazy) for x in tensors):
+        seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
+        worker.model.eval()
+        with torch.no_grad():
+            worker.loss(worker.to_device(batch))
