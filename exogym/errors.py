@@ -31,6 +31,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -221,6 +222,24 @@ def check_count(name: str, given: Any, least: int = 1) -> None:
     """Raise ArgumentError unless `given` is a whole number of at least `least`."""
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}")
+
+
+def check_port(name: str, given: Any, least: int = 1) -> None:
+    """Raise ArgumentError unless `given` is a port of at least `least`."""
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= 65535:
+        raise ArgumentError(f"{name}={given!r} must be a port, {least} to 65535")
+
+
+def check_above_zero(name: str, given: Any, unit: str) -> None:
+    """Raise ArgumentError unless `given` is a finite number above 0, of so many units.
+
+    >>> check_above_zero("timeout_s", 0, "seconds")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: timeout_s=0 must be a number of seconds above 0
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be a number of {unit} above 0")
 
 
 def needs(module: str, extra: str | None = None) -> Any:

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exogym.errors import ArgumentError, ExoGymError, check_count
+from exogym.errors import ArgumentError, ExoGymError, check_count, check_port
 from exogym.machines.cluster.words import MEMORY, NAME, TIME, check_arguments, check_word
 
 NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63"
@@ -96,11 +96,11 @@ class SlurmJob:
         for name in ("nodes", "before_s"):
             check_count(name, getattr(self, name))
         check_count("restarts", self.restarts, least=0)
-        for name in ("processes_per_node", "cpus", "gpus", "port"):
+        for name in ("processes_per_node", "cpus", "gpus"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if self.port is not None and not 1024 <= self.port <= 65535:
-            raise ArgumentError(f"port={self.port} must be 1024 to 65535")
+        if self.port is not None:
+            check_port("port", self.port, least=1024)
         for name in ("name", "partition", "account", "qos"):
             if getattr(self, name) is not None:
                 check_word(name, getattr(self, name), NAME, NAME_WORDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import socket
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, ExoGymError, check_count, checked
+from exogym.errors import ArgumentError, ExoGymError, check_above_zero, check_count, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
 
 
@@ -200,8 +199,7 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
 def _timeout(timeout_s: float | None) -> dict[str, Any]:
     if timeout_s is None:
         return {}
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ArgumentError(f"timeout_s={timeout_s!r} must be a number of seconds above 0")
+    check_above_zero("timeout_s", timeout_s, "seconds")
     return {"timeout": datetime.timedelta(seconds=timeout_s)}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError, check_count, nearest
+from exogym.errors import ArgumentError, check_above_zero, check_count, check_port, nearest
 from exogym.machines.launch.backends import check_backend
 
 DEFAULT_PORT = 29500
@@ -77,12 +76,8 @@ class LaunchConfig:
         if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):
             raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of node 0")
         if self.master_port is not None:
-            check_count("master_port", self.master_port)
-            if self.master_port > 65535:
-                raise ArgumentError(f"master_port={self.master_port} must be a port, 1 to 65535")
-        interval = self.monitor_interval
-        if isinstance(interval, bool) or not isinstance(interval, int | float) or not 0 < interval < math.inf:
-            raise ArgumentError(f"monitor_interval={interval!r} must be a number of seconds above 0")
+            check_port("master_port", self.master_port)
+        check_above_zero("monitor_interval", self.monitor_interval, "seconds")
         if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
             raise ArgumentError(f"log_dir={self.log_dir!r} must be the path of a folder")
         if self.backend is not None:
