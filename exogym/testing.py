@@ -12,7 +12,7 @@ import copy
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,6 +126,7 @@ class _Battery:
     ):
         self.factory, self.nodes, self.steps, self.payload, self.learning = factory, nodes, steps, payload, learning
         self.learning_steps = 10 * steps
+        self.stops: Sequence[int] = sorted({1, steps // 2, steps - 1} - {0, steps})
         self.reference, self.history = self.run()
 
     def run(self, nodes: int | None = None, max_stretch: int | None = None, **options: Any) -> tuple[str, History]:
@@ -155,7 +156,7 @@ class _Battery:
         return "one step at a time ends in the same bits"
 
     def stopping(self) -> str:
-        for stop in sorted({1, self.steps // 2, self.steps - 1} - {0, self.steps}):
+        for stop in self.stops:
             with tempfile.TemporaryDirectory() as folder:
                 self.run(save_dir=folder, checkpoint_interval=stop, callbacks=[Every(stop, lambda loop: True)])
                 with without_notices():  # that it goes on, which is known

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from strategies import NODES, STRATEGIES
+from strategies import NODES, OF_EACH_KIND, STRATEGIES
 from torch import nn
 
 from exogym import LocalTrainer
@@ -58,8 +58,9 @@ class Battery(_Battery):
     def __init__(self, name):
         entry = STRATEGIES[name]
         self.factory, self.payload, self.nodes, self.learning = entry.make, entry.payload, NODES, 0.7
-        self.learning_steps = 120  # the slowest is at 0.3 of its first loss then
+        self.learning_steps = 48  # the slowest is at 0.45 of its first loss then
         self.steps = 24  # all meet a few times, and the formulas of bytes come out whole
+        self.stops = (1, 12, 23) if name in OF_EACH_KIND else (13,)
 
     def train(self, **options):
         """Train the strategy in the setting of the reference run, but for `options`; return the trainer."""
@@ -108,19 +109,32 @@ def untraced(k):
     return [pytest.mark.no_cover] if k else []
 
 
-def each(names):
-    """Parameters, one for each name."""
-    return [pytest.param(name, marks=untraced(k)) for k, name in enumerate(names)]
+def each(names, fast=None):
+    """Parameters, one for each name; slow where `fast` leaves it out."""
+    fast = list(names if fast is None else fast)
+    slow = [pytest.mark.slow]
+    return [pytest.param(name, marks=untraced(name != fast[0]) if name in fast else slow) for name in names]
 
 
-def in_turn(names, ways, slow=None):
-    """Parameters (name, way): each name with one of the ways, in turn; with the others, or those of `slow`, as slow."""
-    cases = []
-    for k, name in enumerate(names):
-        short = ways[k % len(ways)]
-        cases.append(pytest.param(name, short, marks=untraced(k)))
+def in_turn(names, ways, slow=None, fast=None):
+    """Parameters (name, way): each name with one of the ways, in turn; with the others, or those of `slow`, as slow.
+
+    Where `fast` leaves a name out, all of its ways are slow.
+    """
+    cases, k = [], 0
+    for name in names:
+        short = None
+        if fast is None or name in fast:
+            short = ways[k % len(ways)]
+            cases.append(pytest.param(name, short, marks=untraced(k)))
+            k += 1
         cases += [pytest.param(name, way, marks=pytest.mark.slow) for way in slow or ways if way != short]
     return cases
+
+
+def asked(request, test):
+    """The parameters of the cases of a test that this session runs: what a fixture need not train, it leaves out."""
+    return [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == test]
 
 
 def same_everywhere(make, processes=(2,), **options):

@@ -264,6 +264,15 @@ STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, 
     for name, kind in OURS.items()
     if kind.driven_by != "clock" and kind not in ENTERED
 }
+# One of each kind, by what nodes send, when, and what they keep. A law of the house (processes, stops, faults, hosts)
+# is fast for these and slow for the others; `test_laws` holds all laws over every strategy.
+OF_EACH_KIND = (
+    *("ddp", "demo", "powersgd"),  # gradients: as they are, with a rest that a node keeps, with factors that all keep
+    *("diloco", "streaming diloco 4 bit", "desloc"),  # rounds: an outer step, one of fragments, moments too
+    *("gradient push", "noloco"),  # a graph, pairs
+    *("sparta", "fedavg sampling", "scaffold"),  # chosen indices, chosen nodes, corrections of local steps
+    *("one node", "stacked"),  # a user's own
+)
 
 
 def table_of_the_page():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from battery import in_turn
 from problems import BATCH, Regressor, examples, loss_of, put, same, shards, train, unlike, unwarned, vector
 from processes import world
 from torch import Tensor, nn
@@ -270,7 +271,9 @@ LAWFUL: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name, kind", [(name, kind) for name, (_, kinds) in LAWFUL.items() for kind in kinds])
+@pytest.mark.parametrize(
+    "name, kind", [case for name, (_, kinds) in LAWFUL.items() for case in in_turn([name], kinds[::-1])]
+)
 def test_placement_and_stretches_change_nothing(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, balance = LAWFUL[name][0], Balance(kind, speeds=[1, 3, 2.5])
     alone = fit(make(), balance=balance)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from battery import battery, in_turn, train
-from strategies import STRATEGIES
+from strategies import OF_EACH_KIND, STRATEGIES
 from torch import nn
 
 from exogym.callbacks import Every
@@ -28,7 +28,8 @@ def fit(name, **given):
 
 
 @pytest.mark.parametrize(
-    ("name", "processes"), in_turn([name for name, entry in STRATEGIES.items() if entry.on_rows], (2, 4))
+    ("name", "processes"),
+    in_turn([name for name, entry in STRATEGIES.items() if entry.on_rows], (2, 4), fast=OF_EACH_KIND),
 )
 def test_the_laws_hold_with_faults(name, processes, tmp_path):
     """With two processes, stopping too; with four, stretches."""

@@ -28,7 +28,7 @@ from battery import (
 )
 from paths import TESTS
 from processes import children, family
-from strategies import STRATEGIES, Broken
+from strategies import OF_EACH_KIND, STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -51,7 +51,7 @@ from exogym.strategy import (
 from exogym.testing import fingerprint, small_problem
 
 
-@pytest.mark.parametrize(("name", "count"), in_turn(STRATEGIES, (2, 3, 4)))
+@pytest.mark.parametrize(("name", "count"), in_turn(STRATEGIES, (2, 3, 4), fast=OF_EACH_KIND))
 def test_placement_changes_nothing(name, count):
     one, before = battery(name), children()
     if count == 3 and STRATEGIES[name].any_size:  # five nodes on three processes: two, two and one

@@ -13,7 +13,7 @@ from battery import AVERAGES, STEPS, battery, fingerprint, in_turn, outcome, pla
 from paths import ROOT
 from processes import apart, children, ended, family, python
 from safetensors.torch import save_file
-from strategies import STRATEGIES
+from strategies import OF_EACH_KIND, STRATEGIES
 from torch import nn
 
 import exogym.core.saving.checkpoint
@@ -119,7 +119,13 @@ def in_turns(fit, folder, send, layouts, ats):
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts"), in_turn(STRATEGIES, ((1, 3), (3, 2), (2, 4), (4, 1)), slow=((1, 3, 2, 4, 1), (4, 2, 3, 1, 2)))
+    ("name", "layouts"),
+    in_turn(
+        STRATEGIES,
+        ((1, 3), (3, 2), (2, 4), (4, 1)),
+        slow=((1, 3, 2, 4, 1), (4, 2, 3, 1, 2)),
+        fast=OF_EACH_KIND,
+    ),
 )
 def test_stopped_and_gone_on_with_in_other_layouts(name, layouts, tmp_path, send):
     """In so many processes in turn, stopped at odd places, often twice in one stretch."""

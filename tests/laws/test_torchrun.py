@@ -11,9 +11,9 @@ import signal
 import time
 
 import pytest
-from battery import AVERAGES, as_json, battery, fingerprint, in_turn, slow, train
+from battery import AVERAGES, as_json, asked, battery, fingerprint, in_turn, slow, train
 from processes import PATIENCE_S, end, launch
-from strategies import STRATEGIES
+from strategies import OF_EACH_KIND, STRATEGIES
 
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.saving.checkpoint import list_checkpoints, load
@@ -73,10 +73,9 @@ def wait_for(condition, launcher, folder):
 def worlds(request, tmp_path_factory):
     """For each number of processes: what each rank has seen, the folder, and the exit code of the launcher."""
     base, found = tmp_path_factory.mktemp("torchrun"), {}
-    asked = [item.callspec.params for item in request.session.items if getattr(item, "originalname", "") == OF_ALL]
     for processes in WORLDS:
         folder = base / str(processes)
-        names = [params["name"] for params in asked if params["processes"] == processes]
+        names = [params["name"] for params in asked(request, OF_ALL) if params["processes"] == processes]
         if processes == 4 and not names:
             continue
         launcher = launch(processes, folder, f"NAMES = {names}\n{SCRIPT}")
@@ -95,7 +94,7 @@ def worlds(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("name", "processes"), in_turn(STRATEGIES, WORLDS[:2], slow=WORLDS))
+@pytest.mark.parametrize(("name", "processes"), in_turn(STRATEGIES, WORLDS[:2], slow=WORLDS, fast=OF_EACH_KIND))
 def test_the_world_of_torchrun_gives_the_bits_of_one_process(name, processes, worlds):
     """And every rank holds the final model, the history and the bytes."""
     wanted = as_json(battery(name).train(max_steps=12, callbacks=()))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from battery import each
 from problems import MixedRegressor, Regressor, fleet_of, run_of, same, unlike
 from torch import Tensor, nn
 
@@ -155,6 +156,10 @@ SAMPLED: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "unequal work": lambda: FedAvgStrategy("sgd", H=4, local_steps=[4, 1, 2, 3]),
 }
 ALL = ANY | SAMPLED
+OF_EACH_KIND = (
+    *("ddp", "demo", "diloco", "diloco delayed", "streaming 8 bit", "push complete", "noloco", "desloc", "sparta topk"),
+    *("composition", "clients in islands", "unequal work"),
+)
 
 
 def faults_for(strategy: CommunicateOptimizeStrategy) -> Faults:
@@ -193,7 +198,7 @@ def test_faults_that_never_strike_change_no_bit(name: str) -> None:
     assert not torch.equal(quiet, hand(ALL[name](), Faults(absent={0: [(7, None)]})).go(24))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
 def test_placement_changes_no_bit(name: str) -> None:
     strategy, model = ALL[name](), MixedRegressor()
     there = faults_for(strategy).bind(4, strategy.needs_gradients)
@@ -237,7 +242,7 @@ def apart(
     return torch.cat([rows[k] for k in range(len(blocks))]), [hands[k].fleet for k in range(len(blocks))]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
 def test_stretches_change_no_bit(name: str) -> None:
     strategy = ALL[name]()
     wanted = hand(strategy, faults_for(strategy)).go(40)
@@ -245,7 +250,7 @@ def test_stretches_change_no_bit(name: str) -> None:
         assert torch.equal(hand(ALL[name](), faults_for(strategy)).go(40, longest), wanted)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
 def test_stopping_changes_no_bit(name: str) -> None:
     strategy = ALL[name]()
     given = faults_for(strategy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from problems import BATCH, MixedRegressor, Regressor, dyadic, fleet_of, plain, run_of, same, shards, train, unlike
+from processes import in_groups
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -323,11 +321,8 @@ def rows_of_numbers(rank: int) -> TensorDataset:
     return TensorDataset(x, torch.randn(len(x), 3, generator=g, dtype=torch.float64))
 
 
-def real_process(rank: int, folder: str) -> None:
+def real_process(rank: int, folder: Path) -> None:
     """One of two ranks: torch's DDP with its hook, for some ranks of the matrices; what comes out goes to a file."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     results = {}
     for r in (1, 2, 16):
         model = DistributedDataParallel(Deep())
@@ -340,14 +335,13 @@ def real_process(rank: int, folder: str) -> None:
             nn.functional.mse_loss(model(x), y).backward()
             optim.step()
         results[r] = torch.cat([p.detach().flatten() for p in model.parameters()])
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
+    torch.save(results, folder / f"rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Tensor]]:
     folder: Path = tmp_path_factory.mktemp("powersgd")
-    mp.spawn(real_process, (str(folder),), nprocs=RANKS)
+    in_groups(RANKS, folder, lambda rank: real_process(rank, folder))
     yield torch.load(folder / "rank0.pt")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from battery import each, outcome, train
+from battery import each, in_turn, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
 from strategies import STRATEGIES
 
@@ -278,8 +278,7 @@ def test_without_bad_nodes_nothing_changes(name: str) -> None:
     assert outcome(train(parse_strategy(name, lr=0.02), faults=Faults(bad_nodes=[1]), **options))[0] != wanted[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("robust", ["krum", "norm_cap"])
+@pytest.mark.parametrize(("name", "robust"), in_turn(NAMES, ("krum", "norm_cap")))
 def test_no_layout_and_no_stop_changes_anything(name: str, robust: str, tmp_path: Any) -> None:
     faults = Faults({4: [(3, 6)]}, bad_nodes=[2], attack="noise", lost={} if name == "ddp" else {0: [4]})
     options = {"num_nodes": 5, "max_steps": 9, "val_interval": None, "faults": faults}

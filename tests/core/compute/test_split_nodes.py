@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from battery import asked, each
 from paths import TESTS
 from splits import (
     ADAM,
@@ -33,13 +34,14 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory):
+def halves(request, tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
+    names = [params["name"] for params in asked(request, "test_two_processes_for_a_node_train_what_one_would")]
     body = f"""
 from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
-found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name, (make, _) in MADE.items()}}
+found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name in {names!r} for make, _ in [MADE[name]]}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
@@ -73,7 +75,7 @@ keep(found)
     return split(tmp_path_factory.mktemp("halves"), 4, body)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", each(MADE, fast=("diloco clipped", "demo", "muloco")))
 def test_two_processes_for_a_node_train_what_one_would(name, halves):
     make, tolerance = MADE[name]
     assert_alike(halves[name], fit(trainer(), make()), tolerance)

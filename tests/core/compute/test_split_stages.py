@@ -1,6 +1,7 @@
 """Nodes of several processes whose model is cut into stages, which are sharded or computed together in their turn."""
 
 import pytest
+from battery import asked, each
 from splits import ADAM, CHOOSES, MADE, MUON, PIPELINES, SGD, apart, assert_alike, fit, split, text_trainer
 from strategies import STRATEGIES
 
@@ -15,6 +16,7 @@ QUARTERS = {  # of four processes that are one node
     "shard=2, tensor=2, zero=2": {},
     "shard=2, tensor=2": {},
 }
+FAST = ("stages=2, shard=2, zero=2, microbatches=3", "stages=2, tensor=2", "shard=2, tensor=2, zero=2")
 WRONG = {  # what of `exogym.core.compute.replicated` goes wrong
     "gradients of other shards": "scatter_sums = lambda along, x: [g.chunk(2)[along.part].clone() for g in x]",
     "rows of other shards": "gather = lambda along, pieces, wholes: None",
@@ -23,14 +25,18 @@ WRONG = {  # what of `exogym.core.compute.replicated` goes wrong
 
 
 @pytest.fixture(scope="module")
-def quarters(tmp_path_factory):
+def quarters(request, tmp_path_factory):
     """What one node of 4 processes comes to, by its split, with what they sent for gradients and what formulas say."""
+    meshes = [
+        params["mesh"]
+        for params in asked(request, "test_four_processes_for_a_node_train_what_one_would_and_send_what_formulas_say")
+    ]
     body = f"""
 from exogym.core.compute import replicated
 from exogym.errors import ModelError
 made = MADE["diloco clipped"][0]
 found, right = {{}}, dict(vars(replicated))
-for split, given in {QUARTERS!r}.items():
+for split, given in { {mesh: QUARTERS[mesh] for mesh in meshes}!r}.items():
     given = given | {{"num_nodes": 1, "max_steps": 4, "node": eval(f"NodeMesh({{split}})")}}
     found[split] = counted(text_trainer(), {DILOCO}, **given)
 given = {{"num_nodes": 1, "save_dir": "kept", "final_sync": False}}
@@ -49,7 +55,7 @@ keep(found)
     return split(folder, 4, body) | {"folder": folder}
 
 
-@pytest.mark.parametrize("mesh", QUARTERS)
+@pytest.mark.parametrize("mesh", each(QUARTERS, fast=FAST))
 def test_four_processes_for_a_node_train_what_one_would_and_send_what_formulas_say(mesh, quarters):
     found, sent, said = quarters[mesh]
     given = QUARTERS[mesh] | {"num_nodes": 1, "max_steps": 4}

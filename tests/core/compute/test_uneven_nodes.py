@@ -1,6 +1,7 @@
 """Nodes of different splits, each with processes of its own: their run is that of dense nodes."""
 
 import pytest
+from battery import asked, each
 from splits import ADAM, MADE, SGD, apart, assert_alike, fit, split, text_trainer, trainer
 from strategies import STRATEGIES
 
@@ -8,16 +9,19 @@ PROX = STRATEGIES["fedprox"].make
 
 
 @pytest.fixture(scope="module")
-def one_and_two(tmp_path_factory):
+def one_and_two(request, tmp_path_factory):
     """What a node of one process beside one of two comes to, by name, and the folder."""
     folder = tmp_path_factory.mktemp("three")
-    body = """
+    names = [params["name"] for params in asked(request, "test_a_device_beside_two_trains_what_dense_nodes_do")]
+    body = (
+        f"NAMES = {names!r}"
+        + """
 from exogym.callbacks import WeightAverage
 from exogym.core.compute.recut import Recut
 from strategies import STRATEGIES
+PROX = STRATEGIES["fedprox"].make
 nodes = {"node": [NodeMesh(), NodeMesh(shard=2)]}
-found = {name: fit(trainer(), make(), **nodes) for name, (make, _) in MADE.items()}
-found["fedprox"] = fit(trainer(), STRATEGIES["fedprox"].make(), **nodes)
+found = {name: fit(trainer(), make(), **nodes) for name in NAMES for make, _ in [MADE.get(name, (PROX, ADAM))]}
 given = {"save_dir": "kept", "final_sync": False}
 clipped = MADE["diloco clipped"][0]
 fit(trainer(), clipped(), max_steps=4, **nodes, **given)
@@ -30,10 +34,11 @@ Recut.refresh = lambda self: self.within.refresh()  # the control: what training
 found["stale"] = fit(trainer(), MADE["diloco sgd"][0](), **nodes)
 keep(found)
 """
+    )
     return split(folder, 3, body), folder
 
 
-@pytest.mark.parametrize("name", [*MADE, "fedprox"])
+@pytest.mark.parametrize("name", each([*MADE, "fedprox"], fast=("diloco clipped", "topk", "muloco", "fedprox")))
 def test_a_device_beside_two_trains_what_dense_nodes_do(name, one_and_two):
     make, tolerance = MADE.get(name, (PROX, ADAM))
     assert_alike(one_and_two[0][name], fit(trainer(), make()), tolerance)
@@ -63,9 +68,9 @@ MIXED = "[NodeMesh(stages=2), NodeMesh(shard=2, tensor=2)]"
 STAGED = "[NodeMesh(shard=2), NodeMesh(stages=2, shard=2)]"
 
 
-def test_two_devices_beside_four(tmp_path):
+@pytest.mark.parametrize("names", [["demo"], pytest.param(["diloco clipped", "topk"], marks=pytest.mark.slow)], ids=str)
+def test_two_devices_beside_four(names, tmp_path):
     """Rows in two parts, of which the larger node has two copies; whole tensors, whole rows, norms and other splits."""
-    names = ["diloco clipped", "demo", "topk"]
     body = f"""
 found = {{name: fit(trainer(), MADE[name][0](), node={BESIDE}) for name in {names!r}}}
 clipped, given = MADE["diloco clipped"][0], {{"save_dir": "kept", "final_sync": False}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
 from paths import TESTS
-from processes import family, python, start
+from processes import family, python, start, world
 from torch import nn
 
 from exogym.callbacks import Every
@@ -246,7 +246,15 @@ def in_a_world(module, folder, *words):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["endless loop", pytest.param("stopped", marks=pytest.mark.slow)])
+def test_a_rank_of_a_world_that_hangs_is_killed(tmp_path):
+    script = WORLD.replace("sys.argv[1])", "sys.argv[2])").replace("sys.argv[2]\n", "'endless loop'\n")
+    code, said = world(2, tmp_path, script.replace("sys.argv[3:]", "False"))
+    assert code and "exogym: rank 1 hangs: nothing of it was seen for 1 s in a training step" in said, said
+    assert "in spin_for_ever" in said and "ended in" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["endless loop", "stopped"])
 def test_under_torchrun_a_rank_that_hangs_is_killed(name, tmp_path):
     code, said = in_a_world(["torch.distributed.run", "--standalone"], tmp_path, name)
     assert code == 1 and "exogym: rank 1 hangs: nothing of it was seen for 1 s in a training step" in said, said

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from battery import in_turn
 from checkpoints import RUNS, SGD, STEPS, examples, fit, network, rows, small_disk, trainer_of
 from paths import TESTS
 from processes import python, start
@@ -30,14 +31,21 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_stopped_anywhere_and_resumed_nothing_differs(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "ats"),
+    [
+        ("by hand", range(1, STEPS + 1)),
+        *in_turn([*RUNS], ((1, STEPS // 2, STEPS),), slow=(range(1, STEPS + 1),), fast={*RUNS} - {"by hand"}),
+    ],
+    ids=str,
+)
+def test_stopped_anywhere_and_resumed_nothing_differs(name, ats, tmp_path):
     """Weights, statistics, and every row of the history, from the checkpoint of every step."""
     make, options = RUNS[name]
     whole = fit(make(), tmp_path / "whole", callbacks=[EvaluateNodes()], checkpoint_interval=1, keep_checkpoints=99,
                 **options)  # fmt: skip
     assert len(list_checkpoints(tmp_path / "whole")) == STEPS
-    for step in range(1, STEPS + 1):
+    for step in ats:
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "whole" / f"step_{step:010d}", folder / f"step_{step:010d}")
         interval = {"checkpoint_interval": 1, "keep_checkpoints": 99}

@@ -639,7 +639,8 @@ def test_by_name() -> None:
 # What it is for
 
 
-def test_the_naive_rule_is_worse_and_delayed_nesterov_with_dynamic_updates_is_near_diloco() -> None:
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_the_naive_rule_is_worse_and_delayed_nesterov_with_dynamic_updates_is_near_diloco(seed: int) -> None:
     """arXiv:2401.09135, on a regression where the outer momentum is worth much; speeds 8:4:2:1, equal local steps.
 
     Lowering the outer learning rate does not repair the naive rule: it is at its best between the ends of its grid.
@@ -648,13 +649,13 @@ def test_the_naive_rule_is_worse_and_delayed_nesterov_with_dynamic_updates_is_ne
     task, methods = benchmark["regression"](), benchmark["methods"](10)
 
     @functools.cache
-    def loss(name: str, outer_lr: float, seed: int) -> float:
+    def loss(name: str, outer_lr: float) -> float:
         return benchmark["run"](task, methods[name], outer_lr, seed, 300)[0]
 
-    naive = {eta: loss("naive", eta, 0) for eta in (0.025, 0.05, 0.1, 0.2)}
-    assert min(naive.values()) < min(naive[0.025], naive[0.2])
-    for seed in range(3):
-        synchronous, ours = (loss(name, 0.4, seed) for name in ("DiLoCo (synchronous)", "delayed Nesterov + DyLU"))
-        best = min(loss("naive", eta, seed) for eta in (0.05, 0.1))
-        assert ours < 0.85 * best and synchronous < 0.85 * best
-        assert 0.75 < ours / synchronous < 1.2
+    if seed == 0:
+        naive = {eta: loss("naive", eta) for eta in (0.025, 0.05, 0.1, 0.2)}
+        assert min(naive.values()) < min(naive[0.025], naive[0.2])
+    synchronous, ours = (loss(name, 0.4) for name in ("DiLoCo (synchronous)", "delayed Nesterov + DyLU"))
+    best = min(loss("naive", eta) for eta in (0.05, 0.1))
+    assert ours < 0.85 * best and synchronous < 0.85 * best
+    assert 0.75 < ours / synchronous < 1.2

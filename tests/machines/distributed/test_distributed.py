@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from battery import asked
 from paths import TESTS
-from processes import start
+from processes import python, world
 from torch import nn
 
 from exogym import distributed as ed
@@ -26,16 +27,16 @@ from exogym.machines.distributed import ReduceOp, bare, collectives, group, meas
 from exogym.machines.distributed.__main__ import main as self_test_command
 from exogym.machines.distributed.collectives import DTYPES, KINDS
 
-WORLDS = (2, 3)
 LAUNCHERS = {
-    2: ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
-    3: ["-m", "exogym.launch", "--nproc_per_node=3", "--backend=gloo"],
+    "2 by torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"],
+    "3 by ours": ["-m", "exogym.launch", "--nproc_per_node=3", "--backend=gloo"],
 }
+WORLDS = ["3 forks", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS)]
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv[2])
 from machines.distributed.test_distributed import battery
-battery(sys.argv[2])
+battery(".")
 """
 CHECKS = {}
 
@@ -398,31 +399,35 @@ def battery(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Run the battery in all worlds at once."""
-    folder = tmp_path_factory.mktemp("battery")
-    launches = {}
-    (folder / "script.py").write_text(SCRIPT)
-    for n in WORLDS:
-        with open(folder / f"said{n}", "w") as file:
-            launches[n] = start([*LAUNCHERS[n], folder / "script.py", TESTS, folder], files=(None, None, file.fileno()))
-    statuses = {n: os.waitpid(pid, 0)[1] for n, pid in launches.items()}
-    return folder, {n: (folder / f"said{n}").read_text() for n, status in statuses.items() if status}
+def results(request, tmp_path_factory):
+    """Run the battery in all worlds that are asked for; return name to folder, status and what was said."""
+    found = {}
+    for name in dict.fromkeys(params["world_of"] for params in asked(request, "test_battery")):
+        folder = tmp_path_factory.mktemp("battery")
+        if name in LAUNCHERS:
+            (folder / "script.py").write_text(SCRIPT)
+            done = python(*LAUNCHERS[name], "script.py", ".", TESTS, cwd=folder)
+            found[name] = folder, done.returncode, done.stdout + done.stderr
+        else:
+            found[name] = folder, *world(3, folder, SCRIPT)
+    return found
 
 
-@pytest.mark.parametrize("n", WORLDS)
+@pytest.mark.parametrize("world_of", WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
-def test_battery(results, name, n):
-    folder, errors = results
+def test_battery(results, name, world_of):
+    folder, _, said = results[world_of]
+    n = int(world_of[0])
     for rank in range(n):
         path = folder / f"{n}-{name}-{rank}"
-        assert path.exists(), errors.get(n, "")[-3000:]
+        assert path.exists(), said[-3000:]
         assert path.read_text() == "passed", path.read_text()
 
 
-@pytest.mark.parametrize("n", WORLDS)
-def test_the_launch_of_the_battery_ends_well(results, n):
-    assert n not in results[1], results[1][n][-3000:]
+@pytest.mark.parametrize("world_of", WORLDS)
+def test_the_launch_of_the_battery_ends_well(results, world_of):
+    _, status, said = results[world_of]
+    assert status == 0, said[-3000:]
 
 
 # In one process

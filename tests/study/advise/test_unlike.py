@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from battery import in_turn
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -79,8 +80,7 @@ def by_the_clock(
     return last_s / (end - warm), computing_s / time_s, own_s / np.maximum(steps, 1)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("text", [*OURS, *MORE])
+@pytest.mark.parametrize(("text", "seed"), in_turn([*OURS, *MORE], (1, 2)))
 def test_a_row_is_what_the_clock_says_on_unlike_lines(text, seed, monkeypatch):
     """The time, the share of computing, and whether the slowest node computes enough, which decides the advice."""
     monkeypatch.setattr(powersgd, "SIDE", SIDE)

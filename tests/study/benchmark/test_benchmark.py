@@ -1,6 +1,7 @@
 """The benchmark: it trains what it says, once; and its page says what its results say."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,23 @@ from paths import ROOT
 
 from exogym.cli import main
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.benchmark import FULL, SHORT, Results, Scope, parts_of
+from exogym.study.benchmark import FULL, SHORT, Results, Scope, parts_of, speed
 from exogym.study.benchmark.page import text_of
 from exogym.study.benchmark.results import SHARED, hardware, scaling
 from exogym.study.reproduce import Reproduction
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Throughput is measured over a few steps: no test looks at how much it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "LEAST_S", 0.0)
+        patch.setattr(speed, "ROUND", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(quick: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a short benchmark."""
     out = tmp_path_factory.mktemp("benchmark")
     assert main(command(out)) == 0
