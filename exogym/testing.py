@@ -249,7 +249,7 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
 
     def program(k: int) -> None:
         fleet, mine = fleets[k], copies[k]
-        mine.start(fleet, run)
+        acting = mine.on(fleet, run)
         for step in range(1, steps + 1):
             for row, rank in enumerate(fleet.ranks):
                 for b, block in enumerate(fleet.blocks):
@@ -259,11 +259,11 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
                     else:
                         block.params[row].add_(noise.to(block.params), alpha=0.1)
             if mine.needs_gradients:
-                mine.transform_gradients(fleet, step, 0.1)
+                acting.transform_gradients(step, 0.1)
                 for block in fleet.blocks:
                     assert block.grads is not None
                     block.params.sub_(block.grads, alpha=0.1)
-            mine.communicate(fleet, step)
+            acting.communicate(step)
 
     if len(blocks) == 1:
         with torch.no_grad():

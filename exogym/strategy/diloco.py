@@ -46,6 +46,7 @@ from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
@@ -60,7 +61,7 @@ from exogym.strategy.traffic import Traffic
 __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
 
 
-class DiLoCoCommunicator(PeriodicModule):
+class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
     """The outer step of DiLoCo, after every step divisible by H.
 
     Args:

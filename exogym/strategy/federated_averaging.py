@@ -40,6 +40,7 @@ from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.faults import Availability
 from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.capabilities import ChoosesClients, HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.options import defined, split
 from exogym.strategy.participation import Participation, Round
@@ -49,7 +50,7 @@ from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import AskedRounds, Traffic
 
 
-class AveragingCommunicator(PeriodicModule):
+class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     """Average the parameters after every step divisible by H.
 
     Args:
@@ -125,6 +126,8 @@ class AveragingCommunicator(PeriodicModule):
         self.privacy, self.released, self.rounds_ended = privacy, 0, 0
         if privacy is not None:
             self.counters = ("released",)  # rounds whose mean was given to clients
+        self.asks_clients = client_fraction < 1 and island_size is None and privacy is None
+        self.asks_all_lengths = local_epochs is not None
         check(self.features())
 
     def features(self) -> dict[str, str]:
@@ -183,14 +186,6 @@ class AveragingCommunicator(PeriodicModule):
         """Return how many of N nodes take part in a round, and how many of them are an island."""
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
-
-    @property
-    def asks_clients(self) -> bool:
-        return self.client_fraction < 1 and self.island_size is None and self.privacy is None
-
-    @property
-    def asks_all_lengths(self) -> bool:
-        return self.local_epochs is not None
 
     def seats(self, num_nodes: int) -> int | None:
         clients, island = self._sizes(num_nodes)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import shared_row
+from exogym.strategy.capabilities import ChoosesClients
 from exogym.strategy.communicate_optimize import CommunicationModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.traffic import Traffic
 
 
-class RoundModule(CommunicationModule):
+class RoundModule(CommunicationModule, ChoosesClients):
     """Acts at the end of every round of `average`, which is a module of the same strategy. Abstract."""
 
     weighted_means = True

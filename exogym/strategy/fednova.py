@@ -38,6 +38,7 @@ from exogym.core.base.torch_private import copy_
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -49,7 +50,7 @@ from exogym.strategy.strategy import Inner, Run
 from exogym.strategy.traffic import Traffic
 
 
-class EqualisedWork(RoundModule):
+class EqualisedWork(RoundModule, Corrects):
     """Scales what each client has come to by tau / a_i; before the averaging.
 
     Args:

@@ -27,6 +27,7 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import ArgumentError, check_choice
+from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -38,7 +39,7 @@ from exogym.strategy.strategy import Run
 RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
-class ServerStep(RoundModule):
+class ServerStep(RoundModule, HasOuterModel):
     """The server's step, after the averaging; arguments as `FedOptStrategy`.
 
     State: theta, m and v, one copy for all nodes.

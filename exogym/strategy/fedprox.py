@@ -26,6 +26,7 @@ from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
@@ -36,7 +37,7 @@ from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
 
-class ProximalTerm(RoundModule):
+class ProximalTerm(RoundModule, Corrects):
     """Adds mu (w - theta) to every local gradient; after the averaging. State: theta as last received, (rows, P)."""
 
     def __init__(self, average: AveragingCommunicator, mu: float):

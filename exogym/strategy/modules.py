@@ -1,12 +1,15 @@
 """Modules: the parts that strategies are composed of, which act on the fleet and its communicator.
 
+A gradient module implements `transform`; a communication module `next_event` and `communicate`. Every other method has
+a default: `start` makes state, `rejoin` mends the state of a node that was away, `finish` ends a run, and `traffic`,
+`couples_every` and `features` describe the module.
+
 A gradient module rewrites the gradients of all rows before the inner optimizer, a communication module mixes the rows
 after it. Every tensor is (rows, ...).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -14,25 +17,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.fleet import Fleet, Stateful
-from exogym.core.fleet.layout import Cut, Layout, cut_of
-from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, StrategyError
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.layout import Layout
+from exogym.errors import ArgumentError
+from exogym.strategy.capabilities import adopt
+from exogym.strategy.module_state import Kept
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import AskedRounds, Traffic
+from exogym.strategy.traffic import Traffic
 
 
-class Module(Stateful, ABC):
+class Module(Kept, ABC):
     """What gradient and communication modules share: a start, and state as tensors in plain dicts.
 
     Attributes:
         acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
             all of a node's at once: it is given these where a node is several processes. A module of yours says it.
-        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
-        shared_state: name to tensor that is the same for all nodes.
-        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
-            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
+        row_state, shared_state, counters: what it keeps (`Kept`).
         name: what its state is kept under; None: the name of its class.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
@@ -43,21 +44,15 @@ class Module(Stateful, ABC):
             mean's place: of sparse entries a median is zero, and what was sent is not kept.
     """
 
-    acts_on = "elements"
     weighted_means = only_means = right_in_mean = False
-    counters: tuple[str, ...] = ()
     name: str | None = None
-
-    def __init__(self) -> None:
-        self.row_state: dict[str, Tensor] = {}
-        self.shared_state: dict[str, Tensor] = {}
-        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
-        self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
         self.run = run
         self.layouts = [block.layout for block in fleet.blocks]
+
+    # What it may say of itself
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
@@ -71,13 +66,6 @@ class Module(Stateful, ABC):
         """Return the steps after which all of the model has been exchanged once."""
         return 1
 
-    def tune(self, name: str, value: float) -> bool:
-        """Take another value of the strategy's argument `name` from now on; return whether it is one of this module's.
-
-        Rounds and outer rates need no word of it (`exogym.strategy.tuning`).
-        """
-        return False
-
     def features(self) -> dict[str, str]:
         """Return which of `exogym.core.combinations.FEATURES` it has beside those its attributes say: name to text."""
         return {}
@@ -89,58 +77,8 @@ class Module(Stateful, ABC):
         said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
         return said or type(self) not in foreign
 
-    # What `fleet.state` asks
-
-    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
-        b = name.rpartition(".")[2]
-        if b.isdigit() and int(b) < len(self.layouts) and shape:
-            layout = self.layouts[int(b)]
-            if shape[-1] in (layout.numel, layout.total):
-                return cut_of(layout)
-        if self.acts_on == "elements" or name.startswith("counter."):
-            return None
-        if name not in self.row_state.keys() | self.shared_state.keys():
-            raise KeyError(name)
-        return Cut(tuple(shape), tuple(shape), torch.arange(math.prod(shape)))
-
-    def row(self, row: int) -> Tensors:
-        return {name: value[row] for name, value in self.row_state.items()}
-
-    def load_row(self, row: int, tensors: Tensors) -> None:
-        for name, value in self.row_state.items():
-            value[row] = tensors[name]
-
-    def shared(self) -> Tensors:
-        numbers = self._numbers()
-        at_first = self._at_first = numbers if self._at_first is None else self._at_first
-        changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
-        if lost := sorted({*changed} - {*self.counters}):
-            raise StrategyError(
-                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
-                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
-            )
-        return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
-
-    def load_shared(self, tensors: Tensors) -> None:
-        self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
-        for name in self.counters:
-            setattr(self, name, tensors[f"counter.{name}"].item())
-
-    def _numbers(self) -> dict[str, bool | int | float]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}
-
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
-
-    def save_state(self) -> dict[str, Tensor]:
-        """Return the shared state as named tensors."""
-        return self.shared_state
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put shared state back."""
-        for name, value in tensors.items():
-            self.shared_state[name].copy_(value)
 
 
 class GradientModule(Module):
@@ -159,19 +97,20 @@ class GradientModule(Module):
 
 
 class CommunicationModule(Module):
-    """Mixes rows after the inner step."""
+    """Mixes rows after the inner step. Two methods: when, and what.
+
+    What only some modules need they declare by a capability beside it: `Corrects`, `HasOuterModel`, `ChoosesClients`,
+    `Tunable` (`exogym.strategy.capabilities`).
+
+    Attributes:
+        fresh_inner_state: whether inner optimizers start afresh after it has acted.
+    """
 
     fresh_inner_state = False
 
-    @property
-    def asks_clients(self) -> bool:
-        """Whether a server asks some of the nodes to take part in a round, who may not be there."""
-        return False
-
-    @property
-    def asks_all_lengths(self) -> bool:
-        """Whether it must know how many examples each node has before any acts."""
-        return False
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        adopt(cls)
 
     @abstractmethod
     def next_event(self, step: int) -> int:
@@ -181,63 +120,10 @@ class CommunicationModule(Module):
     def communicate(self, fleet: Fleet, step: int) -> None:
         """Mix rows after inner step number `step` (from 1)."""
 
-    def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
-
-        Override it where a method changes local steps themselves (a proximal term, a control variate); it may read the
-        module's own state of the row and nothing of other nodes. `parameters` are the row's, in fleet order; a gradient
-        is None where the step gave none. Not together with gradient modules, which act on all rows.
-        """
-
-    @property
-    def corrects(self) -> bool:
-        """Whether `correct` does anything."""
-        return type(self).correct is not CommunicationModule.correct
-
-    def local_steps(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
-        return None
-
-    def server_round(self, step: int) -> tuple[list[int], float] | None:
-        """Return whose reports count in a server's round that ends with `step`, and the seconds it waits for others.
-
-        It waits once they have computed. None: there is no such server, or no round of it ends with `step`. The server
-        ends the round for all nodes: on the virtual clock nobody begins the next round before.
-        """
-        return None
-
-    def rounds_among(self, N: int) -> AskedRounds | None:
-        """Return who is asked in each round, for `Plan.rounds`; None: all N nodes take part."""
-        return None
-
-    def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
-        return nodes
-
-    def seats(self, num_nodes: int) -> int | None:
-        """Return how many nodes act in a round at most; None: each needs a row all the time, which is the default.
-
-        For a module that gives the nodes of a round their parameters when it begins, and looks at no others: then only
-        these, and those of the next round when it ends, have rows.
-        """
-        return None
-
-    def seated(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the nodes of the round after `step`, and of the round that `step` is in; where there are `seats`."""
-        raise NotImplementedError
-
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         """Synchronise what is left at the end; `since` steps passed after the last event."""
         if since:
             self.communicate(fleet, step)
-
-    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
-        return None
-
-    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the buffers of the outer parameters, by name, or None where these have the mean of the rows'."""
-        return None
 
 
 class PeriodicModule(CommunicationModule):
@@ -296,8 +182,12 @@ def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> li
     return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
-def _as_tensor(value: bool | int | float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], bool]:
+    """Return what modules repeat with a million parameters on N nodes, if that is known, and whether it is."""
+    try:
+        return [t for module in modules for t in module.traffic(1e6, N, 4)], True
+    except ArgumentError:
+        return [], False
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:

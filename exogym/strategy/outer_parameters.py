@@ -23,6 +23,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
+from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
@@ -174,7 +175,7 @@ class OuterParameters:
         return self.optimizer.cut(rest, shape, slots) if kind == "outer" else None
 
 
-class OuterModule(PeriodicModule):
+class OuterModule(PeriodicModule, HasOuterModel):
     """A module that keeps outer parameters of the whole model and acts at the end of rounds; `start` makes `outer`."""
 
     outer: OuterParameters

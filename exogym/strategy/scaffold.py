@@ -27,6 +27,7 @@ from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
 from exogym.errors import ArgumentError
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
@@ -38,7 +39,7 @@ from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
-class ControlVariates(RoundModule):
+class ControlVariates(RoundModule, Corrects):
     """Adds c - c_i to every local gradient; before the averaging.
 
     State: c, one for all; c_i and the sum of a round's gradients, (rows, P); how many these are, (rows, 1).

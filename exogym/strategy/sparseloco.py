@@ -36,13 +36,14 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
-class SparseOuterStep(PeriodicModule):
+class SparseOuterStep(PeriodicModule, HasOuterModel):
     """The outer step of SparseLoCo, after every step divisible by H; arguments as `SparseLoCoStrategy`.
 
     State: theta, one copy for all nodes; e and the theta last received, (rows, P).

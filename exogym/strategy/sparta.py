@@ -32,6 +32,7 @@ from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.capabilities import Tunable
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.options import split
@@ -64,7 +65,7 @@ def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
     return indices[indices < total]
 
 
-class SparseCommunicator(PeriodicModule):
+class SparseCommunicator(PeriodicModule, Tunable):
     """Average a share p of the parameters after every `interval`-th step.
 
     Args:

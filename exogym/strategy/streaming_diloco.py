@@ -36,6 +36,7 @@ from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.options import split
@@ -47,7 +48,7 @@ from exogym.strategy.traffic import Traffic
 QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
-class StreamingCommunicator(CommunicationModule):
+class StreamingCommunicator(CommunicationModule, HasOuterModel):
     """The outer steps of Streaming DiLoCo. Arguments as `StreamingDiLoCoStrategy`."""
 
     weighted_means = True

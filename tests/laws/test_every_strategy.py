@@ -225,9 +225,9 @@ def test_gossip_keeps_the_mean_over_the_nodes(graph: str) -> None:
     rows = torch.randn(n, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     fleet = fleet_of(rows.clone())
     strategy = GossipStrategy("sgd", graph, lr=0.0)
-    strategy.start(fleet, run_of(n))
+    acting = strategy.on(fleet, run_of(n))
     for step in range(1, 4):
-        strategy.communicate(fleet, step)
+        acting.communicate(step)
     now = fleet.blocks[0].params
     same(now.mean(0), rows.mean(0), 1e-13)
     unlike(now, rows)

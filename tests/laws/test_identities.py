@@ -378,16 +378,14 @@ def test_a_sparta_average_right_before_the_outer_step_leaves_theta_unchanged() -
 
     def theta(before: CommunicateOptimizeStrategy | None, values: Tensor = values) -> Tensor:
         fleet = fleet_of(vector(Regressor()).expand(4, -1))
-        outer = DiLoCoStrategy(H=1)
-        outer.start(fleet, run_of(4))
+        outer = DiLoCoStrategy(H=1).on(fleet, run_of(4))
         fleet.blocks[0].params.copy_(values)
         if before is not None:
             fleet.state.parts.clear()  # two strategies on one fleet, of which none is saved
-            before.start(fleet, run_of(4))
-            before.communicate(fleet, 1)
+            before.on(fleet, run_of(4)).communicate(1)
             unlike(fleet.blocks[0].params, values)
-        outer.communicate(fleet, 1)
-        (result,) = outer.consensus(fleet) or []
+        outer.communicate(1)
+        (result,) = outer.consensus() or []
         return result
 
     expected = theta(None)
@@ -441,14 +439,14 @@ def one_event(strategy: CommunicateOptimizeStrategy, x: Tensor, g: Tensor, ranks
     start = vector(Regressor())
     fleet = fleet_of(start.expand(len(x), -1), ranks)
     strategy = copy.deepcopy(strategy)
-    strategy.start(fleet, run_of(len(x)))
+    acting = strategy.on(fleet, run_of(len(x)))
     (block,) = fleet.blocks
     block.params.copy_(x[ranks])
     if strategy.needs_gradients:
         block.own_grads().copy_(g[ranks])
-        strategy.transform_gradients(fleet, 1, 0.25)
+        acting.transform_gradients(1, 0.25)
         block.params.sub_(block.grads, alpha=0.25)
-    strategy.communicate(fleet, 1)
+    acting.communicate(1)
     return block.params[torch.tensor(ranks).argsort()].clone()
 
 

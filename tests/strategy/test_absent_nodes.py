@@ -57,20 +57,20 @@ class Hand:
         self.names = range(fleet.num_nodes) if names is None else names
         self.step, self.taken = 0, np.zeros(fleet.num_nodes, np.int64)
         self.inner_from: list[tuple[int, list[int], int]] = []  # (step, nodes, whose inner state they take)
-        strategy.start(fleet, run_of(fleet.num_nodes))
+        self.acting = strategy.on(fleet, run_of(fleet.num_nodes))
 
     def go(self, steps: int, max_stretch: int = 100) -> Tensor:
         """Go on to step `steps`; return the rows here."""
-        strategy, there, comm = self.strategy, self.there, self.fleet.comm
+        acting, there, comm = self.acting, self.there, self.fleet.comm
         while self.step < steps:
             first = self.step
-            last = min(strategy.next_event(first), there.next_change(first), first + max_stretch, steps)
+            last = min(acting.next_event(first), there.next_change(first), first + max_stretch, steps)
             nodes, source = there.returning(first + 1)
             comm.present = there.up(last)
-            if source is not None and strategy.bring_back(self.fleet, nodes, source, first + 1):
+            if source is not None and acting.bring_back(nodes, source, first + 1):
                 self.inner_from.append((first + 1, nodes, source))
-            counts = there.steps_between(first, last, strategy.local_steps)
-            if strategy.needs_gradients:
+            counts = there.steps_between(first, last, acting.clients.local_steps)
+            if self.strategy.needs_gradients:
                 self._step_with_gradients(last)
             else:
                 for row, rank in enumerate(self.fleet.ranks):
@@ -79,7 +79,7 @@ class Hand:
                             x.add_(part, alpha=RATE)
             self.taken += counts
             comm.present = there.present(last)
-            strategy.communicate(self.fleet, last)
+            acting.communicate(last)
             comm.present = there.up(last)
             self.step = last
         return torch.cat([block.params.double() for block in self.fleet.blocks], 1)
@@ -92,7 +92,7 @@ class Hand:
             for block, (_, part) in zip(self.fleet.blocks, self._noise(row, rank, step), strict=True):
                 if rank in up:
                     block.grads[row] = part  # type: ignore[index]
-        self.strategy.transform_gradients(self.fleet, step, RATE)
+        self.acting.transform_gradients(step, RATE)
         for row, rank in enumerate(self.fleet.ranks):
             for block in self.fleet.blocks if rank in up else ():
                 block.params[row] -= RATE * block.grads[row]  # type: ignore[index]
@@ -185,7 +185,7 @@ def test_nodes_that_never_come_are_as_if_there_were_none(name: str) -> None:
         assert getattr(mine, kind)[there].tolist() == getattr(theirs, kind).tolist()
         assert getattr(mine, kind)[away].tolist() == [0, 0]
     assert theirs.tx_bytes.sum() > 0
-    many.strategy.finish(many.fleet, 24), few.strategy.finish(few.fleet, 24)
+    many.acting.finish(24), few.acting.finish(24)
     same(torch.cat([b.params for b in many.fleet.blocks], 1)[there], few.fleet.blocks[0].params, 1e-12)
     full = hand(ANY[name](), Faults(), 5).go(24)
     unlike(rows[there], full[there])
@@ -322,7 +322,7 @@ def test_diloco_measures_against_the_theta_each_node_last_received() -> None:
         unlike(rows, diloco(LOST, 23, 4, 0.7, 0.9, wrong)[0])
     wanted, theta = diloco(LOST, 26, 4, 0.7, 0.9)
     same(ours.go(26), wanted)
-    same(ours.strategy.consensus(ours.fleet)[0], theta)  # type: ignore[index]
+    same(ours.acting.consensus()[0], theta)  # type: ignore[index]
     module: Any = ours.strategy.modules[0].received
     assert module.last.tolist() == [6, 6, 6, 6] and not module.earlier  # what nobody needs is not kept
     kept = hand(DiLoCoStrategy("sgd", H=4), LOST)
@@ -394,7 +394,7 @@ def test_sampled_clients_that_are_away_are_missed_and_theta_waits_for_them() -> 
                 if node in there.present(step):
                     x[node] = theta
     same(rows, x)
-    same(strategy.consensus(ours.fleet)[0], theta)  # type: ignore[index]
+    same(ours.acting.consensus()[0], theta)  # type: ignore[index]
     counts = np.zeros(5)
     for round_ in range(rounds):
         members = [i for i in module.clients(round_) if i in there.present((round_ + 1) * H)]
@@ -412,14 +412,14 @@ def test_a_round_without_clients_leaves_theta_alone() -> None:
     module: Any = strategy.modules[0]
     ours = hand(strategy, Faults())
     ours.go(2)
-    theta = strategy.consensus(ours.fleet)[0].clone()  # type: ignore[index]
+    theta = ours.acting.consensus()[0].clone()  # type: ignore[index]
     before = ours.fleet.comm.ledger.tx_bytes.copy()
     others = [i for i in range(4) if i not in module.clients(1)]
     fleet, after = ours.fleet, module.clients(2)
     fleet.blocks[0].params.add_(1.0)
     fleet.comm.present = others
-    strategy.communicate(fleet, 4)
-    assert torch.equal(strategy.consensus(fleet)[0], theta) and fleet.comm.ledger.tx_bytes.tolist() == before.tolist()  # type: ignore[index]
+    ours.acting.communicate(4)
+    assert torch.equal(ours.acting.consensus()[0], theta) and fleet.comm.ledger.tx_bytes.tolist() == before.tolist()  # type: ignore[index]
     for node in range(4):
         assert torch.equal(fleet.blocks[0].params[node], theta) == (node in others and node in after)
 
@@ -458,7 +458,7 @@ def test_top_k_is_announced_by_those_that_are_there_in_turn() -> None:
     for step in range(1, 7):
         module = SparseCommunicator(5 / P, "topk")
         fleet = fleet_of(torch.zeros(5, P, dtype=torch.float64))
-        module.start(fleet, run_of(5))
+        acting = CommunicateOptimizeStrategy("sgd", [module]).on(fleet, run_of(5))
         fleet.blocks[0].params.copy_(values)
         fleet.comm.present = [1, 2, 4]
         module.communicate(fleet, step)
@@ -474,7 +474,7 @@ def test_top_k_is_announced_by_those_that_are_there_in_turn() -> None:
         payload = fleet.comm.ledger.payload_bytes
         assert payload.tolist() == [0 if i in (0, 3) else 5 * 8 + (5 * 4 if i == announcer else 0) for i in range(5)]
         fleet.comm.present = [0, 1, 2, 4]
-        CommunicateOptimizeStrategy("sgd", [module]).bring_back(fleet, [0], 1, step + 1)
+        acting.bring_back([0], 1, step + 1)
         assert torch.equal(fleet.blocks[0].params[0], fleet.blocks[0].params[1])
         assert torch.equal(reference[0], fleet.blocks[0].params[0])
 
@@ -503,12 +503,12 @@ def test_replicas_that_meet_at_every_step_are_equal_again(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "demo"])
 def test_a_parameter_that_only_an_absent_node_used_is_left_alone(name: str) -> None:
     fleet, strategy = fleet_of(start_values(3)), ANY[name]()
-    strategy.start(fleet, run_of(3))
+    acting = strategy.on(fleet, run_of(3))
     block = fleet.blocks[0]
     block.own_grads().normal_()
     block.has_grad[:] = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]) > 0
     fleet.comm.present = [1, 2]
-    strategy.transform_gradients(fleet, 1, RATE)
+    acting.transform_gradients(1, RATE)
     assert block.has_grad.tolist() == [[False, True, True, False]] * 3
 
 
@@ -522,7 +522,7 @@ def test_the_momentum_of_demo_rests_and_then_starts_afresh() -> None:
     assert torch.equal(residual[1], rest[1]) and not torch.equal(residual[0], rest[0])
     assert bool(torch.isfinite(residual).all())
     ours.fleet.comm.present = [0, 1, 3]
-    assert ours.strategy.bring_back(ours.fleet, [1], 0, 7)
+    assert ours.acting.bring_back([1], 0, 7)
     assert not residual[1].any() and residual[0].any() and residual[2].any()
 
 
@@ -539,7 +539,7 @@ def with_buffers(num_nodes: int) -> Fleet:
 def test_buffers_are_those_of_the_nodes_that_are_there(name: str) -> None:
     fleet, strategy = with_buffers(5), ALL[name]()
     before = {key: value.clone() for key, value in fleet.buffers.items()}
-    strategy.start(fleet, run_of(5))
+    acting = strategy.on(fleet, run_of(5))
     module: Any = strategy.modules[0]
     present, step = [1, 2, 4], 4 if name == "clients" else 12
     members, holders = present, present
@@ -551,10 +551,10 @@ def test_buffers_are_those_of_the_nodes_that_are_there(name: str) -> None:
     for block in fleet.blocks:
         block.own_grads().zero_()
     if strategy.needs_gradients:
-        strategy.transform_gradients(fleet, step, RATE)
+        acting.transform_gradients(step, RATE)
         wanted = before["mean"][1]
     else:
-        strategy.communicate(fleet, step)
+        acting.communicate(step)
         wanted = before["mean"][members].mean(0)
     for node in range(5):
         mean = wanted if node in holders else before["mean"][node]
@@ -565,14 +565,14 @@ def test_buffers_are_those_of_the_nodes_that_are_there(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*ALL} - {"unequal work"}))
 def test_a_return_costs_a_row_and_leaves_the_others_alone(name: str) -> None:
     fleet, strategy = with_buffers(5), ALL[name]()
-    strategy.start(fleet, run_of(5))
+    acting = strategy.on(fleet, run_of(5))
     fleet.blocks[0].params.add_(torch.randn(5, P, dtype=torch.float64))
     rows = fleet.blocks[0].params.clone()
     means, ledger = fleet.buffers["mean"].clone(), fleet.comm.ledger
     fleet.comm.present = [0, 2, 3, 4]
-    takes_inner = strategy.bring_back(fleet, [0, 4], 2, 7)
+    takes_inner = acting.bring_back([0, 4], 2, 7)
     assert takes_inner == strategy.needs_gradients
-    outer = strategy.consensus(fleet)
+    outer = acting.consensus()
     module: Any = strategy.modules[0]
     joined = [0, 4]
     if name == "clients":
@@ -632,6 +632,6 @@ def test_with_nobody_there_nothing_happens(name: str) -> None:
     rows = ours.go(5).clone()
     tx = ours.fleet.comm.ledger.tx_bytes.tolist()
     assert torch.equal(ours.go(19), rows) and ours.fleet.comm.ledger.tx_bytes.tolist() == tx
-    strategy.finish(ours.fleet, 19)
+    ours.acting.finish(19)
     assert torch.equal(ours.fleet.blocks[0].params, rows)
     assert not torch.equal(ours.go(30), rows)

@@ -113,9 +113,9 @@ def test_the_example_is_its_paper(example) -> None:
     start, moved = dyadic(1, 6), dyadic(3, 6, seed=1)
     model = torch.nn.Linear(5, 1).double()
     fleet = fleet_of(start.expand(3, -1), model=model)
-    strategy.start(fleet, run_of(3))
+    acting = strategy.on(fleet, run_of(3))
     fleet.blocks[0].params += moved
-    strategy.communicate(fleet, 1)
+    acting.communicate(1)
     alpha = 0.3
     torch.testing.assert_close(fleet.blocks[0].params, start + (1 - alpha) * moved, rtol=0, atol=1e-12)
     center = strategy.communication_modules[0].shared_state["center.0"]

@@ -99,9 +99,9 @@ def test_the_vote_is_the_sign_of_the_sum_of_signs(num_nodes: int) -> None:
 
 def test_ties_move_nothing_and_zeros_vote_in_turn() -> None:
     def voted(g: Tensor, step: int) -> list[float]:
-        fleet, strategy = begun(SignSGDStrategy(), len(g))
+        fleet, acting = begun(SignSGDStrategy(), len(g))
         fleet.blocks[0].own_grads().copy_(g)
-        strategy.transform_gradients(fleet, step, 1.0)
+        acting.transform_gradients(step, 1.0)
         return fleet.blocks[0].grads[0, :4].tolist()
 
     g = dyadic(2, P) * 0
@@ -175,8 +175,7 @@ def test_error_feedback_is_the_published_loop(name: str, num_nodes: int) -> None
 def begun(strategy: CommunicateOptimizeStrategy, num_nodes: int = 3, dtype: torch.dtype = torch.float64) -> Any:
     model = Regressor(dtype=dtype)
     fleet = fleet_of(torch.zeros(num_nodes, P, dtype=dtype), model=model)
-    strategy.start(fleet, run_of(num_nodes))
-    return fleet, strategy
+    return fleet, strategy.on(fleet, run_of(num_nodes))
 
 
 KEEPS: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
@@ -190,17 +189,17 @@ KEEPS: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_what_is_sent_and_what_is_kept_add_up_to_all_gradients(name: str, dtype: torch.dtype, tolerance: float) -> None:
     """In the mean over nodes, in units of the parameters; a rate of zero sends nothing."""
-    fleet, strategy = begun(KEEPS[name](), dtype=dtype)
+    fleet, acting = begun(KEEPS[name](), dtype=dtype)
     (block,) = fleet.blocks
     given, moved = torch.zeros(P, dtype=dtype), torch.zeros(P, dtype=dtype)
     rates = [0.1] * 6 if name == "powersgd" else [0.1, 0.2, 0.2, 0.0, 0.05, 0.05]  # its error is of gradients
     for step, gamma in enumerate(rates, 1):
         g = torch.randn(3, P, generator=torch.Generator().manual_seed(step)).to(dtype)
         block.own_grads().copy_(g)
-        strategy.transform_gradients(fleet, step, gamma)
+        acting.transform_gradients(step, gamma)
         given += gamma * g.mean(0)
         moved += gamma * block.grads[0]
-    (kept,) = strategy.gradient_modules[0].row_state.values()
+    (kept,) = acting.strategy.gradient_modules[0].row_state.values()
     kept = kept.mean(0) * (0.1 if name == "powersgd" else 1)
     assert (moved + kept - given).abs().max() <= tolerance * given.abs().max()
     assert (moved - given).abs().max() > 0.01 * given.abs().max()  # the control: something is kept
@@ -208,24 +207,24 @@ def test_what_is_sent_and_what_is_kept_add_up_to_all_gradients(name: str, dtype:
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_node_that_is_away_rests_and_comes_back_with_nothing_kept(name: str) -> None:
-    fleet, strategy = begun(KEEPS[name]())
-    (block,), module = fleet.blocks, strategy.gradient_modules[0]
+    fleet, acting = begun(KEEPS[name]())
+    (block,), module = fleet.blocks, acting.strategy.gradient_modules[0]
     (kept,) = module.row_state.values()
     for step in (1, 2):
         block.own_grads().copy_(torch.randn(3, P, generator=torch.Generator().manual_seed(step)))
         if step == 2:
             before, fleet.comm.present = kept.clone(), [0, 2]
             block.own_grads()[1] = torch.nan  # nothing was computed there
-        strategy.transform_gradients(fleet, step, 0.1)
+        acting.transform_gradients(step, 0.1)
     assert torch.equal(kept[1], before[1]) and kept[1].any() and block.grads.isfinite().all()
     assert not torch.equal(kept[[0, 2]], before[[0, 2]])
     fleet.comm.present = [0, 1, 2]
-    strategy.bring_back(fleet, [1], 0, 3)
+    acting.bring_back([1], 0, 3)
     assert not kept[1].any() and kept[[0, 2]].any()
 
 
 def test_what_was_kept_moves_a_parameter_that_has_no_gradient_any_more() -> None:
-    fleet, strategy = begun(TopKStrategy("sgd", 1 / P), 1)  # one entry a step
+    fleet, acting = begun(TopKStrategy("sgd", 1 / P), 1)  # one entry a step
     (block,) = fleet.blocks
     g = torch.zeros(1, P, dtype=torch.float64)
     g[0, 0], g[0, -1] = 2.0, 1.0  # of the first tensor and of the last
@@ -233,7 +232,7 @@ def test_what_was_kept_moves_a_parameter_that_has_no_gradient_any_more() -> None
     for step in (1, 2, 3):
         block.own_grads().copy_(g if step == 1 else 0 * g)
         block.has_grad[:] = step == 1
-        strategy.transform_gradients(fleet, step, 1.0)
+        acting.transform_gradients(step, 1.0)
         seen.append((block.grads[0].nonzero().flatten().tolist(), block.has_grad[0].tolist()))
     assert seen == [([0], [True] * 4), ([P - 1], [False, False, False, True]), ([], [False] * 4)]
 
@@ -247,11 +246,11 @@ def test_each_node_rounds_by_draws_of_its_own() -> None:
     for num_nodes in (1, 16):
         offs = []
         for step in range(1, 9):
-            fleet, strategy = begun(QSGDStrategy("sgd", 2), num_nodes)
+            fleet, acting = begun(QSGDStrategy("sgd", 2), num_nodes)
             (block,) = fleet.blocks
             g = torch.randn(1, P, generator=torch.Generator().manual_seed(step)).double()
             block.own_grads().copy_(g.expand(num_nodes, P))
-            strategy.transform_gradients(fleet, step, 1.0)
+            acting.transform_gradients(step, 1.0)
             offs.append(float((block.grads[0] - g[0]).norm() / g.norm()))
         errors[num_nodes] = np.mean(offs)
     assert 0.15 < errors[16] / errors[1] < 0.4  # 0.25
@@ -260,11 +259,11 @@ def test_each_node_rounds_by_draws_of_its_own() -> None:
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantised_mean_is_off_by_half_a_step_on_each_way(num_nodes: int, bits: int) -> None:
-    fleet, strategy = begun(QuantizedReduceStrategy("sgd", bits, bucket=16), num_nodes)
+    fleet, acting = begun(QuantizedReduceStrategy("sgd", bits, bucket=16), num_nodes)
     (block,) = fleet.blocks
     g = torch.randn(num_nodes, P, generator=torch.Generator().manual_seed(num_nodes)).double()
     block.own_grads().copy_(g)
-    strategy.transform_gradients(fleet, 1, 1.0)
+    acting.transform_gradients(1, 1.0)
     scale = g.abs().max() / (2 ** (bits - 1) - 1)  # no bucket's is larger
     off = (block.grads[0] - g.mean(0)).abs().max() / scale
     assert 0.02 < off <= 1.01  # half a step, twice
@@ -273,14 +272,14 @@ def test_a_quantised_mean_is_off_by_half_a_step_on_each_way(num_nodes: int, bits
 
 def test_numbers_on_the_grid_are_averaged_exactly() -> None:
     """Codes of -127 to 127 in each bucket, and so are their means."""
-    fleet, strategy = begun(QuantizedReduceStrategy("sgd", bucket=P), 1)
+    fleet, acting = begun(QuantizedReduceStrategy("sgd", bucket=P), 1)
     (block,) = fleet.blocks
     g = torch.linspace(-127, 127, P, dtype=torch.float64).round()[None] / 8
     block.own_grads().copy_(g)
-    strategy.transform_gradients(fleet, 1, 1.0)
+    acting.transform_gradients(1, 1.0)
     assert torch.equal(block.grads, g)
     block.own_grads().copy_(g + 0.01)
-    strategy.transform_gradients(fleet, 1, 1.0)
+    acting.transform_gradients(1, 1.0)
     assert not torch.equal(block.grads, g + 0.01)
 
 
@@ -288,16 +287,16 @@ def test_numbers_on_the_grid_are_averaged_exactly() -> None:
 
 
 def test_a_mean_of_low_rank_is_found_at_once() -> None:
-    fleet, strategy = begun(PowerSGDStrategy("sgd", 1, min_rate=0.5), 2)
+    fleet, acting = begun(PowerSGDStrategy("sgd", 1, min_rate=0.5), 2)
     (block,) = fleet.blocks
     g = torch.randn(2, P, generator=torch.Generator().manual_seed(0)).double()
     u, v, noise = torch.randn(7, 1).double(), torch.randn(1, 6).double(), torch.randn(7, 6).double()
     g[:, :42] = torch.stack([u @ v + noise, u @ v - noise]).flatten(1)  # rank 1 in the mean only
     block.own_grads().copy_(g)
-    strategy.transform_gradients(fleet, 1, 1.0)
+    acting.transform_gradients(1, 1.0)
     same(block.grads[0], g.mean(0), 1e-12)
     block.own_grads()[:, :42] += torch.randn(42)
-    strategy.transform_gradients(fleet, 2, 1.0)
+    acting.transform_gradients(2, 1.0)
     unlike(block.grads[0], (g.mean(0)))
 
 

@@ -133,7 +133,7 @@ def test_equals_the_published_rule(num_nodes: int, topk: int, chunk: int) -> Non
 def started(strategy: DeMoStrategy, num_nodes: int = 3) -> tuple[Any, Any]:
     width = sum(p.numel() for p in Shapes().parameters())
     fleet = fleet_of(torch.zeros(num_nodes, width, dtype=torch.float64), model=Shapes())
-    strategy.start(fleet, run_of(num_nodes))
+    strategy.on(fleet, run_of(num_nodes))
     return fleet, strategy.gradient_modules[0]
 
 
@@ -173,11 +173,11 @@ def test_a_coefficient_counts_fully_though_one_node_sends_it() -> None:
     """The mean is over contributors: (3, 2) of the sum and the difference, not (3, 2 + 2) / N."""
     fleet = fleet_of(torch.zeros(3, 2, dtype=torch.float64), model=nn.Linear(2, 1, bias=False).double())
     strategy = DeMoStrategy(compression_topk=1, compression_chunk=2)
-    strategy.start(fleet, run_of(3))
+    acting = strategy.on(fleet, run_of(3))
     (block,) = fleet.blocks
     sums, differences = torch.tensor([3.0, 0.5, 0.5]), torch.tensor([0.5, 2.0, 2.0])  # the larger one is sent
     block.own_grads().copy_(torch.stack([sums + differences, sums - differences], 1) / math.sqrt(2))
-    strategy.transform_gradients(fleet, 1, 1.0)
+    acting.transform_gradients(1, 1.0)
     assert block.grads.tolist() == [[1.0, 1.0]] * 3  # 3 + 2 and 3 - 2; over N: 3 + 4 and 3 - 4
 
 
@@ -229,14 +229,14 @@ def test_indices_of_the_widest_chunks_survive_their_packing() -> None:
         width = math.prod(shape)
         fleet = fleet_of(torch.zeros(2, width, dtype=torch.float64), model=model)
         strategy = DeMoStrategy(compression_topk=1, compression_chunk=256)
-        strategy.start(fleet, run_of(2))
+        acting = strategy.on(fleet, run_of(2))
         t = strategy.gradient_modules[0].transforms[0][0]
         assert t.size == width
         last = torch.zeros(1, 1, width, dtype=torch.float64)
         last[..., -1] = 1.0
         (block,) = fleet.blocks
         block.own_grads().copy_(t.decode(last).flatten(1).expand(2, -1))
-        strategy.transform_gradients(fleet, 1, 1.0)
+        acting.transform_gradients(1, 1.0)
         assert torch.equal(block.grads[0], t.decode(last).flatten().sign())
 
 

@@ -171,11 +171,11 @@ def test_fedprox_comes_to_rest_between_theta_and_the_clients_minimum() -> None:
 def test_a_client_that_missed_a_round_is_held_near_what_it_received() -> None:
     fleet = fleet_of(torch.zeros(2, P, dtype=torch.float64))
     strategy = FedProxStrategy("sgd", 0.5, 1)
-    strategy.start(fleet, run_of(2))
+    acting = strategy.on(fleet, run_of(2))
     (block,), (_, term) = fleet.blocks, strategy.communication_modules
     block.params += dyadic(2, P, 1)
     fleet.comm.present = [0]
-    strategy.communicate(fleet, 1)
+    acting.communicate(1)
 
     def pull(row: int) -> Tensor:
         parameters = [view[row] for _, view in block.views(block.params)]
@@ -189,7 +189,7 @@ def test_a_client_that_missed_a_round_is_held_near_what_it_received() -> None:
     wanted = torch.cat([view[1].flatten() for k, (_, view) in enumerate(block.views(block.params)) if k != 1])
     assert torch.equal(pull(1), 0.5 * wanted)
     fleet.comm.present = [0, 1]
-    strategy.bring_back(fleet, [1], 0, 2)
+    acting.bring_back([1], 0, 2)
     assert not pull(1).any()
 
 
@@ -288,16 +288,16 @@ def test_yogi_begins_as_adam_from_nothing() -> None:
 def test_without_a_client_of_the_round_the_server_does_nothing() -> None:
     fleet = fleet_of(torch.zeros(4, P, dtype=torch.float64))
     strategy = FedOptStrategy("sgd", "momentum", 1.0, 1, client_fraction=0.25)
-    strategy.start(fleet, run_of(4))
+    acting = strategy.on(fleet, run_of(4))
     _, second, third = rounds_of(copy.deepcopy(strategy), 4, 3)
     (block,) = fleet.blocks
     block.params += 1.0
-    strategy.communicate(fleet, 1)
-    theta = strategy.consensus(fleet)[0].clone()
+    acting.communicate(1)
+    theta = acting.consensus()[0].clone()
     assert torch.equal(theta, torch.ones(P).double()) and torch.equal(block.params[second[0]], theta)
     fleet.comm.present = [i for i in range(4) if i not in second]
-    strategy.communicate(fleet, 2)
-    assert torch.equal(strategy.consensus(fleet)[0], theta)
+    acting.communicate(2)
+    assert torch.equal(acting.consensus()[0], theta)
     if third[0] in fleet.comm.present:
         assert torch.equal(block.params[third[0]], theta)
 
@@ -531,14 +531,14 @@ def test_more_steps_give_no_more_weight() -> None:
     """Two constant pulls: FedAvg goes along their sum weighed by work, FedNova along their mean."""
     fleet = fleet_of(torch.zeros(2, P, dtype=torch.float64))
     strategy = FedNovaStrategy("sgd", 6)
-    strategy.start(fleet, run_of(2))
+    acting = strategy.on(fleet, run_of(2))
     (block,), (work, _) = fleet.blocks, strategy.communication_modules
     pulls, steps = dyadic(2, P), (6, 2)
     for row, count in enumerate(steps):
         for _ in range(count):
             work.correct(row, [view[row] for _, view in block.views(block.params)], [None] * 4)
             block.params[row] += pulls[row]
-    strategy.communicate(fleet, 6)
+    acting.communicate(6)
     same(block.params[0], 4 * pulls.mean(0))  # tau = 4 steps
     unlike(block.params[0], (6 * pulls[0] + 2 * pulls[1]) / 2)
 

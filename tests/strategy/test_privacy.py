@@ -61,17 +61,17 @@ def test_the_ends_of_epsilon() -> None:
 
 
 def meeting(strategy: FedAvgStrategy, steps: torch.Tensor, seed: int = 0, present: Any = None) -> tuple[Any, Any, Any]:
-    """Move the rows by `steps` from one point and meet; return the fleet, the point, and the round's clients."""
+    """Move the rows by `steps` from one point and meet; return modules at work, the point, the round's clients."""
     n, width = steps.shape
     start = dyadic(1, width)
     fleet = fleet_of(start.expand(n, -1), model=Regressor())
-    strategy.start(fleet, run_of(n, seed=seed))
+    acting = strategy.on(fleet, run_of(n, seed=seed))
     module = strategy.communication_modules[0]
     fleet.blocks[0].params += steps
     if present is not None:
         fleet.comm.present = present
-    strategy.communicate(fleet, 2)
-    return fleet, start[0], module.clients(0)  # type: ignore[attr-defined]
+    acting.communicate(2)
+    return acting, start[0], module.clients(0)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("clip", [0.5, 2.0, 1e6])
@@ -81,10 +81,10 @@ def test_updates_are_clipped_and_summed_over_the_clients_in_the_mean(clip: float
     counts = set()
     for seed in range(6):
         strategy = private(clip, 0.0, client_fraction=0.5)
-        fleet, start, clients = meeting(strategy, steps, seed)
+        acting, start, clients = meeting(strategy, steps, seed)
         clipped = steps[clients] * (clip / steps[clients].norm(dim=1, keepdim=True)).clamp(max=1)
         theta = start + clipped.sum(0) / (0.5 * 8)  # not over those who happened to come
-        torch.testing.assert_close(strategy.consensus(fleet)[0], theta, rtol=0, atol=1e-12)  # type: ignore[index]
+        torch.testing.assert_close(acting.consensus()[0], theta, rtol=0, atol=1e-12)  # type: ignore[index]
         counts.add(len(clients))
     assert len(counts) > 1
 
@@ -101,8 +101,8 @@ def test_noise_has_the_size_that_is_accounted_and_is_added_where_nobody_came() -
     clip, z, n, rate = 3.0, 2.0, 4, 0.25
     found = []
     for seed in range(60):
-        fleet, start, clients = meeting(private(clip, z, client_fraction=rate), torch.zeros(n, WIDTH).double(), seed)
-        found.append((len(clients), fleet_theta(fleet) - start))
+        acting, start, clients = meeting(private(clip, z, client_fraction=rate), torch.zeros(n, WIDTH).double(), seed)
+        found.append((len(clients), fleet_theta(acting.fleet) - start))
     noise = torch.stack([x for _, x in found])
     assert {0, 1, 2} <= {count for count, _ in found}
     sigma = z * clip / (rate * n)
@@ -120,11 +120,11 @@ def test_clients_of_a_round_that_did_not_come_count_as_zeros() -> None:
     steps = dyadic(8, WIDTH, seed=1)
     strategy = private(1e9, 0.0, client_fraction=0.75)
     present = [0, 1, 2, 3]
-    fleet, start, clients = meeting(strategy, steps, present=present)
+    acting, start, clients = meeting(strategy, steps, present=present)
     came = [i for i in clients if i in present]
     assert 0 < len(came) < len(clients)
     wanted = start + steps[came].sum(0) / (0.75 * 8)
-    torch.testing.assert_close(fleet_theta(fleet), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(fleet_theta(acting.fleet), wanted, rtol=0, atol=1e-12)
 
 
 def test_the_history_says_what_was_spent() -> None:
@@ -141,7 +141,7 @@ def test_the_history_says_what_was_spent() -> None:
 def test_bytes_are_those_of_the_clients() -> None:
     trainer = train(private(client_fraction=0.5), model=plain_model(), **RUN)
     strategy = private(client_fraction=0.5)
-    strategy.start(fleet_of(torch.zeros(6, WIDTH).double(), model=Regressor()), run_of(6))
+    strategy.on(fleet_of(torch.zeros(6, WIDTH).double(), model=Regressor()), run_of(6))
     module = strategy.communication_modules[0]
     P = sum(p.numel() for p in plain_model().parameters())
     took_part = sum(len(module.clients(r)) for r in range(6))  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ def test_a_server_optimizer_steps_along_the_blurred_mean(rule: str) -> None:
     strategy = server(rule, server_lr=eta, client_fraction=0.25, weighting="uniform")
     start = dyadic(1, WIDTH)
     fleet = fleet_of(start.expand(n, -1), model=Regressor())
-    strategy.start(fleet, run_of(n))
+    acting = strategy.on(fleet, run_of(n))
     module = strategy.communication_modules[0]
     privacy = DifferentialPrivacy(1.0, 1.0, 1e-3)
     theta, m, v = start[0].clone(), torch.zeros(WIDTH).double(), torch.full((WIDTH,), 1e-6).double()
@@ -237,7 +237,7 @@ def test_a_server_optimizer_steps_along_the_blurred_mean(rule: str) -> None:
         clients = module.clients(round_)  # type: ignore[attr-defined]
         moves = torch.randn(n, WIDTH, dtype=torch.float64)
         fleet.blocks[0].params[:] = theta + moves
-        strategy.communicate(fleet, 2 * (round_ + 1))
+        acting.communicate(2 * (round_ + 1))
         clipped = moves[clients] * (1 / moves[clients].norm(dim=1, keepdim=True)).clamp(max=1)
         D = clipped.sum(0) / (0.25 * n) + privacy.noise(theta, 0.25 * n, 0, 0, round_)
         b1 = 0.0 if rule == "adagrad" else 0.9
@@ -247,9 +247,9 @@ def test_a_server_optimizer_steps_along_the_blurred_mean(rule: str) -> None:
         elif rule != "momentum":
             v = 0.99 * v + 0.01 * D**2 if rule == "adam" else v - 0.01 * D**2 * (v - D**2).sign()
         theta = theta + eta * (m if rule == "momentum" else m / (v.sqrt() + 1e-3))
-        torch.testing.assert_close(strategy.consensus(fleet)[0], theta, rtol=0, atol=1e-10)  # type: ignore[index]
+        torch.testing.assert_close(acting.consensus()[0], theta, rtol=0, atol=1e-10)  # type: ignore[index]
         for row in module.clients(round_ + 1):  # type: ignore[attr-defined]
-            assert torch.equal(fleet.blocks[0].params[row], strategy.consensus(fleet)[0])  # type: ignore[index]
+            assert torch.equal(fleet.blocks[0].params[row], acting.consensus()[0])  # type: ignore[index]
         came.append(len(clients))
     assert 0 in came and max(came) > 0
 

@@ -132,44 +132,43 @@ def test_it_is_the_published_loop(aggregation: str) -> None:
 def begun(num_nodes: int, **options: Any) -> Any:
     fleet = fleet_of(torch.zeros(num_nodes, P, dtype=torch.float64))
     strategy = SparseLoCoStrategy("sgd", 1, 4, 16, **options)
-    strategy.start(fleet, run_of(num_nodes))
-    return fleet, strategy
+    return fleet, strategy.on(fleet, run_of(num_nodes))
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(32, 0.0), (2, 1e-12)])
 def test_what_is_sent_and_what_is_kept_add_up_to_all_differences(bits: int, tolerance: float) -> None:
-    fleet, strategy = begun(4, bits=bits, error_decay=1.0)
-    (block,), module = fleet.blocks, strategy.communication_modules[0]
+    fleet, acting = begun(4, bits=bits, error_decay=1.0)
+    (block,), module = fleet.blocks, acting.strategy.communication_modules[0]
     given = torch.zeros(P, dtype=torch.float64)
     for step in range(1, 8):
         moved = dyadic(4, P, step)  # multiples of 1/8: a mean over four is exact
         given += moved.mean(0)
         block.params.add_(moved)
-        strategy.communicate(fleet, step)
-    (theta,) = strategy.consensus(fleet)
+        acting.communicate(step)
+    (theta,) = acting.consensus()
     kept = module.row_state["error.0"].mean(0)
     assert (theta - kept - given).abs().max() <= tolerance * given.abs().max()
     assert kept.abs().max() > 0.1  # the control
 
 
 def test_a_lost_round_is_measured_against_the_theta_last_received() -> None:
-    fleet, strategy = begun(2, bits=32, error_decay=1.0)
-    (block,), module = fleet.blocks, strategy.communication_modules[0]
+    fleet, acting = begun(2, bits=32, error_decay=1.0)
+    (block,), module = fleet.blocks, acting.strategy.communication_modules[0]
     block.params += dyadic(2, P, 1)
     lost = block.params[1].clone()
     fleet.comm.present = [0]
-    strategy.communicate(fleet, 1)
+    acting.communicate(1)
     assert torch.equal(block.params[1], lost) and not module.row_state["error.0"][1].any()
-    assert torch.equal(block.params[0], strategy.consensus(fleet)[0])
-    before, kept = strategy.consensus(fleet)[0].clone(), module.row_state["error.0"][0].clone()
+    assert torch.equal(block.params[0], acting.consensus()[0])
+    before, kept = acting.consensus()[0].clone(), module.row_state["error.0"][0].clone()
     fleet.comm.present = [0, 1]
-    strategy.communicate(fleet, 2)
-    sent = -2 * (strategy.consensus(fleet)[0] - before)
+    acting.communicate(2)
+    sent = -2 * (acting.consensus()[0] - before)
     same(sent + module.row_state["error.0"].sum(0), kept - lost)  # of node 1 all that it did since it received zeros
     fleet.comm.present = [0]
-    strategy.bring_back(fleet, [1], 0, 3)
+    acting.bring_back([1], 0, 3)
     assert not module.row_state["error.0"][1].any() and module.row_state["error.0"][0].any()
-    assert torch.equal(module.row_state["received.0"][1], strategy.consensus(fleet)[0])
+    assert torch.equal(module.row_state["received.0"][1], acting.consensus()[0])
 
 
 # The values

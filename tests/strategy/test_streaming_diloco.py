@@ -105,11 +105,11 @@ def trace(delay: int, alpha: float, offsets: Sequence[int]) -> list[list[float]]
         offsets=offsets,
     )  # fmt: skip
     fleet = Fleet(Two(), [0, 1], 2, torch.device("cpu"))
-    strategy.start(fleet, run_of(2))
+    acting = strategy.on(fleet, run_of(2))
     seen = [fleet.blocks[0].params[0].tolist()]
     for step in range(1, 16):
         fleet.blocks[0].params -= 2.0
-        strategy.communicate(fleet, step)
+        acting.communicate(step)
         seen.append(fleet.blocks[0].params[0].tolist())
     assert torch.equal(fleet.blocks[0].params[0], fleet.blocks[0].params[1])
     return [list(column) for column in zip(*seen, strict=True)]

@@ -144,16 +144,16 @@ def test_a_budget_of_sparta(wholes: float) -> None:
 
 
 def met(strategy: Any, *steps: torch.Tensor) -> Any:
-    """Move the rows of a fleet by `steps`, (N, P) each, and let them meet after each; return the fleet."""
+    """Move the rows of a fleet by `steps`, (N, P) each, and let them meet after each; return the modules at work."""
     n, width = steps[0].shape
     fleet = fleet_of(dyadic(1, width).expand(n, -1), model=Regressor())
-    strategy.start(fleet, run_of(n))
+    acting = strategy.on(fleet, run_of(n))
     at = 0
     for moved in steps:
-        at = strategy.next_event(at)
+        at = acting.next_event(at)
         fleet.blocks[0].params += moved
-        strategy.communicate(fleet, at)
-    return fleet
+        acting.communicate(at)
+    return acting
 
 
 @pytest.mark.parametrize("make", [FedAvgStrategy, DiLoCoStrategy])
@@ -161,8 +161,8 @@ def met(strategy: Any, *steps: torch.Tensor) -> Any:
 def test_drift_is_the_share_that_is_not_common(make: Any, n: int) -> None:
     strategy = make("sgd", H=8, tuner=Drift())
     steps = [torch.randn(n, WIDTH, dtype=torch.float64) + shift for shift in (0.0, 0.7)]
-    plain = met(make("sgd", H=8), *steps)
-    fleet = met(strategy, *steps)
+    plain = met(make("sgd", H=8), *steps).fleet
+    fleet = met(strategy, *steps).fleet
     u = steps[1]
     rho = (u - u.mean(0)).square().sum() / u.square().sum()
     assert strategy.tuning.drift == pytest.approx(float(rho), abs=1e-12)
@@ -219,9 +219,9 @@ def test_drift_weighs_nodes_as_the_mean_does() -> None:
     u, w = torch.randn(3, WIDTH, dtype=torch.float64), torch.tensor([6.0, 1.0, 1.0], dtype=torch.float64)
     strategy = DiLoCoStrategy("sgd", H=8, tuner=Drift(), weighting="examples")
     fleet = fleet_of(dyadic(1, WIDTH).expand(3, -1), model=Regressor())
-    strategy.start(fleet, replace(run_of(3), examples=w.long().numpy()))
+    acting = strategy.on(fleet, replace(run_of(3), examples=w.long().numpy()))
     fleet.blocks[0].params += u
-    strategy.communicate(fleet, 8)
+    acting.communicate(8)
     w = w[:, None] / w.sum()
     rho = (w * (u - (w * u).sum(0)).square()).sum() / (w * u.square()).sum()
     assert strategy.tuning.drift == pytest.approx(float(rho), abs=1e-12)  # type: ignore[union-attr]
@@ -230,8 +230,8 @@ def test_drift_weighs_nodes_as_the_mean_does() -> None:
 def test_h_follows_drift() -> None:
     together, apart = dyadic(1, WIDTH).expand(4, -1), torch.randn(4, WIDTH, dtype=torch.float64)
     strategy = FedAvgStrategy(H=8, tuner=Drift(0.5, most=12))
-    met(strategy, together, together, together)
-    assert strategy.tuning.value == strategy.next_event(30) - 30 == 12 and strategy.tuning.rounds._ends == [
+    acting = met(strategy, together, together, together)
+    assert strategy.tuning.value == acting.next_event(30) - 30 == 12 and strategy.tuning.rounds._ends == [
         0,
         8,
         18,
@@ -250,9 +250,9 @@ def test_the_outer_rate_follows_the_correlation_of_outer_gradients() -> None:
     for turn, factors in ((1.0, [1, 1, 1.2, 1.44]), (-1.0, [1, 1, 0.8, 0.64])):
         strategy = DiLoCoStrategy(H=2, outer_optim=PLAIN, tuner=Autocorrelation(gain=0.2))
         moves = [step * turn**k for k in range(4)]
-        fleet = met(strategy, *moves)
+        acting = met(strategy, *moves)
         wanted = dyadic(1, WIDTH)[0] + sum(f * move[0] for f, move in zip(factors, moves, strict=True))
-        torch.testing.assert_close(strategy.consensus(fleet)[0], wanted, rtol=0, atol=1e-12)  # type: ignore[index]
+        torch.testing.assert_close(acting.consensus()[0], wanted, rtol=0, atol=1e-12)  # type: ignore[index]
         assert strategy.tuning.correlation == pytest.approx(turn)
     bounded = DiLoCoStrategy(H=2, tuner=Autocorrelation(gain=0.4, most=1.5))
     met(bounded, *[step] * 5)

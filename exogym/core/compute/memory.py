@@ -116,7 +116,7 @@ def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, in
     try:
         fleet = Fleet(model, [0], num_nodes, META)
         before = _bytes(fleet.state.row(0))
-        copy.deepcopy(strategy).start(fleet, Run(num_nodes, 0, 1, np.ones(num_nodes, dtype=np.int64), 1))  # type: ignore[attr-defined]
+        copy.deepcopy(strategy).on(fleet, Run(num_nodes, 0, 1, np.ones(num_nodes, dtype=np.int64), 1))  # type: ignore[attr-defined]
         return _bytes(fleet.state.row(0)) - before, _bytes(fleet.state.shared())
     except Exception:  # it wants numbers, or more of the run; what is wrong with it is said where it starts
         return 0, 0

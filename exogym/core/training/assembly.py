@@ -30,7 +30,7 @@ from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError
 from exogym.logger import combine
-from exogym.strategy.communicate_optimize import NEVER
+from exogym.strategy.composition import NEVER
 from exogym.strategy.strategy import Run
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch import Tensor
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet.presence import rows_of, take_state
 from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 
 COMPUTING = ("optimizer", "scale")  # beside parameters, what makes the computing of two nodes equal
@@ -24,30 +25,31 @@ class Compositions(Algorithm):
         super().__init__(strategy, setting)
         self.strategy, self.worker, self.watch = strategy, setting.worker, setting.watch
         self.needs_gradients = strategy.needs_gradients
-        self.compute = setting.compute(strategy.inner, strategy.bucket_bytes, strategy.corrections)
-        strategy.start(self.fleet, setting.run)
+        corrections = [module.correct for module in strategy.communication_modules if isinstance(module, Corrects)]
+        self.compute = setting.compute(strategy.inner, strategy.bucket_bytes, corrections)
+        self.modules = strategy.on(self.fleet, setting.run)
 
     def next_event(self, step: int) -> int:
-        return self.strategy.next_event(step)
+        return self.modules.next_event(step)
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        return self.strategy.local_steps(first, last)
+        return self.modules.clients.local_steps(first, last)
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        return self.strategy.server_round(step)
+        return self.modules.clients.server_round(step)
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        return self.strategy.seated(step)
+        return self.modules.clients.seated(step)
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         if not skip:
-            self.strategy.transform_gradients(self.fleet, step, self.lr(step - 1))
+            self.modules.transform_gradients(step, self.lr(step - 1))
         return rows
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        if self.strategy.is_event(step):
+        if self.modules.is_event(step):
             before_mixing()
-        if self.strategy.communicate(self.fleet, step):
+        if self.modules.communicate(step):
             for row in range(len(self.fleet)):
                 self.compute.reset(row)
         meets = self.next_event(step - 1) == step
@@ -57,7 +59,7 @@ class Compositions(Algorithm):
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
         fleet = self.fleet
-        if not self.strategy.bring_back(fleet, nodes, source, step + 1, forget):
+        if not self.modules.bring_back(nodes, source, step + 1, forget):
             return
         state = fleet.state.row(fleet.ranks.index(source), COMPUTING) if source in fleet.ranks else None
         taken = take_state(fleet, state, source, nodes, self.worker.device)
@@ -67,10 +69,10 @@ class Compositions(Algorithm):
                 self.compute.taken[row] = step
 
     def finish(self, step: int) -> None:
-        self.strategy.finish(self.fleet, step)
+        self.modules.finish(step)
 
     def outer_buffers(self) -> dict[str, Tensor] | None:
-        return self.strategy.consensus_buffers(self.fleet)
+        return self.modules.consensus_buffers()
 
     def outer(self) -> list[Tensor] | None:
-        return self.strategy.consensus(self.fleet)
+        return self.modules.consensus()

@@ -151,9 +151,9 @@ def moved(strategy: Any, attack: dict[str, Any], steps: Any, faults: bool = True
     start = dyadic(1, width)
     fleet = fleet_of(start.expand(n, -1), model=Regressor())
     mine = strategy.beside(Faults(**attack)) if faults else strategy
-    mine.start(fleet, run_of(n))
+    acting = mine.on(fleet, run_of(n))
     fleet.blocks[0].params += steps
-    mine.communicate(fleet, 1)
+    acting.communicate(1)
     return fleet, start
 
 
@@ -194,10 +194,10 @@ def test_gradients_are_attacked_where_gradients_meet() -> None:
         if options:
             strategy = strategy.beside(Faults(**options))
         fleet = fleet_of(dyadic(1, WIDTH).expand(4, -1), model=Regressor())
-        strategy.start(fleet, run_of(4))
+        acting = strategy.on(fleet, run_of(4))
         for block in fleet.blocks:
             block.own_grads().copy_(dyadic(4, WIDTH, seed=3))
-        strategy.transform_gradients(fleet, 1, 0.1)
+        acting.transform_gradients(1, 0.1)
         return fleet.blocks[0].grads[0]  # type: ignore[index]
 
     steps = dyadic(4, WIDTH, seed=3)

@@ -1,0 +1,230 @@
+"""The modules of a strategy on a fleet: who acts when, and what else is done around it.
+
+Bad peers and caps of norms (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) are there only
+where they are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from exogym.core.combinations import check
+from exogym.core.fleet import Fleet
+from exogym.core.fleet.dealing import Dealing
+from exogym.core.fleet.presence import take_rows
+from exogym.core.fleet.state import Shared, Tensors
+from exogym.strategy.averaging import Averaging
+from exogym.strategy.capabilities import Clients, HasOuterModel, Tunable
+from exogym.strategy.modules import CommunicationModule, GradientModule, Module, known_traffic, named
+from exogym.strategy.strategy import Inner, Run, clip_rows
+from exogym.strategy.tuning import Tuning
+from exogym.strategy.tuning_costs import costs_of
+from exogym.strategy.updates import Updates
+
+NEVER = 2**62  # a step after all others
+
+
+class Composed(Protocol):
+    """What a composition asks of a strategy; see `CommunicateOptimizeStrategy`."""
+
+    inner: Inner
+    averaging: Averaging
+    communication_modules: list[CommunicationModule]
+    gradient_modules: list[GradientModule]
+    updates: Updates | None
+    tuning: Tuning | None
+    tuned: list[int]
+
+    @property
+    def modules(self) -> list[Module]: ...
+    @property
+    def clients(self) -> Clients: ...
+    def features(self) -> dict[str, str]: ...
+
+
+class Composition:
+    """A `CommunicateOptimizeStrategy` on a fleet.
+
+    Raises:
+        ArgumentError: modules that do not go together in this run.
+    """
+
+    def __init__(self, strategy: Composed, fleet: Fleet, run: Run):
+        self.strategy, self.fleet = strategy, fleet
+        self.max_norm, self.clients = strategy.inner.max_norm, strategy.clients
+        self.communications, self.gradients = strategy.communication_modules, strategy.gradient_modules
+        self.modules, self.updates, self.tuning = strategy.modules, strategy.updates, strategy.tuning
+        self.last_events = [0] * len(self.communications)
+        self._dealings: dict[str, Dealing] = {}
+        fleet.state.register("strategy", Shared(self._events, self._load_events))
+        for name, module in named(self.modules).items():
+            module.run = run
+            with self._given(module) as given:
+                if given is not None:
+                    module.start(given, run)
+                    fleet.state.register(name, module)
+                    module.shared()  # what cannot be saved is to be known now
+        weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
+        strategy.averaging.check_members(
+            type(strategy).__name__, known_traffic(self.modules, run.num_nodes)[0], run.num_nodes
+        )
+        strategy.averaging.bind(fleet.comm, weighs, run.seed)
+        if self.tuning is not None:
+            costs, tuned = None, [self.communications[m] for m in strategy.tuned]
+            if self.tuning.tuner.sees == "bytes":
+                costs = costs_of(self.modules, tuned, self.tuning.rounds, strategy.averaging, fleet, run)
+            self.tuning.start(fleet, run, costs)
+            fleet.state.register("tuning", self.tuning)
+        if self.gradients and self.clients.local_steps(0, 1) is not None:
+            check(strategy.features() | {"nodes that rest": "a communication module that lets nodes rest"})
+
+    def next_event(self, step: int) -> int:
+        """Return the first step after `step` at which a module must act."""
+        if self.gradients:
+            return step + 1
+        return min((module.next_event(step) for module in self.communications), default=NEVER)
+
+    def is_event(self, step: int) -> bool:
+        """Return whether a communication module acts after `step`."""
+        return any(module.next_event(step - 1) == step for module in self.communications)
+
+    def transform_gradients(self, step: int, lr: float) -> None:
+        """Rewrite and clip the gradients of all rows before the inner step `step`."""
+        fleet = self.fleet
+        if not fleet.comm.present:
+            return
+        clip_first = any(module.clip_first for module in self.gradients)
+        if clip_first:
+            self._clip()
+        if self.updates is not None and self.gradients:
+            self.updates.before_gradients(fleet, step)
+        for module in self.gradients:
+            with self._given(module, gradients=True) as given:
+                if given is not None:
+                    module.transform(given, step, lr)
+        if not clip_first:
+            self._clip()
+
+    def communicate(self, step: int) -> bool:
+        """Let the modules whose turn it is act. Return whether inner states are to start afresh."""
+        fleet = self.fleet
+        if not fleet.comm.present and not self.clients.asks_clients:
+            return False
+        acting = [m for m, module in enumerate(self.communications) if module.next_event(step - 1) == step]
+        with self._around(acting, step):
+            for m in acting:
+                with self._given(self.communications[m]) as given:
+                    if given is not None:
+                        self.communications[m].communicate(given, step)
+                self.last_events[m] = step
+        return any(self.communications[m].fresh_inner_state for m in acting)
+
+    @contextlib.contextmanager
+    def _around(self, acting: Sequence[int], step: int) -> Iterator[None]:
+        """Do what is asked for before and after a meeting."""
+        fleet, updates, tuning = self.fleet, self.updates if acting else None, self.tuning
+        if tuning is not None and not set(acting) & set(self.strategy.tuned):
+            tuning = None
+        if updates is not None:
+            updates.before_parameters(fleet, step)
+        if tuning is not None:
+            tuning.before_meeting(fleet, [] if updates is None else list(updates.row_state.values()))
+        yield
+        if updates is not None:
+            updates.after_meeting(fleet)
+        if tuning is not None:
+            tuning.after_meeting(fleet, step)
+            for module in self.modules:
+                if isinstance(module, Tunable):
+                    module.tune(tuning.name, tuning.value)
+
+    def bring_back(self, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
+        """Bring back `nodes`, which were away at step `step - 1` and are there for step `step`.
+
+        They take the outer parameters where there are some, else those of `source`, and its buffers; the modules put
+        their own state in order. Inner optimizer states and step counts stay what they were, unless gradients meet
+        at every step: then replicas are to be equal again. Nodes that `forget` take all that from `source`, and what
+        its modules keep of it.
+
+        Payload P b bytes, broadcast by `source` to `nodes`; buffers counted apart.
+
+        Returns:
+            Whether the nodes are to take over the inner optimizer state of `source` too, and the fleet's step.
+        """
+        fleet, joining = self.fleet, list(nodes)
+        if not forget:
+            joining = self.clients.joining(joining, step)
+        if joining:
+            outer = self.consensus()
+            for b, block in enumerate(fleet.blocks):
+                take_rows(fleet, block.params, source, joining, None if outer is None else outer[b][None])
+            with fleet.comm.counted_as("buffers"):
+                for rows in fleet.buffers.values():
+                    take_rows(fleet, rows, source, joining)
+            for module in self.modules:
+                with self._given(module) as given:
+                    if given is not None:
+                        for rows in module.row_state.values() if forget else ():
+                            take_rows(given, rows, source, joining)
+                        module.rejoin(given, joining, step)
+        return bool(self.gradients) or forget
+
+    def finish(self, step: int) -> None:
+        """Synchronise what is left at the end of training."""
+        if not self.fleet.comm.present and not self.clients.asks_clients:
+            return
+        if self.updates is not None and self.communications and step > max(self.last_events):
+            self.updates.before_parameters(self.fleet, step)
+        for m, module in enumerate(self.communications):
+            with self._given(module) as given:
+                if given is not None:
+                    module.finish(given, step, step - self.last_events[m])
+            self.last_events[m] = step
+
+    def consensus(self) -> list[Tensor] | None:
+        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        for module in reversed(self.communications):
+            if not isinstance(module, HasOuterModel):
+                continue
+            dealing = self._dealings.get(module.acts_on)
+            if dealing is None:
+                outer = module.consensus(self.fleet)
+            else:
+                outer = dealing.back(module.consensus(dealing.view) if dealing.is_here else None)
+            if outer is not None:
+                return outer
+        return None
+
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        """Return the buffers of the outer parameters, by name, or None where these have the mean of the rows'."""
+        shared = [module for module in reversed(self.communications) if isinstance(module, HasOuterModel)]
+        found = (module.consensus_buffers(self.fleet) for module in shared)
+        return next((buffers for buffers in found if buffers is not None), None)
+
+    def _given(self, module: Module, gradients: bool = False) -> contextlib.AbstractContextManager[Fleet | None]:
+        """Return the fleet that a module acts on; None, where it has nothing in this process of the node."""
+        if self.fleet.comm.wire.inside.parts == 1 or module.acts_on == "elements":
+            return contextlib.nullcontext(self.fleet)
+        if module.acts_on not in self._dealings:
+            self._dealings[module.acts_on] = Dealing(self.fleet, module.acts_on)
+        return self._dealings[module.acts_on].acting(gradients)
+
+    def _events(self) -> Tensors:
+        return {"last_events": torch.tensor(self.last_events, dtype=torch.int64)}
+
+    def _load_events(self, tensors: Tensors) -> None:
+        self.last_events = tensors["last_events"].tolist()
+
+    def _clip(self) -> None:
+        if self.max_norm is None:
+            return
+        grads = []
+        for block in self.fleet.blocks:
+            assert block.grads is not None
+            grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
+        clip_rows(grads, self.max_norm, stacked=True, inside=self.fleet.comm.wire.inside)
