@@ -65,7 +65,7 @@ runpy.run_path({str(ROOT / "run" / "islands.py")!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("words", each(["", "--model gpt2", "--model llama --split tensor"], fast=["--model gpt2"]))
+@pytest.mark.parametrize("words", each(["", "--model gpt2", "--model llama --split tensor"], fast=[""]))
 def test_islands_in_one_process_and_in_four(tmp_path, words):
     """Of ours and of Hugging Face's models: one loss and the same bytes."""
     given = words.split()

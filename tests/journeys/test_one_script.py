@@ -44,6 +44,7 @@ def run(hosts: Hosts, project: Path, command: str, *more: str) -> tuple[str, lis
     return hashlib.sha256(saved.read_bytes()).hexdigest(), re.findall(r"step +\d+  validation loss .*", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_documented_commands_save_the_same_bytes(hosts: Hosts, project: Path) -> None:
     """And each says its losses once, the same ones: after `fit` one process speaks."""
     (project / "run").mkdir()

@@ -65,7 +65,7 @@ def asked_for_their_class(found: Sources) -> list[str]:
             continue
         for node in nodes(source):
             kinds: list[ast.expr] = []
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
                 kinds = node.args[1:]
             elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
                 kinds = node.comparators

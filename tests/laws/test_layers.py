@@ -59,6 +59,11 @@ def part_of(module: str) -> str:
     return ".".join(module.split(".")[: 2 if module.startswith(tuple(f"{wing}." for wing in WINGS)) else 1])
 
 
+def called(node: ast.Call) -> str:
+    """Return the name that is called, without those before its dots."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def imports(path: str, source: str, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, module) of each import of the package; a name that is no module belongs to the module it is in."""
 
@@ -76,7 +81,7 @@ def imports(path: str, source: str, modules: set[str]) -> Iterator[tuple[int, st
             origin = ".".join([*base, *([node.module] if node.module else [])])
             submodule = {f"{origin}.{alias.name}": alias.name for alias in node.names}
             found = [full if named(full) in modules | FLOOR_OF.keys() else origin for full in submodule]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             found = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         for full in dict.fromkeys(found):
             module = named(full)
@@ -282,9 +287,7 @@ def imported_tests(source: str, own: str) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module or "", *(alias.name for alias in node.names)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            ("import_module", "__import__", "importorskip")
-        ):
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "importorskip"):
             names |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
     return {last for name in names if (last := name.split(".")[-1]).startswith("test_")} - {own}
 

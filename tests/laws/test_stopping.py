@@ -444,7 +444,8 @@ def test_kill_9_of_the_caller_ends_its_family():
     assert ended(apart(body)) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 8])
 def test_runs_killed_at_random_moments_end_in_the_same_bits(kills):
     """The short version of what `benchmarks/kills.py` does 200 times."""
     done = python(ROOT / "benchmarks" / "kills.py", "--kills", kills, "--seed", "3")

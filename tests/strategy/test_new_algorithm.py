@@ -198,7 +198,7 @@ def questions_of_class(source: str, classes: set[str]) -> list[str]:
     """Return what a source asks for its class, where the answer is one of `classes`."""
     asked = []
     for node in ast.walk(ast.parse(source)):
-        is_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        is_call = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass")
         compared = isinstance(node, ast.Compare) and re.search(r"\btype\(|__class__", ast.unparse(node))
         if (is_call or compared) and set(re.findall(r"\w+", ast.unparse(node))) & classes:
             asked.append(ast.unparse(node))

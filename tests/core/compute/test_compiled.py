@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from battery import each
 from near_the_loop import MODELS, OPTIMIZERS, TOLERANCE, assert_close, examples, fit, network
 from safetensors.torch import load_file
 from torch import nn
@@ -40,7 +41,9 @@ def by_operations(monkeypatch):
 # The same numbers as the loop
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", each(OPTIMIZERS, fast=("nesterov", "amsgrad, upwards", "groups", "not in a graph"))
+)
 def test_every_optimizer_steps_as_in_the_loop(optimizer):
     """Rounds of 13: six graphs of two steps and a single one; optimizers begin anew only in the first."""
     runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=13)) for how in ("compiled", "loop")]

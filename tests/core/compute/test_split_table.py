@@ -17,6 +17,7 @@ from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, muon, o
 
 ROWS = [name for name, entry in STRATEGIES.items() if entry.on_rows]
 OPTIMIZERS = [name for name in optim._NAMES if name not in ("lbfgs", "sparseadam")]
+SOME = ["sgd", "adamw", "adafactor", "asgd", "muon"]  # without state, by element, by rows, by steps, by matrices
 BITS = ["demo", "topk", "qsgd", "ef-signsgd", "sparseloco"]  # of every kind of choice; all, where it may take minutes
 LENGTH = {"num_nodes": 4, "val_interval": 7}
 
@@ -55,16 +56,19 @@ def test_every_strategy_of_the_library_is_in_the_table():
     assert {name for name, kind in OURS.items() if kind.driven_by == "clock"} == {"async_diloco", "decoupled_diloco"}
 
 
-def test_halves_give_the_bits_of_every_optimizer_and_of_what_chooses(tmp_path, plain_kernels):
-    body = """
+@pytest.mark.parametrize(
+    ("optimizers", "chooses"), [(SOME, ["demo", "qsgd"]), pytest.param(OPTIMIZERS, BITS, marks=pytest.mark.slow)]
+)
+def test_halves_give_the_bits_of_every_optimizer_and_of_what_chooses(optimizers, chooses, tmp_path, plain_kernels):
+    body = f"""
 without_fused_kernels()
-found = {name: steps(name, node=NodeMesh(shard=2)) for name in OPTIMIZERS}
-keep((found, table(trainer, BITS, NodeMesh(shard=2))))
+found = {{name: steps(name, node=NodeMesh(shard=2)) for name in {optimizers!r}}}
+keep((found, table(trainer, {chooses!r}, NodeMesh(shard=2))))
 """
     by_optimizer, by_strategy = world(tmp_path, 2, body)
-    assert {n: apart(x, steps(n, minibatch_size=4)) for n, x in by_optimizer.items()} == dict.fromkeys(OPTIMIZERS, 0.0)
-    dense = table(trainer, BITS, None, minibatch_size=4)
-    assert {name: apart(x, dense[name]) for name, x in by_strategy.items()} == dict.fromkeys(BITS, 0.0)
+    assert {n: apart(x, steps(n, minibatch_size=4)) for n, x in by_optimizer.items()} == dict.fromkeys(optimizers, 0.0)
+    dense = table(trainer, chooses, None, minibatch_size=4)
+    assert {name: apart(x, dense[name]) for name, x in by_strategy.items()} == dict.fromkeys(chooses, 0.0)
     assert {name: x[2] for name, x in by_strategy.items()} == {name: x[2] for name, x in dense.items()}  # bytes
     assert apart(steps("adamw"), by_optimizer["adamw"]) > 0  # of whole batches they are others
 

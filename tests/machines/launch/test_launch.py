@@ -201,7 +201,7 @@ def test_a_failing_rank_ends_all_and_shows_why(script, tmp_path, capfd):
     ("end", "code", "words"),
     [
         ("sys.exit(3)", 3, "ended with exit code 3: SystemExit: 3"),
-        ("os._exit(5)", 5, "ended with exit code 5;"),
+        pytest.param("os._exit(5)", 5, "ended with exit code 5;", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
         ("import no_such_module", 1, "ended with exit code 1: ModuleNotFoundError: No module named 'no_such_module'"),
     ],

@@ -614,6 +614,7 @@ print("done", len(trainer.history.column("train_loss")[0]))
 """
 
 
+@pytest.mark.slow
 def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
     """The first run dies and goes on from what it saved; a second one, which is not asked to resume, is refused."""
     (tmp_path / "train.py").write_text(TWICE)
