@@ -178,24 +178,25 @@ class LocalTrainer(Trainer):
     def _place(self, options: FitOptions) -> None:
         fill_in()
         from exogym.core.engine.world import local_device
+        from exogym.core.training.placement import run_placed
 
         # Of an engine elsewhere no process is here: each looks for the device of its own machine.
         place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
-                self._carry_out(options, place)
+                if options.engine is None:
+                    run_placed(self.subject, options, place, functools.partial(self._train, place), self.engine)
+                else:
+                    self._send(options, place)
             finally:
                 for module, training in modes:
                     module.training = training
 
-    def _carry_out(self, options: FitOptions, device: torch.device) -> None:
+    def _send(self, options: FitOptions, device: torch.device) -> None:
+        """Train on an engine elsewhere, and take over what it has come to."""
         from exogym.core.training.placement import run_placed
 
-        if options.engine is None:
-            body = lambda given, wire: self._train(given, device, wire)  # noqa: E731
-            run_placed(self.subject, options, device, body, self.engine)
-            return
         engine = None if isinstance(options.engine, str) else options.engine
         away = functools.partial(_train_away, self.subject, self.max_stretch)
         try:
@@ -222,7 +223,7 @@ class LocalTrainer(Trainer):
             if isinstance(callback, Callback):
                 callback.load_state(state)
 
-    def _train(self, options: FitOptions, device: torch.device, wire: Wire) -> None:
+    def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
         from exogym.core.clock import TIMELINE, save_spans
         from exogym.core.training.assembly import assemble
@@ -272,7 +273,7 @@ def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, 
 
     with preserved_state(place), OneThread(place):
         try:
-            trainer._train(options, place, wire)
+            trainer._train(place, options, wire)
         except Stopped as stop:
             stop.left = left()
             raise

@@ -65,15 +65,19 @@ def run_placed(
         found = engine_for(asked)
     assert found is not None
     dealt, weighed = _dealt(found, asked, options, subject)
+    if not found.runs_again:
+        _say_who_restarts(options.max_restarts)
+    if not found.runs_again or (found.is_here and not options.max_restarts):
+        return found.run(dealt, functools.partial(body, weighed))
     tries = itertools.count()
 
     def train(given: FitOptions) -> Result:
         nonlocal dealt
         if next(tries) and not found.is_here:  # there may be room for more processes than there was, or for fewer
             dealt, _ = _dealt(found, asked, given, subject)
-        return found.run(dealt, functools.partial(_begun, given, found.runs_again, body))
+        return found.run(dealt, functools.partial(body, given))
 
-    return _restarted(subject.model, weighed, train) if found.runs_again else train(weighed)
+    return _restarted(subject.model, weighed, train)
 
 
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
@@ -92,16 +96,10 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     return min(processes * rows_for(most, processes), nodes - 1)  # with N rows nobody would need a seat
 
 
-def _begun(options: FitOptions, runs_again: bool, body: Callable[[FitOptions, Wire], Result], wire: Wire) -> Result:
-    if wire.is_main and not runs_again:
-        _say_who_restarts(options.max_restarts)
-    return body(options, wire)
-
-
 def _say_who_restarts(max_restarts: int) -> None:
     """Say so where fewer new starts are made than are wanted: in a world its launcher makes them."""
     made = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if made < max_restarts:
+    if made < max_restarts and int(os.environ.get("RANK", 0)) == 0:
         notice(
             f"max_restarts={max_restarts}, but here whoever started the processes starts them again, {made} times at "
             f"most: give --max_restarts {max_restarts} to it, and resume=True to fit"
