@@ -32,9 +32,11 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, TypeVar
 
 from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
@@ -230,16 +232,29 @@ def check_port(name: str, given: Any, least: int = 1) -> None:
         raise ArgumentError(f"{name}={given!r} must be a port, {least} to 65535")
 
 
-def check_above_zero(name: str, given: Any, unit: str) -> None:
-    """Raise ArgumentError unless `given` is a finite number above 0, of so many units.
+def check_number(
+    name: str, given: Any, *, over: float | None = None, least: float | None = None, under: float | None = None,
+    most: float | None = None, more: str = "",
+) -> None:  # fmt: skip
+    """Raise ArgumentError unless `given` is a finite number in a range; `more` is said behind it.
 
-    >>> check_above_zero("timeout_s", 0, "seconds")
+    >>> check_number("decay", 1.5, least=0, under=1, more=", or None")
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: timeout_s=0 must be a number of seconds above 0
+    exogym.errors.ArgumentError: decay=1.5 must be a number of at least 0 and under 1, or None
     """
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise ArgumentError(f"{name}={given!r} must be a number of {unit} above 0")
+    is_number = isinstance(given, int | float | Real) and not isinstance(given, bool)
+    fits = is_number and -math.inf < float(given) < math.inf
+    words = []
+    for bound, text, holds in (
+        (over, "over", operator.gt), (least, "of at least", operator.ge), (under, "under", operator.lt),
+        (most, "at most", operator.le),
+    ):  # fmt: skip
+        if bound is not None:
+            words.append(f"{text} {bound:g}")
+            fits = fits and holds(given, bound)
+    if not fits:
+        raise ArgumentError(f"{name}={given!r} must be a number {' and '.join(words) or 'that is finite'}{more}")
 
 
 def needs(module: str, extra: str | None = None) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from exogym.core.base.draws import numpy_generator
-from exogym.errors import ArgumentError, DataError, check_count, checked, nearest
+from exogym.errors import ArgumentError, DataError, check_count, check_number, checked, nearest
 
 REDRAWS = 100
 
@@ -157,7 +157,7 @@ class Dirichlet(Partitioner):
     min_examples: int = 1
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_number("alpha", self.alpha, over=0)
         check_count("min_examples", self.min_examples)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
@@ -200,7 +200,7 @@ class QuantitySkew(Partitioner):
     min_examples: int = 1
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_number("alpha", self.alpha, over=0)
         check_count("min_examples", self.min_examples)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
@@ -256,11 +256,6 @@ class ByKey(Partitioner):
             home[group] = node
             heapq.heapreplace(lightest, (load + int(sizes[group]), node))
         return [np.flatnonzero(home[owner] == node) for node in range(num_nodes)]
-
-
-def _check_alpha(alpha: Any) -> None:
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
-        raise ArgumentError(f"alpha={alpha!r} must be a number above 0, for example 0.3")
 
 
 def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
-from exogym.errors import ArgumentError, DataError, checked
+from exogym.errors import ArgumentError, DataError, check_number, checked
 
 DAY_S = 86400.0
 COLUMNS = ("client", "from", "to", "speed")
@@ -60,8 +60,8 @@ class Trace(Availability):
 
     @checked
     def __init__(self, file: str | os.PathLike[str], *, repeat_s: float | None = None):
-        if repeat_s is not None and not 0 < repeat_s < math.inf:
-            raise ArgumentError(f"repeat_s={repeat_s!r} must be seconds, more than 0")
+        if repeat_s is not None:
+            check_number("repeat_s", repeat_s, over=0)
         self.file, self.repeat_s = os.fspath(file), repeat_s
         path = Path(file)
         if not path.is_file():
@@ -136,12 +136,10 @@ class Diurnal(_Windows):
         self, share: float = 0.3, *, peak_s: float = 3 * 3600.0, spread_s: float = 2 * 3600.0, day_s: float = DAY_S,
         seed: int = 0,
     ):  # fmt: skip
-        if not 0 < share <= 1:
-            raise ArgumentError(f"share={share!r} must be over 0 and at most 1")
-        if not (0 < day_s < math.inf and 0 <= spread_s < math.inf):
-            raise ArgumentError(f"day_s={day_s!r} and spread_s={spread_s!r} must be seconds, of a day more than 0")
-        if not math.isfinite(peak_s):
-            raise ArgumentError(f"peak_s={peak_s!r} must be a time of day, in seconds")
+        check_number("share", share, over=0, most=1)
+        check_number("day_s", day_s, over=0)
+        check_number("spread_s", spread_s, least=0)
+        check_number("peak_s", peak_s, more=": seconds of a day")
         self.share, self.peak_s, self.spread_s, self.day_s, self.seed = share, peak_s, spread_s, day_s, seed
 
     def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -160,11 +158,9 @@ class Profile:
     session_s: float
 
     def __post_init__(self) -> None:
-        for name, value, least in (("clients", self.clients, 0), ("speed", self.speed, 0), ("online", self.online, 0)):
-            if not least < value < math.inf:
-                raise ArgumentError(f"{name}={value!r} of a device must be over {least}")
-        if self.online > 1 or not 0 < self.session_s < math.inf:
-            raise ArgumentError(f"online={self.online!r} must be at most 1, and session_s={self.session_s!r} over 0")
+        for name in ("clients", "speed", "session_s"):
+            check_number(name, getattr(self, name), over=0)
+        check_number("online", self.online, over=0, most=1)
 
 
 PROFILES = {  # assumed: no measurement is behind them

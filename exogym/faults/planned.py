@@ -14,7 +14,6 @@ into `Faults(absent=..., forget=True)` gives the same run in simulation.
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +24,7 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import check
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.faults.availability import Availability, Trace
 
 NEVER = 2**62  # a step after all others
@@ -91,19 +90,14 @@ class Faults:
             for node in given or {}:
                 check_count(f"each node of {name}", node, least=0)
         for name, rate in (("drop_rate", drop_rate), ("lost_rate", lost_rate)):
-            if not (_is_number(rate) and 0 <= rate <= 1):
-                raise ArgumentError(f"{name}={rate!r} must be a probability, from 0 to 1")
-        if not (_is_number(mean_outage_steps) and 1 <= mean_outage_steps < NEVER):
-            raise ArgumentError(f"mean_outage_steps={mean_outage_steps!r} must be a number of at least 1")
+            check_number(name, rate, least=0, most=1)
+        check_number("mean_outage_steps", mean_outage_steps, least=1, under=NEVER)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError(f"seed={seed!r} must be a whole number")
         self.absent = {node: _intervals(node, given) for node, given in (absent or {}).items()}
         self.lost = {node: _steps(node, given) for node, given in (lost or {}).items()}
         for node, share in (slow or {}).items():
-            if not (_is_number(share) and 0 < share <= 1):
-                raise ArgumentError(
-                    f"slow={{{node}: {share!r}}}: wanted the share of its steps that a node takes, over 0, at most 1"
-                )
+            check_number(f"slow={{{node}: ...}}: the share of its steps that a node takes", share, over=0, most=1)
         self.slow = dict(slow or {})
         self.drop_rate, self.mean_outage_steps = drop_rate, mean_outage_steps
         self.lost_rate, self.seed = lost_rate, seed
@@ -113,13 +107,11 @@ class Faults:
         if isinstance(bad_nodes, list | tuple | range):
             for node in bad_nodes:
                 check_count("each of bad_nodes", node, least=0)
-        elif not (isinstance(bad_nodes, int | float) and _is_number(bad_nodes) and 0 <= bad_nodes < 1):
-            raise ArgumentError(
-                f"bad_nodes={bad_nodes!r} must be a list of nodes, or a share of them, at least 0 and under 1"
-            )
+        else:
+            check_number("bad_nodes", bad_nodes, least=0, under=1, more=": a share of the nodes, or a list of them")
         check_choice("attack", attack, ATTACKS)
-        if attack_factor is not None and not (_is_number(attack_factor) and 0 < attack_factor < math.inf):
-            raise ArgumentError(f"attack_factor={attack_factor!r} must be a number over 0")
+        if attack_factor is not None:
+            check_number("attack_factor", attack_factor, over=0)
         self.bad_nodes, self.attack = bad_nodes, attack
         self.attack_factor = float(ATTACKS[attack] if attack_factor is None else attack_factor)
 
@@ -410,10 +402,6 @@ class _Outages:
 
 
 _EXAMPLES = {"absent": "{3: [(100, 200)]}", "lost": "{2: [100, 300]}", "slow": "{2: 0.5}"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _intervals(node: int, given: Any) -> list[tuple[int, int]]:

@@ -118,23 +118,15 @@ def combine(loggers: Any) -> Logger:
 def in_json(value: Any) -> Any:
     """Return a value as strict JSON has it: numbers that it lacks are the texts "NaN", "Infinity", "-Infinity".
 
-    Half a character, as a file's name that is no UTF-8 has, is written out.
-
     >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"run\\xe9.py")})
     {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'run\\\\udce9.py'}
     """
     if isinstance(value, Mapping):
-        return {_text(str(key)): in_json(item) for key, item in value.items()}
+        return {plain(str(key)): in_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [in_json(item) for item in value]
     value = plain(value)
-    if isinstance(value, str):
-        return _text(value)
     return NOT_IN_JSON.get(repr(value), value) if isinstance(value, float) else value
-
-
-def _text(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.network.units import parse_bandwidth, parse_seconds
 
 METHODS = ("ddp", "diloco", "streaming")
@@ -107,8 +107,7 @@ def required_bandwidth(
     >>> round(required_bandwidth(0.9, 0.1, 1e9, "diloco", H=100) / 1e9, 1)
     13.6
     """
-    if isinstance(utilisation, bool) or not isinstance(utilisation, int | float) or not 0 < utilisation < 1:
-        raise ArgumentError(f"utilisation={utilisation!r} must be over 0 and under 1")
+    check_number("utilisation", utilisation, over=0, under=1)
     iteration = _Iteration(
         step_seconds,
         parameters,
@@ -162,8 +161,7 @@ class _Iteration:
             check_count(name, given)
         check_count("overlap_steps", overlap_steps, least=0)
         for name, number in (("parameters", parameters), ("bits_per_element", bits)):
-            if not 0 < number < math.inf:
-                raise ArgumentError(f"{name}={number!r} must be over 0 and finite")
+            check_number(name, number, over=0)
         self.step_s = parse_seconds(step_seconds, "step_seconds")
         if not self.step_s:
             raise ArgumentError("step_seconds=0: a step must take time")

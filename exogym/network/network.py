@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked, nearest
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement
 from exogym.network.parse import settings_of
@@ -259,8 +259,7 @@ class Network(Pricing):
     ) -> Network:  # fmt: skip
         self.links = links
         self.jitter_s = parse_seconds(jitter, "jitter")
-        if isinstance(loss, bool) or not isinstance(loss, int | float) or not 0 <= loss < 1:
-            raise ArgumentError(f"loss={loss!r} must be a share from 0 and under 1")
+        check_number("loss", loss, least=0, under=1)
         check_count("seed", seed, least=0)
         self.loss, self.seed = float(loss), seed
         self.server_bps = None if server is None else parse_bandwidth(server, "server")

@@ -48,7 +48,7 @@ from exogym.core.base.files import beside, opened_plain, replacing
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
 from exogym.core.record.notes import read_notes
-from exogym.core.record.run_folder import standing
+from exogym.core.record.run_folder import read_object, standing
 from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.logger import NOT_IN_JSON, in_json
@@ -394,6 +394,14 @@ def _parent(path: Path, about: Row) -> str | None:
     if (path / PARENTS["sweep"]).is_file():
         return "sweep"
     return "comparison" if isinstance(about.get("strategies"), dict) else None
+
+
+def what_is(path: str | os.PathLike[str]) -> tuple[str, Row]:
+    """Return "run", "comparison" or "sweep", and what its file says: {} where that is none, or cannot be read."""
+    if sweep := read_object(Path(path) / PARENTS["sweep"]):
+        return "sweep", sweep
+    about = read_object(Path(path) / "run.json")
+    return ("comparison" if isinstance(about.get("strategies"), dict) else "run"), about
 
 
 def _children(path: Path) -> builtins.list[Path]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.core.record.run_folder import read_object
 from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError
 from exogym.study.compare.folder import Folder
+from exogym.study.runs import what_is
 from exogym.study.sweep.axes import arguments_of
 
 OF_A_COMPARISON = (
@@ -43,16 +43,13 @@ def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
 
     A run of a comparison or sweep is a comparison of one strategy from one seed. Any other is its script, run again.
     """
-    parent = path.parent
-    sweep = read_object(parent / "sweep.json")
-    above = sweep or read_object(parent / "run.json")
+    kind, above = what_is(path.parent)
     given = above.get("arguments")
-    if given is not None and given.get("problem") is not None and (sweep or isinstance(above.get("strategies"), dict)):
+    if kind != "run" and given is not None and given.get("problem") is not None:
         try:
-            found = _cell(path, sweep, given) if sweep else _strategy(path, above, given)
+            return _comparison(path, kind, above, given)
         except ArgumentError:  # a cell that no sweep has
-            found = None
-        return "" if found is None else _comparison(*found, given)
+            return ""
     words, folder = _words(about), about.get("folder")
     if not words or not words[0].endswith(".py") or not isinstance(folder, str) or Path(words[0]).name == "__main__.py":
         return ""
@@ -69,36 +66,23 @@ def _words(about: Mapping[str, Any]) -> list[str]:
     return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
 
 
-def _strategy(path: Path, above: Row, given: Row) -> tuple[str, int, Row] | None:
-    """Return strategy, seed and arguments of a run of a comparison."""
-    seeds, known = _seeds(given), Folder(path.parent, above["strategies"])
-    for label in above["strategies"]:
-        for seed in seeds:
-            if known.child(label, seed) == path:
-                return label, seed, {}
-    return None
-
-
-def _cell(path: Path, sweep: Row, given: Row) -> tuple[str, int, Row] | None:
-    """Return strategy, seed and arguments of a run of a sweep."""
-    cells = sweep.get("cells")
-    if not isinstance(cells, dict):
-        return None
-    seeds, known = _seeds(given), Folder(path.parent, cells)
-    for label, cell in cells.items():
-        for seed in seeds:
-            if known.child(label, seed) == path:
-                text, own = arguments_of(in_full(cell), str(given.get("strategy")))
-                return text, seed, own
-    return None
-
-
-def _seeds(given: Row) -> list[int]:
-    seeds = given.get("seeds")
+def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
+    """Return the seeds that a comparison or sweep was asked for: it says how many, or which."""
+    seeds = arguments.get("seeds")
     return list(range(seeds)) if isinstance(seeds, int) else list(seeds or [])
 
 
-def _comparison(strategy: str, seed: int, own: Row, given: Row) -> str:
+def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
+    """Return Python that repeats one run of a comparison or sweep; "" where the folder is none of its runs."""
+    entries: Row = above.get("cells" if kind == "sweep" else "strategies") or {}
+    known = Folder(path.parent, entries)
+    found = [(label, seed) for label in entries for seed in seeds_of(given) if known.child(label, seed) == path]
+    if not found:
+        return ""
+    strategy, seed = found[0]
+    own: Row = {}
+    if kind == "sweep":
+        strategy, own = arguments_of(in_full(entries[strategy]), str(given.get("strategy")))
     given = in_full(given)
     options: Row = {name: given[name] for name in OF_A_COMPARISON if given.get(name) is not None} | own
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]

@@ -20,9 +20,10 @@ from typing import Any
 
 from exogym.core.base.files import new_folder
 from exogym.core.base.processes import is_alive
-from exogym.core.record.run_folder import RESUME, read_object, read_status
+from exogym.core.record.run_folder import RESUME, read_status
 from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
+from exogym.study.runs import what_is
 from exogym.ui.repeat import folder_of
 
 LOGS = ".started"  # in the runs folder: what they print
@@ -95,21 +96,20 @@ class Starter:
             ArgumentError: there is nothing to go on with, or it was started from Python without a script.
             CannotStart: as `start`; a script is code.
         """
-        sweep = read_object(path / "sweep.json")
-        says = (sweep or read_object(path / "run.json")).get("state")
-        until = time.monotonic() + (0.0 if says == "running" else PATIENCE_S)
+        kind, about = what_is(path)
+        until = time.monotonic() + (0.0 if about.get("state") == "running" else PATIENCE_S)
         while _is_running(path):
             if time.monotonic() >= until:
                 raise ArgumentError(f"{path.name} is running")
             time.sleep(0.05)
-        saved = (sweep or read_object(path / "run.json")).get("arguments")
+        saved = about.get("arguments")
         if not isinstance(saved, dict):
-            return self._run_again(path)
-        command = "sweep" if sweep else "compare"
+            return self._run_again(path, about)
+        command = "sweep" if kind == "sweep" else "compare"
         names = {option["name"] for option in self.forms[command]}
         given: dict[str, Any] = {name: x for name, x in in_full(saved).items() if name in names and x is not None}
         given["dataset"] = saved.get("problem")
-        if sweep:
+        if kind == "sweep":
             given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
@@ -119,13 +119,13 @@ class Starter:
             given["speeds"] = ",".join(map(str, given["speeds"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
 
-    def _run_again(self, path: Path) -> int:
+    def _run_again(self, path: Path, about: Mapping[str, Any]) -> int:
         """Start the script of a run again, which is told to go on (`training.options.asked_to_go_on`)."""
         if path.parent != self.top:
             raise ArgumentError(f"{path.name} goes on with what it belongs to: resume {path.parent.name}")
         if read_status(path).get("state") == "done":
             raise ArgumentError(f"{path.name} has come to its end")
-        found = folder_of(read_object(path / "run.json"))
+        found = folder_of(about)
         if found is None:
             raise ArgumentError(f"{path.name} names no script that is still there: go on with it by resume=True")
         if not self.allow_code:
@@ -141,11 +141,11 @@ class Starter:
         Raises:
             ArgumentError: none of it runs here.
         """
-        process = _process(path)
+        kind, process = _process(path)
         if process is None or is_alive(process) is not True:
             raise ArgumentError(f"{path.name} has no process here that runs")
         pid = int(process["pid"])
-        os.kill(pid, signal.SIGINT if (path / "sweep.json").exists() else signal.SIGTERM)
+        os.kill(pid, signal.SIGINT if kind == "sweep" else signal.SIGTERM)
         return pid
 
     def started(self) -> list[dict[str, Any]]:
@@ -172,17 +172,15 @@ class Starter:
         return process.pid
 
 
-def _process(path: Path) -> dict[str, Any] | None:
-    """Return the process that a folder names."""
-    sweep = read_object(path / "sweep.json")
-    about = sweep or read_object(path / "run.json")
-    is_parent = bool(sweep) or isinstance(about.get("strategies"), dict)
-    process = about.get("process") if is_parent else read_status(path).get("process")
-    return process if isinstance(process, dict) and type(process.get("pid")) is int else None
+def _process(path: Path) -> tuple[str, dict[str, Any] | None]:
+    """Return what a folder is, and the process that it names."""
+    kind, about = what_is(path)
+    process = (read_status(path) if kind == "run" else about).get("process") or {}
+    return kind, process if process.get("pid") is not None else None
 
 
 def _is_running(path: Path) -> bool:
-    process = _process(path)
+    _, process = _process(path)
     return process is not None and is_alive(process) is not False
 
 

@@ -16,6 +16,7 @@ from exogym.core.record import schema
 from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError
 from exogym.study.compare.folder import Folder
+from exogym.ui.repeat import seeds_of
 
 MOST_NODES = 64
 MOST_COLUMNS = 300  # steps of the picture of nodes
@@ -176,7 +177,7 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     if cells is None or axes is None:
         return {}
     folder, found = Folder(path, cells), []
-    seeds = _seeds(sweep)
+    seeds = seeds_of(sweep.get("arguments") or {})
     if len(cells) * len(seeds) > MOST_RUNS:
         raise ArgumentError(f"sweep.json: {len(cells)} cells of {len(seeds)} seeds: wanted at most {MOST_RUNS} runs")
     for label, options in cells.items():
@@ -189,8 +190,3 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
         })  # fmt: skip
     values = {name: given for name, given in axes.items() if isinstance(given, list)}
     return {"axes": values, "cells": found, "best": sweep.get("best"), "is_grid": values.keys() == axes.keys()}
-
-
-def _seeds(sweep: Row) -> list[int]:
-    seeds = (sweep.get("arguments") or {}).get("seeds")
-    return list(range(seeds)) if type(seeds) is int else list(seeds or [])

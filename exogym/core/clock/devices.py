@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from exogym.core.base.rng import preserved_state
-from exogym.errors import ArgumentError, ModelError, check_choice
+from exogym.errors import ModelError, check_choice, check_number
 
 # Share of its peak that a device reaches in training unless said otherwise: arXiv:2501.18512 assumes 40 % to 60 %,
 # INTELLECT-1 (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models stay far below: measure yours.
@@ -59,10 +58,8 @@ def seconds_of(flops: float, device: str | Device = "h100", utilisation: float =
     if not isinstance(device, Device):
         check_choice("device", device, DEVICES)
         device = DEVICES[device]
-    if not 0 <= flops < math.inf:
-        raise ArgumentError(f"flops={flops!r} must be a finite number of operations, at least 0")
-    if not 0 < utilisation <= 1:
-        raise ArgumentError(f"utilisation={utilisation!r} must be a share over 0 and up to 1")
+    check_number("flops", flops, least=0)
+    check_number("utilisation", utilisation, over=0, most=1)
     return flops / (device.flops_per_s * utilisation)
 
 

@@ -11,13 +11,12 @@ node runs nor on how many steps are taken at once. The mean of the spread part i
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import numpy as np
 
 from exogym.core.base.draws import stream_seed
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count, check_number, checked
 from exogym.network.units import parse_seconds
 
 TICKS_PER_S = 10**9
@@ -64,12 +63,9 @@ class StepTime:
             if several and len(speed) != len(per_node):
                 raise ArgumentError(f"speeds is for {len(speed)} nodes, seconds for {len(per_node)}: give both alike")
             per_node = per_node / speed
-        if not (0 <= sigma < math.inf):
-            raise ArgumentError(f"sigma={sigma!r} must be at least 0")
-        if not 0 <= straggler_share <= 1:
-            raise ArgumentError(f"straggler_share={straggler_share!r} must be a share from 0 to 1")
-        if not 1 <= straggler_factor < math.inf:
-            raise ArgumentError(f"straggler_factor={straggler_factor!r} must be at least 1")
+        check_number("sigma", sigma, least=0)
+        check_number("straggler_share", straggler_share, least=0, most=1)
+        check_number("straggler_factor", straggler_factor, least=1)
         check_count("seed", seed, least=0)
         self.seconds, self.sigma = per_node, float(sigma)
         self.straggler_share, self.straggler_factor, self.seed = float(straggler_share), float(straggler_factor), seed

@@ -46,6 +46,8 @@ NAMES = LINE.names or ()
 def plain(value: Any) -> Any:
     """Return a number, text or None as Python's own: a tensor or numpy scalar becomes an int, float or bool.
 
+    Half a character, as a file's name that is no UTF-8 has, is written out: no file could hold it.
+
     Raises:
         ArgumentError: a value that is not one number, text or None.
     """
@@ -55,6 +57,8 @@ def plain(value: Any) -> Any:
         raise ArgumentError(
             f"a metric must be one number, text or None, not {value!r}: reduce it first, or call .item()"
         )
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
@@ -197,7 +201,7 @@ class History(Sequence[Row]):
         if wrong := {"step", "epoch", "node"} & values.keys():
             raise ArgumentError(f"values holds {sorted(wrong)}, which say where a row belongs: give them as arguments")
         step, node = int(step), None if node is None else int(node)
-        clean = {str(name): plain(value) for name, value in values.items()}
+        clean = {plain(str(name)): plain(value) for name, value in values.items()}
         line = self._line(step)
         if line == self._size or self._buffer["step"][line] != step:
             new = self._blank(1)

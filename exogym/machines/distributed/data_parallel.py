@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from exogym.errors import ArgumentError, check_above_zero, check_count, checked, nearest
+from exogym.errors import ArgumentError, check_number, check_count, checked, nearest
 from exogym.machines.distributed.group import get_rank, get_world_size
 
 _DDP = nn.parallel.DistributedDataParallel
@@ -38,7 +38,7 @@ class DistributedDataParallel(_DDP):
         if bucket_size_mb is not None:
             if "bucket_cap_mb" in options:
                 raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are one and the same: give one")
-            check_above_zero("bucket_size_mb", bucket_size_mb, "mebibytes")
+            check_number("bucket_size_mb", bucket_size_mb, over=0, more=" mebibytes")
             options["bucket_cap_mb"] = bucket_size_mb
         super().__init__(module, *args, **options)
 

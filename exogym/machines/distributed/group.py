@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, ExoGymError, check_above_zero, check_count, checked
+from exogym.errors import ArgumentError, ExoGymError, check_number, check_count, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
 
 
@@ -199,7 +199,7 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
 def _timeout(timeout_s: float | None) -> dict[str, Any]:
     if timeout_s is None:
         return {}
-    check_above_zero("timeout_s", timeout_s, "seconds")
+    check_number("timeout_s", timeout_s, over=0, more=" seconds")
     return {"timeout": datetime.timedelta(seconds=timeout_s)}
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError, check_above_zero, check_count, check_port, nearest
+from exogym.errors import ArgumentError, check_number, check_count, check_port, nearest
 from exogym.machines.launch.backends import check_backend
 
 DEFAULT_PORT = 29500
@@ -77,7 +77,7 @@ class LaunchConfig:
             raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of node 0")
         if self.master_port is not None:
             check_port("master_port", self.master_port)
-        check_above_zero("monitor_interval", self.monitor_interval, "seconds")
+        check_number("monitor_interval", self.monitor_interval, over=0, more=" seconds")
         if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
             raise ArgumentError(f"log_dir={self.log_dir!r} must be the path of a folder")
         if self.backend is not None:

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_number
 from exogym.network import parse_seconds, readable_seconds
 
 NEGLIGIBLE = 1e-12
@@ -46,8 +46,7 @@ class Failures:
     restart_s: Any
 
     def __post_init__(self) -> None:
-        if not 0 < self.accelerators < math.inf:
-            raise ArgumentError(f"accelerators={self.accelerators!r} must be a number of them, over 0")
+        check_number("accelerators", self.accelerators, over=0)
         for name in ("mtbf_s", "restart_s"):
             seconds = parse_seconds(getattr(self, name), name)
             if not seconds:

@@ -46,7 +46,7 @@ from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.traffic import Talk, talk_of_layers
 from exogym.core.progress import readable_bytes
 from exogym.core.training.clocking import AGREEMENTS
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Network, readable_seconds
 from exogym.network.pricing import LATE, Members
 from exogym.strategy import Strategy
@@ -240,12 +240,9 @@ def advise(
     >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
     [('diloco:H=100', 0.26), ('ddp', 6.15)]
     """
-    if not 0 < parameters < math.inf:
-        raise ArgumentError(f"parameters={parameters!r} must be a number of them, over 0")
-    if not 0 < bytes_per_element < math.inf:
-        raise ArgumentError(f"bytes_per_element={bytes_per_element!r} must be over 0")
-    if not 0 < target_utilisation <= 1:
-        raise ArgumentError(f"target_utilisation={target_utilisation!r} must be over 0 and up to 1")
+    check_number("parameters", parameters, over=0)
+    check_number("bytes_per_element", bytes_per_element, over=0)
+    check_number("target_utilisation", target_utilisation, over=0, most=1)
     check_count("num_nodes", num_nodes)
     check_choice("algorithm", algorithm, ("cheapest", "recorded"))
     if (step_seconds is None) == (flops is None):
@@ -343,8 +340,7 @@ def _talk(
     if batch_size is not None:
         check_count("batch_size", batch_size)
         node.check_batch(batch_size)
-    if not 0 < activation_bytes < math.inf:
-        raise ArgumentError(f"activation_bytes={activation_bytes!r} must be bytes, more than 0")
+    check_number("activation_bytes", activation_bytes, over=0)
     return talk_of_layers(node, parameters, layers, activation_bytes, _examples(node, batch_size))
 
 

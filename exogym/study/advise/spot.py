@@ -14,11 +14,10 @@ What the nodes that are away do to the loss is not in it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError
+from exogym.errors import check_number
 from exogym.network import parse_seconds, readable_seconds
 from exogym.study.advise.prediction import Advice
 
@@ -52,9 +51,7 @@ class Spot:
 
     def __post_init__(self) -> None:
         for name in ("rate_per_h", "price_per_h"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ArgumentError(f"{name}={value!r} must be a number, 0 or more")
+            check_number(name, getattr(self, name), least=0)
         for name in ("restart_s", "checkpoint_s"):
             object.__setattr__(self, name, parse_seconds(getattr(self, name), name))
 

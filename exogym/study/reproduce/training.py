@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.errors import ArgumentError, DataError
+from exogym.errors import ArgumentError, DataError, check_number
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.entries import setting_of
@@ -79,8 +79,7 @@ class Reproduction:
         device: str = "auto",
         watch: Callable[[Progress], object] | None = None,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ArgumentError(f"share={share!r} must be over 0 and at most 1, as 0.05")
+        check_number("share", share, over=0, most=1)
         self.out, self.seeds, self.share, self.data = Path(out).expanduser(), tuple(seeds), share, data
         self.processes, self.device, self.watch = processes, device, watch
         self._sessions: dict[str, Session] = {}

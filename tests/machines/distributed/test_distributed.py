@@ -512,7 +512,7 @@ def test_info_without_a_group(monkeypatch):
         ({"world_size": 2, "rank": 0}, {"RANK": "1", "WORLD_SIZE": "2"}, "rank=0 was given, but the launcher says 1"),
         ({"init_method": "tcp://localhost:1"}, {}, "world_size= and rank= are needed"),
         ({"init_method": "env://", "store": dist.HashStore(), "world_size": 1}, {}, "give one"),
-        ({"timeout_s": 0}, {}, "timeout_s=0 must be a number of seconds above 0"),
+        ({"timeout_s": 0}, {}, "timeout_s=0 must be a number over 0 seconds"),
     ],
 )
 def test_a_group_that_cannot_be(monkeypatch, arguments, environment, message):
