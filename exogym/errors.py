@@ -243,8 +243,8 @@ def check_number(
     ...
     exogym.errors.ArgumentError: decay=1.5 must be a number of at least 0 and under 1, or None
     """
-    is_number = isinstance(given, int | float | Real) and not isinstance(given, bool)
-    fits = is_number and -math.inf < float(given) < math.inf
+    number: Any = given  # numpy's are some, too
+    fits = isinstance(given, Real) and not isinstance(given, bool) and -math.inf < number < math.inf
     words = []
     for bound, text, holds in (
         (over, "over", operator.gt), (least, "of at least", operator.ge), (under, "under", operator.lt),
@@ -252,7 +252,7 @@ def check_number(
     ):  # fmt: skip
         if bound is not None:
             words.append(f"{text} {bound:g}")
-            fits = fits and holds(given, bound)
+            fits = fits and holds(number, bound)
     if not fits:
         raise ArgumentError(f"{name}={given!r} must be a number {' and '.join(words) or 'that is finite'}{more}")
 

@@ -18,7 +18,7 @@ from exogym.study.reproduce.claim import SEEDS
 
 if TYPE_CHECKING:
     from exogym.study.reproduce import Page, Reproduction
-    from exogym.study.reproduce.training import Progress
+    from exogym.study.reproduce.training import CellProgress
 
 SHORT_SHARE = 0.05  # of the steps
 PAGE = "reproductions.md"
@@ -138,7 +138,7 @@ class Teller:
     def __init__(self) -> None:
         self.due = time.perf_counter() + SELDOM_S
 
-    def __call__(self, at: Progress) -> None:
+    def __call__(self, at: CellProgress) -> None:
         if at.run_ended or time.perf_counter() > self.due:
             here, left = at.standing, f"{at.runs_left} runs left, about {readable_seconds(at.left_s)}"
             where = "" if at.run_ended else f" at step {here.step} of {here.steps}"

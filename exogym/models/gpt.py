@@ -70,7 +70,7 @@ class CharGPT(nn.Module):
         self.tokens = nn.Embedding(vocab_size, n_embd)
         self.positions = nn.Embedding(block_size, n_embd)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
+        self.blocks = nn.ModuleList(GPTBlock(n_embd, n_head, dropout) for _ in range(n_layer))
         self.norm = nn.LayerNorm(n_embd, bias=False)
         self.head = nn.Linear(n_embd, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
@@ -107,7 +107,7 @@ class CharGPT(nn.Module):
         return x
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One layer: causal self-attention, then an MLP of width 4 d, each on the normed stream and added to it."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:

@@ -66,7 +66,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Round:
+class MessageRound:
     """Messages that go at once, `count` times in a row.
 
     Attributes:
@@ -126,66 +126,66 @@ def _hops(n: int) -> list[int]:
 # Rounds of each algorithm, for n members and payload S
 
 
-def _tree_down(n: int, S: float) -> list[Round]:
-    return [Round(1, S, _down(hop)) for hop in reversed(_hops(n))]
+def _tree_down(n: int, S: float) -> list[MessageRound]:
+    return [MessageRound(1, S, _down(hop)) for hop in reversed(_hops(n))]
 
 
-def _tree_up(n: int, S: float) -> list[Round]:
-    return [Round(1, S, _up(hop)) for hop in _hops(n)]
+def _tree_up(n: int, S: float) -> list[MessageRound]:
+    return [MessageRound(1, S, _up(hop)) for hop in _hops(n)]
 
 
-def _halving(n: int, S: float, count: int) -> list[Round]:
+def _halving(n: int, S: float, count: int) -> list[MessageRound]:
     """Vector halving, distance doubling; `count` 2 goes back the same way, which makes an all-reduce of it."""
     k = n.bit_length() - 1
     size, extra = 1 << k, n - (1 << k)
-    rounds = [Round(count, S / 2 ** (r + 1), _across(1 << r, size)) for r in range(k)]
+    rounds = [MessageRound(count, S / 2 ** (r + 1), _across(1 << r, size)) for r in range(k)]
     if extra:  # the members over a power of two hand theirs to a partner first and get the result last
         late, early = np.arange(size, n), np.arange(extra)
         back = S if count == 2 else S / n  # of a reduce-scatter, its own slice
-        rounds = [Round(1, S, lambda _: (late, early)), *rounds, Round(1, back, lambda _: (early, late))]
+        rounds = [MessageRound(1, S, lambda _: (late, early)), *rounds, MessageRound(1, back, lambda _: (early, late))]
     return rounds
 
 
-def _bruck(n: int, S: float) -> list[Round]:
+def _bruck(n: int, S: float) -> list[MessageRound]:
     blocks = [min(hop, n - hop) for hop in _hops(n)]
-    return [Round(1, b * S, lambda n, h=h: _onto(n, h)) for h, b in zip(_hops(n), blocks, strict=True)]  # type: ignore[misc]
+    return [MessageRound(1, b * S, lambda n, h=h: _onto(n, h)) for h, b in zip(_hops(n), blocks, strict=True)]  # type: ignore[misc]
 
 
-def _direct(n: int, S: float, inward: bool) -> list[Round]:
+def _direct(n: int, S: float, inward: bool) -> list[MessageRound]:
     others, root = np.arange(1, n), np.zeros(n - 1, dtype=np.int64)
     pairs = (others, root) if inward else (root, others)
-    return [Round(1, S, lambda _: pairs, **{"fan_in" if inward else "fan_out": n - 1})]
+    return [MessageRound(1, S, lambda _: pairs, **{"fan_in" if inward else "fan_out": n - 1})]
 
 
-def _scatter_gather(n: int, S: float) -> list[Round]:
-    scatter = [Round(1, S * min(hop, n - hop) / n, _down(hop)) for hop in reversed(_hops(n))]
-    return [*scatter, Round(n - 1, S / n, _ring)]
+def _scatter_gather(n: int, S: float) -> list[MessageRound]:
+    scatter = [MessageRound(1, S * min(hop, n - hop) / n, _down(hop)) for hop in reversed(_hops(n))]
+    return [*scatter, MessageRound(n - 1, S / n, _ring)]
 
 
-ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[Round]]]] = {
+ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[MessageRound]]]] = {
     "all_reduce": {
-        "ring": lambda n, S: [Round(2 * (n - 1), S / n, _ring)],
-        "exact": lambda n, S: [Round(n - 1, S / n), Round(n - 1, S / n, _ring)],
+        "ring": lambda n, S: [MessageRound(2 * (n - 1), S / n, _ring)],
+        "exact": lambda n, S: [MessageRound(n - 1, S / n), MessageRound(n - 1, S / n, _ring)],
         "halving_doubling": lambda n, S: _halving(n, S, 2),
         "tree": lambda n, S: _tree_up(n, S) + _tree_down(n, S),
-        "double_tree": lambda n, S: [Round(2 * len(_hops(n)), 0.0), Round(1, 2 * S, hops=0)],
+        "double_tree": lambda n, S: [MessageRound(2 * len(_hops(n)), 0.0), MessageRound(1, 2 * S, hops=0)],
     },
-    "all_gather": {"ring": lambda n, S: [Round(n - 1, S, _ring)], "bruck": _bruck},
+    "all_gather": {"ring": lambda n, S: [MessageRound(n - 1, S, _ring)], "bruck": _bruck},
     "reduce_scatter": {
-        "ring": lambda n, S: [Round(n - 1, S / n, _ring)],
+        "ring": lambda n, S: [MessageRound(n - 1, S / n, _ring)],
         "halving": lambda n, S: _halving(n, S, 1),
     },
-    "all_to_all": {"pairwise": lambda n, S: [Round(n - 1, S / n)]},
+    "all_to_all": {"pairwise": lambda n, S: [MessageRound(n - 1, S / n)]},
     "broadcast": {"tree": _tree_down, "scatter_gather": _scatter_gather},
     "reduce": {"tree": _tree_up},
     "gather": {"direct": lambda n, S: _direct(n, S, True)},
     "scatter": {"direct": lambda n, S: _direct(n, S / n, False)},
-    "exchange": {"pairwise": lambda n, S: [Round(1, S)]},
-    "send": {"direct": lambda n, S: [Round(1, S, _first_to_second)]},
-    "mix": {"neighbours": lambda n, S: [Round(1, S, None, n - 1, n - 1)]},
+    "exchange": {"pairwise": lambda n, S: [MessageRound(1, S)]},
+    "send": {"direct": lambda n, S: [MessageRound(1, S, _first_to_second)]},
+    "mix": {"neighbours": lambda n, S: [MessageRound(1, S, None, n - 1, n - 1)]},
     "barrier": {
-        "tree": lambda n, S: [Round(2 * len(_hops(n)), 0.0)],
-        "dissemination": lambda n, S: [Round(len(_hops(n)), 0.0)],
+        "tree": lambda n, S: [MessageRound(2 * len(_hops(n)), 0.0)],
+        "dissemination": lambda n, S: [MessageRound(len(_hops(n)), 0.0)],
     },
 }
 # What needs more than the members: a server, or islands
@@ -215,7 +215,7 @@ def algorithms_of(kind: str) -> list[str]:
     return [*ALGORITHMS.get(kind, {}), *SPECIAL.get(kind, ())]
 
 
-def price(rounds: Sequence[Round], links: Links, members: Any) -> Cost:
+def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
     """Return what `rounds` cost among `members` (ids, in order)."""
     latency = transfer = 0.0
     hops, ids = 0, None
@@ -232,7 +232,7 @@ def price(rounds: Sequence[Round], links: Links, members: Any) -> Cost:
     return Cost(float(latency), float(transfer), hops)
 
 
-def _slowest_pair(r: Round, links: Links, ids: np.ndarray) -> tuple[float, float]:
+def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float, float]:
     """Return latency and seconds per bit of the pair that ends last."""
     if r.pairs is None:
         bandwidth, alpha = links.slowest(ids)
@@ -280,7 +280,7 @@ def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
     islands = [ids[links.group_of[ids] == g] for g in np.unique(links.group_of[ids])]
     ring, tree = ALGORITHMS["all_reduce"]["ring"], ALGORITHMS["broadcast"]["tree"]
 
-    def slowest(rounds: Callable[[int, float], list[Round]]) -> Cost:
+    def slowest(rounds: Callable[[int, float], list[MessageRound]]) -> Cost:
         costs = [price(rounds(len(i), size), links, i) for i in islands if len(i) > 1]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
 
@@ -311,7 +311,7 @@ def cost_among(
     if fan is not None:
         out, into = fan
         busy = max(out, into) > 0
-        return price([Round(1, payload_bytes, None, out, into)] if busy else [], links, ids)
+        return price([MessageRound(1, payload_bytes, None, out, into)] if busy else [], links, ids)
     if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
         if root not in ids:
             raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")

@@ -13,7 +13,7 @@ from exogym.network.measured import Measurement
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
 from exogym.network.pricing import Pricing
-from exogym.network.trace import Trace
+from exogym.network.trace import RateTrace
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 
 OPTIONS = ("jitter", "loss", "seed", "server", "trace", "tcp", "memory")
@@ -274,7 +274,7 @@ class Network(Pricing):
         self.tcp = tcp
         self.memory_bps = None if memory is None else parse_bandwidth(memory, "memory")
         options |= {"tcp": self.tcp, "memory": self.memory_bps}
-        self.trace = None if trace is None else Trace(links, trace)
+        self.trace = None if trace is None else RateTrace(links, trace)
         self._at: dict[int, Network] = {}
         if self.trace is not None:
             options["trace"] = [list(row) for row in self.trace.rows]

@@ -11,12 +11,12 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.network.costs import NAMES, Cost, Round, algorithms_of, cost_among, price
+from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement
 from exogym.network.overheads import moved_in_memory, slow_start_s
 from exogym.network.probes import Probes
-from exogym.network.trace import Trace
+from exogym.network.trace import RateTrace
 
 if TYPE_CHECKING:
     from exogym.core.communicator import Event
@@ -39,7 +39,7 @@ class Pricing:
     """
 
     links: Links
-    trace: Trace | None
+    trace: RateTrace | None
     measurement: Measurement | None = None
     jitter_s: float
     loss: float
@@ -112,7 +112,7 @@ class Pricing:
         at = {node: position for position, node in enumerate(event.members)}
         givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
         out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
-        messages = Round(1, event.payload_bytes, lambda n: (givers, takers), out, into)
+        messages = MessageRound(1, event.payload_bytes, lambda n: (givers, takers), out, into)
         return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:

@@ -79,7 +79,7 @@ class TracedLinks:
         return rates
 
 
-class Trace:
+class RateTrace:
     """Rates over time; `links(k)` are those of interval k, which ends at `ends_s[k]`.
 
     Args:

@@ -30,7 +30,7 @@ from torch import Tensor
 from exogym.core.compress import BlockDCT
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import check_count, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec
@@ -55,8 +55,7 @@ class DCTMomentum(GradientModule):
 
     def __init__(self, decay: float, topk: int, chunk: int):
         super().__init__()
-        if not 0 <= decay <= 1:
-            raise ArgumentError(f"compression_decay={decay!r} must be from 0 to 1")
+        check_number("compression_decay", decay, least=0, most=1)
         check_count("compression_topk", topk)
         check_count("compression_chunk", chunk)
         self.decay, self.topk, self.chunk = decay, topk, chunk
@@ -158,8 +157,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         weight_decay: float = 0.0,
         **options: Unpack[AveragingOptions],
     ):
-        if not weight_decay >= 0:
-            raise ArgumentError(f"weight_decay={weight_decay!r} must be at least 0")
+        check_number("weight_decay", weight_decay, least=0)
         rate = options.get("lr")
         inner = OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay)
         momentum = DCTMomentum(compression_decay, compression_topk, compression_chunk)

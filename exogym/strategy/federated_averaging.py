@@ -37,7 +37,7 @@ from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.faults import Availability
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import ChoosesClients, HasOuterModel
@@ -98,20 +98,16 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         check_choice("weighting", weighting, ("examples", "uniform"))
         if island_size is not None:
             check_count("island_size", island_size)
-        if not 0 < client_fraction <= 1:
-            raise ArgumentError(f"client_fraction={client_fraction!r} must be over 0 and at most 1")
+        check_number("client_fraction", client_fraction, over=0, most=1)
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
         for steps in local_steps or ():
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
-        if not 0 <= over_sampling < math.inf:
-            raise ArgumentError(
-                f"over_sampling={over_sampling!r} must be a share of the clients of a round, at least 0"
-            )
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise ArgumentError(f"deadline_s={deadline_s!r} must be seconds, more than 0")
+        check_number("over_sampling", over_sampling, least=0, more=", a share of the clients of a round")
+        if deadline_s is not None:
+            check_number("deadline_s", deadline_s, over=0)
         check_count("min_reports", min_reports)
         self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1

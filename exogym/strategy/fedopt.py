@@ -26,7 +26,7 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, check_choice, check_number
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
@@ -65,11 +65,9 @@ class ServerStep(RoundModule, HasOuterModel):
         self.beta2, self.tau, self.bias_correction = beta2, tau, bias_correction
         self.initial_v = tau**2 if initial_v is None else initial_v
         for name, value in (("beta1", self.beta1), ("beta2", beta2)):
-            if not 0 <= value < 1:
-                raise ArgumentError(f"{name}={value!r} must be at least 0 and under 1")
+            check_number(name, value, least=0, under=1)
         for name, value in (("server_lr", self.lr), ("tau", tau), ("initial_v", self.initial_v)):
-            if not value >= 0:
-                raise ArgumentError(f"{name}={value!r} must be at least 0")
+            check_number(name, value, least=0)
         self.updates = 0
 
     def start(self, fleet: Fleet, run: Run) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_number
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
@@ -42,8 +42,7 @@ class ProximalTerm(RoundModule, Corrects):
 
     def __init__(self, average: AveragingCommunicator, mu: float):
         super().__init__(average)
-        if isinstance(mu, bool) or not isinstance(mu, int | float) or not mu >= 0:
-            raise ArgumentError(f"mu={mu!r} must be a number of at least 0")
+        check_number("mu", mu, least=0)
         self.mu = float(mu)
 
     def start(self, fleet: Fleet, run: Run) -> None:

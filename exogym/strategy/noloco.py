@@ -30,7 +30,7 @@ from torch import Tensor
 from exogym.core.base.draws import numpy_generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import check_count, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
@@ -53,9 +53,9 @@ class NoLoCoCommunicator(PeriodicModule):
         super().__init__()
         self.take_rounds(H)
         check_count("group_size", group_size)
-        for name, value, top in (("alpha", alpha, 1.0), ("beta", beta, math.inf), ("gamma", gamma or 0.0, math.inf)):
-            if not 0 <= value < top:
-                raise ArgumentError(f"{name}={value!r} must be at least 0" + (" and below 1" if top == 1 else ""))
+        check_number("alpha", alpha, least=0, under=1)
+        check_number("beta", beta, least=0)
+        check_number("gamma", gamma or 0.0, least=0)
         self.group_size, self.alpha, self.beta = group_size, alpha, beta
         self.gamma = beta if gamma is None else gamma
 

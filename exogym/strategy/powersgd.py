@@ -31,7 +31,7 @@ from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Slot
 from exogym.core.fleet.presence import give_shared, rows_of, shared_row
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import check_count, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
@@ -60,8 +60,7 @@ class LowRankMean(GradientModule):
         super().__init__()
         check_count("rank", rank)
         check_count("start_step", start_step, least=0)
-        if not min_rate >= 0:
-            raise ArgumentError(f"min_rate={min_rate!r} must be at least 0")
+        check_number("min_rate", min_rate, least=0)
         self.rank, self.start_step, self.min_rate = rank, start_step, min_rate
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:

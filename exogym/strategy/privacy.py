@@ -26,7 +26,7 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_number
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,9 @@ class DifferentialPrivacy:
     delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name, least, most in (("clip", 0, math.inf), ("noise_multiplier", -1, math.inf), ("delta", 0, 1)):
-            value = getattr(self, name)
-            allowed = isinstance(value, int | float) and not isinstance(value, bool) and least < value < most
-            if not allowed or value < 0:
-                wanted = "at least 0" if least < 0 else "over 0" + (" and under 1" if most == 1 else "")
-                raise ArgumentError(f"DifferentialPrivacy: {name}={value!r} must be a number {wanted}")
+        check_number("DifferentialPrivacy: clip", self.clip, over=0)
+        check_number("DifferentialPrivacy: noise_multiplier", self.noise_multiplier, least=0)
+        check_number("DifferentialPrivacy: delta", self.delta, over=0, under=1)
         accounting()
 
     def epsilon(self, rate: float, rounds: int) -> float:

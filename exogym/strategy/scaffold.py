@@ -26,7 +26,7 @@ from torch import Tensor
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_number
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
@@ -123,8 +123,7 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
         weighting: str = "uniform",
         **options: Unpack[FederatedOptions],
     ):
-        if not server_lr >= 0:
-            raise ArgumentError(f"server_lr={server_lr!r} must be at least 0")
+        check_number("server_lr", server_lr, least=0)
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(H, weighting=weighting, **clients)
         server = [] if server_lr == 1 else [ServerStep(average, "momentum", server_lr, beta1=0.0)]

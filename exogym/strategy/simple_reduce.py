@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import all_present
-from exogym.errors import ArgumentError, checked
+from exogym.errors import check_number, checked
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.traffic import Traffic
@@ -38,8 +38,7 @@ class GradientAverage(GradientModule):
     @checked
     def __init__(self, bucket_size_mb: float = 25.0):
         super().__init__()
-        if isinstance(bucket_size_mb, bool) or not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:
-            raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} must be a number over 0, in MiB")
+        check_number("bucket_size_mb", bucket_size_mb, over=0, more=", in MiB")
         self.bucket_bytes = max(1, int(min(bucket_size_mb, 1e6) * 2**20))
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:

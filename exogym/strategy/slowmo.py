@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, StrategyError, check_choice
+from exogym.errors import StrategyError, check_choice, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.moments import Moments
@@ -82,10 +82,8 @@ class SlowMoCommunicator(OuterModule):
         super().__init__()
         self.take_rounds(H)
         check_choice("buffers", buffers, ("maintain", "reset", "average"))
-        if not slow_lr > 0:
-            raise ArgumentError(f"slow_lr={slow_lr!r} must be over 0")
-        if not 0 <= slow_momentum < 1:
-            raise ArgumentError(f"slow_momentum={slow_momentum!r} must be from 0 to below 1")
+        check_number("slow_lr", slow_lr, over=0)
+        check_number("slow_momentum", slow_momentum, least=0, under=1)
         self.inner, self.slow_lr, self.slow_momentum = inner, slow_lr, slow_momentum
         self.fresh_inner_state = buffers == "reset"
         self.moments = Moments(inner.spec) if buffers == "average" else None

@@ -34,7 +34,7 @@ from torch import Tensor
 from exogym.core.compress import ChunkTopK, Statistical, with_feedback
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import check_choice, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
@@ -65,10 +65,8 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
         super().__init__()
         self.take_rounds(H)
         check_choice("aggregation", aggregation, ("mean", "contributors"))
-        if not 0 <= error_decay <= 1:
-            raise ArgumentError(f"error_decay={error_decay!r} must be from 0 to 1")
-        if not outer_lr >= 0:
-            raise ArgumentError(f"outer_lr={outer_lr!r} must be at least 0")
+        check_number("error_decay", error_decay, least=0, most=1)
+        check_number("outer_lr", outer_lr, least=0)
         self.topk, self.chunk, self.bits = topk, chunk, bits
         self.quantizer = None if bits == 32 else Statistical(bits)
         self.error_decay, self.outer_lr, self.aggregation = error_decay, outer_lr, aggregation

@@ -34,7 +34,7 @@ from exogym.core.compress import E3M0, Absmax, Quantized
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
@@ -75,8 +75,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
             raise ArgumentError(f"bits={bits!r} must be 32, 8 or 4")
         if fragment_sync_delay >= H:
             raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the H={H} steps of a round")
-        if not 0 <= fragment_update_alpha <= 1:
-            raise ArgumentError(f"fragment_update_alpha={fragment_update_alpha!r} must be from 0 to 1")
+        check_number("fragment_update_alpha", fragment_update_alpha, least=0, most=1)
         if offsets is not None and (len(offsets) != num_fragments or not all(0 <= t < H for t in offsets)):
             raise ArgumentError(
                 f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from exogym.core.compress import TopK
-from exogym.errors import ArgumentError
+from exogym.errors import check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean
@@ -48,8 +48,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
         error_feedback: bool = True,
         **options: Unpack[AveragingOptions],
     ):
-        if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
-            raise ArgumentError(f"density={density!r} must be over 0 and at most 1: the share of entries to send")
+        check_number("density", density, over=0, most=1, more=": the share of entries to send")
         mean = CompressedMean(
             lambda layout: TopK(layout.numel, max(1, round(density * layout.numel))),
             lambda P, b: max(1, round(density * P)) * (b + 4),

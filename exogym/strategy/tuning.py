@@ -45,7 +45,7 @@ from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, StrategyError, TrainingError, check_choice, check_count
+from exogym.errors import ArgumentError, StrategyError, TrainingError, check_choice, check_count, check_number
 from exogym.strategy.rounds import Rounds
 from exogym.strategy.strategy import Run
 
@@ -133,7 +133,7 @@ class ByteBudget(Tuner):
     of: ClassVar[tuple[str, ...]] = ("H", "p_sparta")
 
     def __post_init__(self) -> None:
-        _check_number("total_bytes", self.total_bytes)
+        check_number("total_bytes", self.total_bytes, over=0)
 
     def choose(self, name: str, seen: Seen) -> float:
         costs, steps = seen.costs, max(1, seen.steps_left)
@@ -187,7 +187,7 @@ class Drift(Tuner):
     sees: ClassVar[str] = "drift"
 
     def __post_init__(self) -> None:
-        _check_number("target", self.target, below=1)
+        check_number("target", self.target, over=0, under=1)
         check_count("least", self.least)
         if self.most is not None:
             check_count("most", self.most, least=self.least)
@@ -222,9 +222,9 @@ class Autocorrelation(Tuner):
     sees: ClassVar[str] = "correlation"
 
     def __post_init__(self) -> None:
-        _check_number("gain", self.gain, below=0.5)
-        _check_number("least", self.least)
-        _check_number("most", self.most)
+        check_number("gain", self.gain, over=0, under=0.5)
+        check_number("least", self.least, over=0)
+        check_number("most", self.most, over=0)
         if not -1 <= self.target <= 1 or self.least > self.most:
             raise ArgumentError(
                 f"Autocorrelation: target={self.target!r} must be from -1 to 1, and least={self.least!r} at most "
@@ -464,10 +464,3 @@ def begun(tuner: Tuner, own: inspect.Signature, call: inspect.BoundArguments, na
     tuning = Tuning(tuner, of, value)
     call.arguments["H"] = tuning.rounds
     return tuning
-
-
-def _check_number(name: str, value: float, below: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        raise ArgumentError(
-            f"{name}={value!r} must be a number over 0" + (f" and under {below:g}" if below < 9 else "")
-        )

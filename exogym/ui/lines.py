@@ -213,37 +213,24 @@ class Thinner:
 
     def __init__(self, most: int):
         self.most, self._count = most, 0
-        self._kinds = {True: _Evenly(4 * most), False: _Evenly(4 * most)}  # evaluated or not
-        self._last: tuple[int, Row] | None = None
+        self._held: list[dict[int, Row]] = [{}, {}]  # by number of the row: those of nodes, and evaluations
+        self._seen, self._every = [0, 0], [1, 1]  # of each kind every so many-th is held
+        self._last: dict[int, Row] = {}
 
     def take(self, row: Row) -> None:
-        self._last = self._count, row
-        self._kinds[row.get("val_loss") is not None].take(self._last)
+        kind = row.get("val_loss") is not None
+        self._last = {self._count: row}
+        if self._seen[kind] % self._every[kind] == 0:
+            self._held[kind] |= self._last
+            if len(self._held[kind]) > 4 * self.most:
+                self._held[kind] = dict([*self._held[kind].items()][::2])
+                self._every[kind] *= 2
+        self._seen[kind] += 1
         self._count += 1
 
     def rows(self) -> list[Row]:
-        found = dict(pair for kind in self._kinds.values() for pair in kind.items)
-        if self._last is not None:
-            found[self._last[0]] = self._last[1]
+        found = self._held[0] | self._held[1] | self._last
         return thinned([found[k] for k in sorted(found)], self.most)
-
-
-@dataclass
-class _Evenly:
-    """Every so many-th of what comes, at most `most`."""
-
-    most: int
-
-    def __post_init__(self) -> None:
-        self.items: list[tuple[int, Row]] = []
-        self._every, self._count = 1, 0
-
-    def take(self, item: tuple[int, Row]) -> None:
-        if self._count % self._every == 0:
-            self.items.append(item)
-            if len(self.items) > self.most:
-                self.items, self._every = self.items[::2], 2 * self._every
-        self._count += 1
 
 
 def thinned(rows: list[Row], most: int) -> list[Row]:

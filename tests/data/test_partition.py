@@ -141,7 +141,7 @@ def test_text_forms() -> None:
         ("dirichlet", "look like 'dirichlet:0.3'"),
         ("dirichlet:", "look like 'dirichlet:0.3'"),
         ("dirichlet:much", "'much' in partition"),
-        ("dirichlet:-1", "alpha=-1.0 must be a number above 0"),
+        ("dirichlet:-1", "alpha=-1.0 must be a number over 0"),
         ("dirichlet:nan", "alpha=nan"),
         ("shards:0", "shards_per_node=0"),
         ("shards:1.5", "look like 'shards:2'"),

@@ -432,7 +432,7 @@ def test_blocks_of_two_dtypes_are_compressed_apart() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TopKStrategy(density=0.0), "density=0.0 must be over 0"),
+        (lambda: TopKStrategy(density=0.0), "density=0.0 must be a number over 0"),
         (lambda: TopKStrategy(density=True), "density=True"),
         (lambda: QSGDStrategy(levels=0), "levels=0"),
         (lambda: QSGDStrategy(bucket=0), "bucket=0"),

@@ -616,7 +616,7 @@ def test_all_take_options_of_fedavg_and_say_what_is_wrong() -> None:
         (lambda: FedProxStrategy(mu=-1.0), "mu=-1.0 must be a number of at least 0"),
         (lambda: FedProxStrategy(mu="1"), "mu='1'"),
         (lambda: FedOptStrategy(server_optim="adamm"), "did you mean 'adam'"),
-        (lambda: FedOptStrategy(beta1=1.0), "beta1=1.0 must be at least 0 and under 1"),
+        (lambda: FedOptStrategy(beta1=1.0), "beta1=1.0 must be a number of at least 0 and under 1"),
         (lambda: FedOptStrategy(server_lr=-1.0), "server_lr=-1.0"),
         (lambda: FedOptStrategy(tau=-1.0), "tau=-1.0"),
         (lambda: ScaffoldStrategy(server_lr=-1.0), "server_lr=-1.0"),

@@ -74,7 +74,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
-    with pytest.raises(ArgumentError, match="peak_s=nan must be a time of day"):
+    with pytest.raises(ArgumentError, match="peak_s=nan must be a number that is finite: seconds of a day"):
         Diurnal(peak_s=float("nan"))
     with pytest.raises(ArgumentError, match="DiLoCoStrategy, which as it is asks nobody"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))

@@ -169,7 +169,7 @@ def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> 
     ("options", "words"),
     [
         ({"clip": 0.0}, "clip=0.0 must be a number over 0"),
-        ({"z": -1}, "noise_multiplier=-1 must be a number at least 0"),
+        ({"z": -1}, "noise_multiplier=-1 must be a number of at least 0"),
         ({"delta": 1}, "delta=1 must be a number over 0 and under 1"),
         ({"island_size": 2}, "leave island_size out"),
         ({"privacy": 3}, "privacy=3 must be a DifferentialPrivacy"),

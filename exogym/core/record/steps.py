@@ -14,7 +14,7 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 BEAT_S = 1.0
 
 
-class Steps(Observer):
+class StepFile(Observer):
     """Writes the last step, and how often the process was started again, into a file of `folder`."""
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -35,4 +35,4 @@ class Steps(Observer):
 def steps_here() -> list[Observer]:
     """Return the observer that a process on a watched host has, in a list; [] elsewhere."""
     folder = os.environ.get(FOLDER)
-    return [] if folder is None else [Steps(folder)]
+    return [] if folder is None else [StepFile(folder)]

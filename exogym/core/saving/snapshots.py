@@ -37,7 +37,7 @@ Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
 FREE = ("program.", "callback ")
 
 
-class Running(Protocol):
+class Resumable(Protocol):
     """What is asked of a run to save it, and told to it to go on."""
 
     fleet: Fleet
@@ -55,12 +55,12 @@ class Running(Protocol):
     def take_history(self, history: History) -> None: ...
 
 
-def snapshot_of(loop: Running) -> Snapshot:
+def snapshot_of(loop: Resumable) -> Snapshot:
     """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
     return _with_history(loop, _without_history(loop))
 
 
-def for_disk(loop: Running) -> Snapshot:
+def for_disk(loop: Resumable) -> Snapshot:
     """Return the same for `checkpoint.save`, marked."""
     found = _without_history(loop)
     found.parts = _parts_of(loop.fleet, found)
@@ -142,7 +142,7 @@ def _is_marked(name: str) -> bool:
     return name != MARK and not name.startswith("history.")
 
 
-def _without_history(loop: Running) -> Snapshot:
+def _without_history(loop: Resumable) -> Snapshot:
     state = loop.fleet.state
     seats, shared = loop.seats, state.shared()
     rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()
@@ -152,7 +152,7 @@ def _without_history(loop: Running) -> Snapshot:
     return Snapshot(rows, shared, counters | {"description": loop.description})
 
 
-def _with_history(loop: Running, found: Snapshot) -> Snapshot:
+def _with_history(loop: Resumable, found: Snapshot) -> Snapshot:
     """Add the history: what there is of each step as tensors, the evaluations among them as bytes of JSON."""
     tensors, small = split_history(loop.history)
     evaluations = json.dumps(small.pop(EVALUATIONS)).encode()
@@ -162,7 +162,7 @@ def _with_history(loop: Running, found: Snapshot) -> Snapshot:
     return found
 
 
-def put_back(loop: Running, snapshot: Snapshot) -> None:
+def put_back(loop: Resumable, snapshot: Snapshot) -> None:
     """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
     fleet, meta = loop.fleet, snapshot.meta
     if loop.outages is not None:
@@ -195,7 +195,7 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
         raise CheckpointError(f"{file} does not hold what this run would save: {why}") from error
 
 
-def restore(loop: Running, snapshot: Snapshot) -> None:
+def restore(loop: Resumable, snapshot: Snapshot) -> None:
     """Put back a checkpoint that was read from disk.
 
     Raises:

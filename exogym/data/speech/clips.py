@@ -17,7 +17,7 @@ from exogym.core.base import rng
 from exogym.core.progress import notice
 from exogym.data.bulk import BulkDataset
 from exogym.data.speech.audio import SAMPLE_RATE, one_channel, read_audio
-from exogym.data.speech.manifest import AUDIO, SPEAKER, TEXT, Entry, column, find_manifest, read_manifest
+from exogym.data.speech.manifest import AUDIO, SPEAKER, TEXT, ClipEntry, column, find_manifest, read_manifest
 from exogym.data.speech.synthetic import lines_of_shakespeare, spoken
 from exogym.errors import DataError, checked, needs
 
@@ -136,7 +136,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
     entries, origin = _entries(data)
     clips: list[np.ndarray] = []
     labels: list[Sequence[int]] = []
-    kept: list[Entry] = []
+    kept: list[ClipEntry] = []
     left_out: Counter[str] = Counter()
     examples: dict[str, str] = {}
     limit_s = FULL_WINDOW_S if window_s is None else window_s
@@ -234,7 +234,7 @@ def _sound(audio: Any, limit_s: float) -> tuple[np.ndarray, float]:
     return read_audio(audio, limit_s)
 
 
-def _entries(data: Any) -> tuple[list[Entry], str]:
+def _entries(data: Any) -> tuple[list[ClipEntry], str]:
     if not isinstance(data, str | os.PathLike):
         return _rows_of(data), f"a {type(data).__name__}"
     path = find_manifest(data)
@@ -250,12 +250,12 @@ def _entries(data: Any) -> tuple[list[Entry], str]:
     )
 
 
-def _rows_of(data: Any) -> list[Entry]:
+def _rows_of(data: Any) -> list[ClipEntry]:
     """Return the clips of a data set of Hugging Face, of several by their splits, or of a sequence of mappings."""
     if isinstance(data, Mapping):
         splits = {str(name): _rows_of(part) for name, part in data.items()}
         return [
-            Entry(e.audio, e.text, e.speaker, not name.startswith("train"), f"{name} {e.name}")
+            ClipEntry(e.audio, e.text, e.speaker, not name.startswith("train"), f"{name} {e.name}")
             for name, part in splits.items()
             for e in part
         ]
@@ -278,7 +278,9 @@ def _rows_of(data: Any) -> list[Entry]:
         speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
         said = column(row, TEXT, where)
         said = words[said] if words and isinstance(said, int) else said
-        found.append(Entry(column(row, AUDIO, where), "" if said is None else str(said), speaker, None, str(number)))
+        found.append(
+            ClipEntry(column(row, AUDIO, where), "" if said is None else str(said), speaker, None, str(number))
+        )
     return found
 
 

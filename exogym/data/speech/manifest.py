@@ -32,7 +32,7 @@ VALIDATION = {"val", "valid", "validation", "dev", "test", "testing", "eval", "e
 
 
 @dataclass(frozen=True)
-class Entry:
+class ClipEntry:
     """One clip: its file or its samples, what is said, who says it, and whether it is held out (None: not said)."""
 
     audio: Any
@@ -63,7 +63,7 @@ def find_manifest(data: str | os.PathLike[str]) -> Path | None:
     return odd[0] if len(odd) == len(others) == 1 else None
 
 
-def read_manifest(path: Path) -> list[Entry]:
+def read_manifest(path: Path) -> list[ClipEntry]:
     """Return what a manifest lists: a CSV with a header (commas, semicolons, tabs or bars), or a JSON object a line.
 
     A clip has its file, from the manifest's folder on, and its text; it may have a speaker, and a split: "train", or
@@ -84,8 +84,8 @@ def read_manifest(path: Path) -> list[Entry]:
     return entries
 
 
-def _entries(path: Path, held_out: bool | None) -> list[Entry]:
-    found: list[Entry] = []
+def _entries(path: Path, held_out: bool | None) -> list[ClipEntry]:
+    found: list[ClipEntry] = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             lines = _bounded(path, file)
@@ -147,7 +147,7 @@ def _plain(column: str) -> str:
     return "_".join(column.lower().replace("-", " ").split())
 
 
-def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | None) -> Entry:
+def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | None) -> ClipEntry:
     where = f"{path}, line {number}"
     audio, text = (column(row, names, where) for names in (AUDIO, TEXT))
     split = _plain(str(next((row[name] for name in SPLIT if row.get(name)), "")))
@@ -156,7 +156,7 @@ def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | Non
         if split not in TRAIN | VALIDATION:
             raise DataError(f"{where}: the split {split!r} is none: wanted train, or validation, test and the like")
         held_out = split in VALIDATION
-    return Entry(_inside(path, str(audio), where), "" if text is None else str(text), speaker, held_out, str(audio))
+    return ClipEntry(_inside(path, str(audio), where), "" if text is None else str(text), speaker, held_out, str(audio))
 
 
 def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:

@@ -66,7 +66,7 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
         DataError: it is torn, of another version, or of another kind of model.
     """
     data = path.read_bytes()
-    reader = _Reader(data)
+    reader = _Bytes(data)
     try:
         version = reader.number("I")
         if version != VERSION:
@@ -92,7 +92,7 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-class _Reader:
+class _Bytes:
     def __init__(self, data: bytes):
         self.data, self.at = data, 0
 

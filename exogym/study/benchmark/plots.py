@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from exogym.study.benchmark.results import COUNTS, DEVICE, SHARED, WIRE
-from exogym.study.compare.plots import COLOURS, LONER, STYLES, check_matplotlib
-from exogym.study.reproduce.plots import DOTS_PER_INCH, save_small
+from exogym.study.compare.plots import COLOURS, LONER, STYLES
+from exogym.study.reproduce.plots import save_small, small_figure
 
 MARKS, COLOURS_KEPT = "osD^vP*Xhp<>", 128
 ROWS = 17  # of the legend
@@ -19,7 +19,7 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
     """Draw the losses of the middle part, quality against reduction, and quality against the number of nodes."""
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
     columns = 1 + (len(methods) - 1) // ROWS  # of the legend
-    figure, (losses, left, right) = _figure(9.9 + 1.7 * columns, 3.6, 3)
+    figure, (losses, left, right) = small_figure(9.9 + 1.7 * columns, 3.6, 3)
     shown = middle_of(parts)
     for k, method in enumerate(methods):
         rows = [(part["nodes"], row) for part in parts for row in part["rows"] if row["strategy"] == method]
@@ -52,8 +52,7 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
     right.set_xticks(counts, [str(n) for n in counts])
     right.set_xlabel("nodes, which share each step's examples", fontsize=8)
     figure.legend(fontsize=7, frameon=False, loc="outside right center", ncols=columns)
-    figure.suptitle(f"{task}: what less communication costs", x=0.01, ha="left", fontsize=9)
-    save_small(figure, path, COLOURS_KEPT)
+    save_small(figure, path, f"{task}: what less communication costs", COLOURS_KEPT)
 
 
 def middle_of(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -71,7 +70,7 @@ def _draw_losses(axes: Any, row: Mapping[str, Any] | None, look: Mapping[str, An
 
 def draw_scaling(scaling: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draw the predicted speed-up of each method against the number of nodes."""
-    figure, (axes,) = _figure(6.4, 3.6, 1)
+    figure, (axes,) = small_figure(6.4, 3.6)
     axes.plot(COUNTS, COUNTS, color=LONER, linestyle=":", linewidth=1.2, label="as many as there are nodes")
     for k, method in enumerate(SHARED):
         line = [scaling[str(nodes)][k] for nodes in COUNTS]
@@ -82,21 +81,4 @@ def draw_scaling(scaling: Mapping[str, Sequence[float]], path: Path) -> None:
     axes.set_xlabel("nodes", fontsize=8)
     axes.set_ylabel("speed-up over one node", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
-    figure.suptitle(f"GPT-2 small on {DEVICE}, {WIRE} between the nodes: predicted", x=0.01, ha="left", fontsize=9)
-    save_small(figure, path, COLOURS_KEPT)
-
-
-def _figure(width: float, height: float, panels: int) -> tuple[Any, Any]:
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure((width, height), DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, panels, squeeze=False)[0]
-    for axes in all_axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-        axes.grid(True, color="#E6E6E6", linewidth=0.7)
-        axes.tick_params(labelsize=8, which="both")
-    return figure, all_axes
+    save_small(figure, path, f"GPT-2 small on {DEVICE}, {WIRE} between the nodes: predicted", COLOURS_KEPT)

@@ -89,7 +89,7 @@ class Seen:
 Check = Callable[[Found], Seen]
 
 
-class Wanted(Protocol):
+class WithCells(Protocol):
     """What asks for cells to be trained: a claim, or a part of the benchmark."""
 
     @property

@@ -17,27 +17,36 @@ LINES = {"val_loss": "", "mean_val_loss": ", mean of nodes", "node_val_loss": ",
 
 def draw_claim(claim: Claim, found: Found, path: Path) -> None:
     """Draw the picture of a claim into a PNG file of a few kilobytes."""
+    check_choice("picture", claim.picture, PICTURES)
+    figure, (axes,) = small_figure(WIDTH_INCHES, 1.1 + 0.3 * len(found) if claim.picture == "dots" else 3.6)
+    if claim.picture == "dots":
+        axes.grid(False, axis="y")
+    PICTURES[claim.picture](axes, found)
+    save_small(figure, path, f"{claim.name}: {claim.title}")
+
+
+def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+    """Return a figure, and its panels side by side."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    check_choice("picture", claim.picture, PICTURES)
-    height = 1.1 + 0.3 * len(found) if claim.picture == "dots" else 3.6
-    figure = Figure((WIDTH_INCHES, height), DOTS_PER_INCH, layout="constrained")
+    figure = Figure((width, height), DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    PICTURES[claim.picture](axes, found)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(True, axis="x" if claim.picture == "dots" else "both", color="#E6E6E6", linewidth=0.7)
-    figure.suptitle(f"{claim.name}: {claim.title}", x=0.01, ha="left", fontsize=9)
-    save_small(figure, path)
+    all_axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+        axes.grid(True, color="#E6E6E6", linewidth=0.7)
+        axes.tick_params(labelsize=8, which="both")
+    return figure, all_axes
 
 
-def save_small(figure: Any, path: Path, colours: int = COLOURS_KEPT) -> None:
-    """Write the figure with few colours: a quarter of the bytes."""
+def save_small(figure: Any, path: Path, title: str, colours: int = COLOURS_KEPT) -> None:
+    """Write the figure, under its title, with few colours: a quarter of the bytes."""
     from PIL import Image
 
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())[..., :3].copy())
     picture.quantize(colours).save(path, format="png", optimize=True)
@@ -56,7 +65,6 @@ def _dots(axes: Any, found: Found) -> None:
     axes.set_yticks(range(len(found)), [*found], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlabel("validation loss after the last step; a dot is a seed, a stroke their mean", fontsize=8)
-    axes.tick_params(labelsize=8)
 
 
 def _curves(axes: Any, found: Found) -> None:
@@ -73,7 +81,6 @@ def _curves(axes: Any, found: Found) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("steps of each node", fontsize=8)
     axes.set_ylabel("validation loss, mean of seeds", fontsize=8)
-    axes.tick_params(labelsize=8, which="both")
     axes.legend(fontsize=8, frameon=False)
 
 
@@ -90,7 +97,6 @@ def _spread(axes: Any, found: Found) -> None:
                 )  # fmt: skip
     axes.set_xlabel("steps of each node", fontsize=8)
     axes.set_ylabel("share of the highest", fontsize=8)
-    axes.tick_params(labelsize=8)
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -29,7 +29,7 @@ from exogym.study.compare.forecast import measured_step_s
 from exogym.study.compare.pace import Pace
 from exogym.study.compare.run import asked_of, session_of
 from exogym.study.compare.session import Session, Standing
-from exogym.study.reproduce.claim import SEEDS, Cell, Claim, Run, Wanted
+from exogym.study.reproduce.claim import SEEDS, Cell, Claim, Run, WithCells
 from exogym.study.reproduce.problems import problem
 from exogym.study.tasks import Data
 
@@ -41,7 +41,7 @@ LAST = ("val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "time_s")
 
 
 @dataclass(frozen=True)
-class Progress:
+class CellProgress:
     """How far the training is: the cell, where its run stands, and runs and seconds that are left of all."""
 
     cell: Cell
@@ -65,7 +65,7 @@ class Reproduction:
             the claim and has folders of its own.
         data: file or folder of the data, if not in the usual places; or a task's name to that.
         processes, device: as `LocalTrainer.fit`.
-        watch: called with a `Progress` after each evaluation.
+        watch: called with a `CellProgress` after each evaluation.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reproduction:
         data: Data | Mapping[str, Data] = None,
         processes: int | str = 1,
         device: str = "auto",
-        watch: Callable[[Progress], object] | None = None,
+        watch: Callable[[CellProgress], object] | None = None,
     ) -> None:
         check_number("share", share, over=0, most=1)
         self.out, self.seeds, self.share, self.data = Path(out).expanduser(), tuple(seeds), share, data
@@ -168,7 +168,7 @@ class Reproduction:
 
     # ---------------------------------------------------------------- doing it
 
-    def train(self, claims: Sequence[Wanted], of: Sequence[Wanted] = ()) -> None:
+    def train(self, claims: Sequence[WithCells], of: Sequence[WithCells] = ()) -> None:
         """Train what is missing of all cells, claim by claim; what has ended is left alone.
 
         Args:
@@ -214,7 +214,7 @@ class Reproduction:
             cells = self._cells or [cell]
             runs = sum(map(self._runs_left, cells))
             left_s = self.seconds_left(cells) - at.step / at.steps * foreseen_s * self._late(cell)
-            self.watch(Progress(cell, seed, at, runs - (at.step == at.steps), max(left_s, 0.0)))
+            self.watch(CellProgress(cell, seed, at, runs - (at.step == at.steps), max(left_s, 0.0)))
 
 
 def different(cells: Iterable[Cell]) -> list[Cell]:

@@ -307,7 +307,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Faults(bad_nodes=1.0), "must be a list of nodes, or a share of them, at least 0 and under 1"),
+        (lambda: Faults(bad_nodes=1.0), "under 1: a share of the nodes, or a list of them"),
         (lambda: Faults(bad_nodes=[-1]), "each of bad_nodes"),
         (lambda: Faults(bad_nodes=0.1, attack="flip"), "attack='flip' is not one of"),
         (lambda: Faults(bad_nodes=0.1, attack_factor=0), "attack_factor=0 must be a number over 0"),

@@ -13,7 +13,7 @@ from processes import python
 
 from exogym.core.base.processes import described
 from exogym.core.record.run_folder import read_status
-from exogym.core.record.steps import Steps, steps_here
+from exogym.core.record.steps import StepFile, steps_here
 from exogym.machines.remote import Host, SSHLauncher, health
 from exogym.machines.remote.health import Board, read_hosts
 from exogym.machines.remote.onhost.health import HostReports
@@ -203,7 +203,7 @@ def test_a_process_says_how_far_it_is_where_somebody_watches(tmp_path: Path, mon
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     (steps,) = steps_here()
-    assert isinstance(steps, Steps)
+    assert isinstance(steps, StepFile)
     steps.beat(7, {})
     steps.beat(8, {})  # less than a second later
     assert (tmp_path / "2").read_text() == "7 1\n"

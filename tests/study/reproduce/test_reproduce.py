@@ -19,7 +19,7 @@ from exogym.errors import ArgumentError
 from exogym.study.reproduce import CLAIMS, Cell, Claim, Page, Reproduction, Run, Seen, Verdict, claims_of
 from exogym.study.reproduce import checks as c
 from exogym.study.reproduce.claim import Check, Found, plain_of, run_of
-from exogym.study.reproduce.training import Progress
+from exogym.study.reproduce.training import CellProgress
 
 NAN = math.nan
 
@@ -213,7 +213,7 @@ def test_after_a_kill_only_what_is_missing_is_trained(tmp_path: Path) -> None:
     done = python("-c", KILLED.format(small=SMALL), tmp_path)
     assert done.returncode == -9, done.stderr
     (kept,) = tmp_path.glob("*/*/outcome.json")
-    before, told = kept.stat().st_mtime_ns, list[Progress]()
+    before, told = kept.stat().st_mtime_ns, list[CellProgress]()
     work = Reproduction(tmp_path, seeds=(0,), watch=told.append, device="cpu")
     assert [work.missing(cell) for cell in claim.cells.values()] == [[], [0]]
     assert work.seconds_left(claim.cells.values()) > 0
@@ -227,7 +227,7 @@ def test_after_a_kill_only_what_is_missing_is_trained(tmp_path: Path) -> None:
 
 
 def test_claims_share_what_they_have_in_common_and_nothing_else(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[CellProgress] = []
     work = Reproduction(tmp_path, seeds=(0,), watch=told.append, device="cpu")
     work.train([claim_of("ddp", "single"), claim_of("single", "ddp:lr=0.1")])
     assert [at.cell.says for at in told if at.run_ended] == ["ddp", "single", "ddp:lr=0.1"]
@@ -274,7 +274,7 @@ def test_a_strategy_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Ca
         work.check([claim_of("ddp", "nosuch")])
     with pytest.raises(ArgumentError, match=r"claim toy, ddp:lrr=1: .*no option 'lrr': did you mean 'lr'"):
         work.check([claim_of("ddp", "ddp:lrr=1")])
-    with pytest.raises(ArgumentError, match="share=0 must be over 0"):
+    with pytest.raises(ArgumentError, match="share=0 must be a number over 0"):
         Reproduction(tmp_path, share=0)
 
 
@@ -302,7 +302,7 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
 def test_ctrl_c_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(self: object, at: Progress) -> None:
+    def stop(self: object, at: CellProgress) -> None:
         raise KeyboardInterrupt
 
     toy = claim_of("single", "ddp")
