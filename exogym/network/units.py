@@ -12,6 +12,7 @@ PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BITS, BYTES = ("bps", "bit/s", "b/s"), ("Bps", "B/s", "byte/s")
 SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # dividing by these rounds as the decimal does
+_WORDS = {"none": None, "true": True, "false": False}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan)\s*([^\s\d]*)\s*")
 
 
@@ -117,3 +118,15 @@ def readable_seconds(seconds: float) -> str:
         return "0 s"
     unit = next((unit for unit in ("h", "min", "s", "ms", "us") if seconds >= SECONDS[unit]), "ns")
     return f"{seconds / SECONDS[unit]:.3g} {unit}"
+
+
+def value_of(text: str) -> Any:
+    """Return the whole number, number, `true`, `false` or `none` that a text stands for, or else the text."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

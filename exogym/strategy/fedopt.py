@@ -26,7 +26,7 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_choice, check_number
+from exogym.errors import check_choice, check_number
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
+from exogym.network.units import value_of
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
@@ -18,7 +19,6 @@ for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # a class
         importlib.import_module(f"{__package__}.{_file.name}")
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
-_WORDS = {"none": None, "true": True, "false": False}
 _ELSEWHERE = {  # methods that are an option of another, by the names that papers give them
     "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
     "hierarchical_diloco": "diloco:island_size=2:island_H=10", "delayed_nesterov": "async_diloco", "muon": "muloco",
@@ -108,15 +108,3 @@ def table() -> str:
             said = kind.paper, f"`{kind.equation}`", kind.payload, ", ".join(kinds), kind.needs
             lines.append((f"`{name}`", f"`{kind.__name__}`", *said, "; ".join(kind.identities)))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def value_of(text: str) -> Any:
-    """Return the whole number, number, `true`, `false` or `none` that a text stands for, or else the text."""
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text

@@ -26,7 +26,7 @@ from torch import Tensor
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
-from exogym.errors import ArgumentError, check_number
+from exogym.errors import check_number
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions

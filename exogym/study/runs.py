@@ -50,7 +50,7 @@ from exogym.core.record import schema
 from exogym.core.record.notes import read_notes
 from exogym.core.record.run_folder import read_object, standing
 from exogym.core.record.schema import EVENT, RECORD, rows_in
-from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.errors import ArgumentError, nearest, needs
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.strategy.names import short_names
 from exogym.study.compare.plots import (
@@ -164,11 +164,8 @@ class Run(Standing):
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the records as a table; `node` is empty in the rows of the averaged model."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
-        return pandas.DataFrame(self.records, columns=self.columns)
+        frame: pandas.DataFrame = needs("pandas").DataFrame(self.records, columns=self.columns)
+        return frame
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the records as CSV; what is missing is empty."""
@@ -179,10 +176,7 @@ class Run(Standing):
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write the records as Parquet, which needs pyarrow."""
-        try:
-            import pyarrow  # noqa: F401
-        except ImportError as error:
-            raise ExoGymError("Parquet needs pyarrow, which is not installed: pip install 'exogym[parquet]'") from error
+        needs("pyarrow", "parquet")
         with beside(path) as made:
             self.to_pandas().to_parquet(made, index=False)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from exogym.core.base.files import replacing
 from exogym.core.clock.steps import TICKS_PER_S
-from exogym.errors import ArgumentError, ExoGymError
+from exogym.errors import ArgumentError, needs
 
 # Okabe & Ito 2008, told apart with every common kind of colour-blindness.
 COLOURS = {"compute": "#0072B2", "send": "#D55E00", "wait": "#E6E6E6", "down": "#000000"}
@@ -107,11 +107,10 @@ def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: 
     """
     if not spans:
         raise ArgumentError("there is nothing to draw: make the clock with timeline=True, and let it run")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ExoGymError("the picture needs matplotlib, which is not installed: pip install 'exogym[demo]'") from None
+    needs("matplotlib", "demo")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     nodes = sorted({span.node for span in spans})
     shown = nodes[:MOST_NODES]
     row = {node: k for k, node in enumerate(shown)}

@@ -18,7 +18,7 @@ import numpy as np
 
 from exogym.core.base.files import replacing
 from exogym.core.record.views import caption_of, figure_of, table_of
-from exogym.errors import ArgumentError, ExoGymError, nearest
+from exogym.errors import ArgumentError, nearest, needs
 
 if TYPE_CHECKING:
     import pandas
@@ -406,11 +406,7 @@ class History(Sequence[Row]):
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return every row as a DataFrame, `node` <NA> for the averaged model; ExoGymError without pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
-        frame = pandas.DataFrame.from_records([tuple(row.values()) for row in self], columns=self.columns)
+        frame = needs("pandas").DataFrame.from_records([tuple(row.values()) for row in self], columns=self.columns)
         kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
         return frame.astype({"step": int, "epoch": int, **kinds})
 

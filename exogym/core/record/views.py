@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.errors import ArgumentError, ExoGymError
+from exogym.errors import ArgumentError, needs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,10 +50,8 @@ def _cell(value: Any) -> str:
 
 def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
     """Return a figure of `columns` of the averaged model against another column; see `History.plot`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ExoGymError("plot() needs matplotlib, which is not installed: pip install 'exogym[demo]'") from error
+    needs("matplotlib", "demo")
+    from matplotlib.figure import Figure
 
     class Picture(Figure):
         """A figure that a notebook shows, also where pyplot was never imported."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from exogym.errors import ArgumentError, check_number, check_count, checked, nearest
+from exogym.errors import ArgumentError, check_count, check_number, checked, nearest
 from exogym.machines.distributed.group import get_rank, get_world_size
 
 _DDP = nn.parallel.DistributedDataParallel

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, ExoGymError, check_number, check_count, checked
+from exogym.errors import ArgumentError, ExoGymError, check_count, check_number, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError, check_number, check_count, check_port, nearest
+from exogym.errors import ArgumentError, check_count, check_number, check_port, nearest
 from exogym.machines.launch.backends import check_backend
 
 DEFAULT_PORT = 29500

@@ -30,7 +30,8 @@ from exogym.core.base import draws, rng
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, nearest
-from exogym.strategy.registry import STRATEGIES, parse_strategy, value_of
+from exogym.network.units import value_of
+from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.strategy.strategy import Strategy
 from exogym.study.tasks import Task, load_task
 
