@@ -79,7 +79,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.spans: list[tuple[float, float, int]] = []
         self._inside = False
-        for name in ("rows", "reduce", "agree", "tell"):
+        for name in ("rows", "reduce", "agree"):
             setattr(ProcessWire, name, self._timed(getattr(ProcessWire, name)))
         begin = ProcessWire.begin
         ProcessWire.begin = lambda wire, x: _Begun(self, begin(wire, x), x)  # type: ignore[method-assign]

@@ -46,10 +46,10 @@ True
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
 from exogym.core.communicator.inside import ALONE, Inside
 from exogym.core.communicator.ledger import Event, Ledger
+from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.core.communicator.secure import SecureAggregation
-from exogym.core.communicator.shipping import blank, described, ship
-from exogym.core.communicator.wire import CHUNK_ELEMENTS, Parcel, Wire, reduce_rows, tree_sum
+from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_native, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",
@@ -62,15 +62,22 @@ __all__ = [
     "Krum",
     "Ledger",
     "Median",
+    "Move",
     "Parcel",
     "Rule",
     "SecureAggregation",
     "TrimmedMean",
     "Wire",
+    "barrier",
     "blank",
     "described",
+    "gather",
+    "hand_over",
+    "reduce_native",
     "reduce_rows",
     "rule_of",
+    "say",
     "ship",
+    "tell",
     "tree_sum",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.communicator.messages import hand_over
 from exogym.core.communicator.recorder import Groups, Recorder, row_bytes
 from exogym.core.communicator.robust import Rule
 from exogym.core.communicator.secure import SecureAggregation
@@ -333,7 +334,7 @@ class Communicator(Recorder):
             parcels = [Parcel(i, members[(k + shift) % n], x.shape[2:], x.dtype, False) for k, i in enumerate(members)]
             mine = [(k, row) for k, i in enumerate(members) for row in self._rows_here([i])]
             given = {members[k]: x[row, (k + shift) % n].contiguous() for k, row in mine}
-            got = self.wire.hand_over(given, parcels)
+            got = hand_over(self.wire, given, parcels)
             for k, row in mine:
                 result[row, (k - shift) % n] = got[members[k]]
         return result
@@ -364,7 +365,7 @@ class Communicator(Recorder):
         return result
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-        """Carry tensors from node to node; return what each node here gets (see `Wire.hand_over`).
+        """Carry tensors from node to node; return what each node here gets (see `messages.hand_over`).
 
         A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
         """
@@ -374,7 +375,7 @@ class Communicator(Recorder):
                 there, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
                 kind, way = ("exchange", "pairwise") if is_swap else ("send", "direct")
                 self._add(kind, way, [giver, taker], size, there, back, givers=None if is_swap else [giver])
-        return self.wire.hand_over(given, parcels)
+        return hand_over(self.wire, given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.communicator.inside import ALONE, Inside
-from exogym.core.progress import notice
 
 CHUNK_ELEMENTS = 1 << 18  # of a row that go through a reduction at a time
 HALVES = (torch.float16, torch.bfloat16)
@@ -115,10 +113,14 @@ class Parcel(NamedTuple):
         return [there, there[::-1]] if self.is_swap else [there]
 
 
-class Wire:
-    """What carries rows between blocks. In one process every row is here, so nothing moves.
+Move = tuple[int, int, Parcel]  # giver, taker, and what moves
 
-    Every process of a run makes the same calls in the same order; the main one holds the first rows.
+
+class Wire:
+    """Carries rows between blocks: `rows`, `reduce`, `carry` and `agree`. In one process every row is here.
+
+    Every process of a run makes the same calls in the same order; the main one holds the first rows. All else that
+    processes say to each other is built on the four (`exogym.core.communicator.messages`).
 
     Args:
         ranks: global ids of the rows here, of row 0 first.
@@ -133,6 +135,7 @@ class Wire:
         inside: the processes that hold the parts of a row, where a node is several; `process` is then one of nodes.
         devices: the processes that compute for the node. More than `inside` where nodes differ in size: then several
             hold the same columns, and all but the first ones are copies (`is_copy`), which hear what these find.
+        asked_to_stop: says whether a process asked all to stop, without meeting them.
         waited_s: seconds spent in it, where somebody watches.
     """
 
@@ -147,11 +150,7 @@ class Wire:
         self.owner = dict.fromkeys(self.ranks, 0)
         self.native = native
         self.placement = [self.ranks]
-
-    @property
-    def total_rows(self) -> int:
-        """How many rows the run has, in all processes."""
-        return sum(map(len, self.placement))
+        self.asked_to_stop: Callable[[], bool] = lambda: False
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """From now on rows belong to these ids, of row 0 first, in each process; as many as before.
@@ -164,23 +163,23 @@ class Wire:
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
 
     @property
+    def world(self) -> Wire:
+        """The wire between all processes; another one where nodes are several processes each."""
+        return self
+
+    @property
+    def total_rows(self) -> int:
+        """How many rows the run has, in all processes."""
+        return sum(map(len, self.placement))
+
+    @property
     def is_main(self) -> bool:
-        return self.process == 0
-
-    @property
-    def index(self) -> int:
-        """Which of all `count` processes this is, in the order of `gather`."""
-        return self.process
-
-    @property
-    def count(self) -> int:
-        """How many processes there are; more than in `placement` where nodes are several."""
-        return len(self.placement)
+        return self.world.process == 0
 
     @property
     def is_shared(self) -> bool:
         """Whether there are other processes."""
-        return len(self.placement) > 1
+        return len(self.world.placement) > 1
 
     @property
     def is_copy(self) -> bool:
@@ -207,96 +206,48 @@ class Wire:
         empty tensor.
         """
         if self.native:
-            return self._reduce_native(x, ids, op, weights)
+            return reduce_native(self, x, ids, op, weights, lambda partial, op: partial)
         if op in ("sum", "mean") and list(ids) != self.ranks:
             rows = [self.row_of[i] for i in ids]
             return tree_sum(x, ids, weights, len(ids) if op == "mean" and weights is None else 1, rows)
         return reduce_rows(self.rows(x, ids), ids, op, weights)
 
-    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-        """Return what each node here gets, some of it the giver's own memory.
-
-        Args:
-            given: what the nodes here give.
-            parcels: of all processes, in the same order everywhere; a node gives once at most and takes once at most.
-        """
-        moves = [(giver, taker, parcel) for parcel in parcels for giver, taker in parcel.moves]
-        own = [p.giver for p in parcels if p.giver == p.taker and p.giver in self.row_of]
-        got = {node: given[node] for node in own}
-        crossing = []
-        for giver, taker, parcel in moves:
-            if (giver in self.row_of) and (taker in self.row_of):
-                got[taker] = given[giver]
-            elif not any(giver in ids and taker in ids for ids in self.placement):
-                crossing.append((giver, taker, parcel))
-        return got | (self._carry(given, crossing) if crossing else {})
-
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
-        """Return what nodes here get of (giver, taker, parcel), all of them from one process to another."""
-        raise NotImplementedError
-
-    def begin(self, x: Tensor) -> Any:
-        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Where `overlaps`."""
+    def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
+        """Return what nodes here get by `moves`, all of them from one process to another; `given`: what these give."""
         raise NotImplementedError
 
     def agree(self, flag: bool) -> bool:
         """Return whether any process says True."""
         return flag
 
+    def begin(self, x: Tensor) -> Any:
+        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Where `overlaps`."""
+        raise NotImplementedError
+
     def ask_to_stop(self) -> None:
         """Ask all processes to stop, without meeting them, where they share memory."""
 
-    def asked_to_stop(self) -> bool:
-        """Say whether a process asked so."""
-        return False
 
-    def tell(self, value: Any, process: int | None = None) -> Any:
-        """Return the `value` (JSON-able) of one process of `placement`, by default the main one, in every process.
+def reduce_native(
+    wire: Wire, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None,
+    combine: Callable[[Tensor, str], Tensor],
+) -> Tensor:  # fmt: skip
+    """Reduce the rows here, then those results over the processes: equal to the tree up to rounding.
 
-        Where nodes are several processes each, one of `placement` tells those with the same columns.
-        """
-        return self._told(value, [process or 0])[0] if self.is_shared else value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the `value` (JSON-able) of every process, in their order, in every process."""
-        return self._told(value, range(len(self.placement))) if self.is_shared else [value]
-
-    def _told(self, value: Any, processes: Sequence[int]) -> list[Any]:
-        """Return the values of `processes`, in every process: their texts travel as rows, of one length."""
-        firsts, text = [self.placement[process][0] for process in processes], b""
-        if self.process in processes:
-            text = json.dumps(value).encode()
-        lengths = self.rows(torch.tensor([[len(text)]]).expand(len(self.ranks), -1), firsts).flatten().tolist()
-        letters = torch.frombuffer(bytearray(text.ljust(max(lengths))[: max(lengths)]), dtype=torch.uint8)
-        rows = self.rows(letters.expand(len(self.ranks), -1), firsts)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
-
-    def say(self, text: str, about: str | None = None) -> None:
-        """Tell the user a line, once; `about`: see `exogym.progress.without_notices`."""
-        if self.is_main:
-            notice(text, about)
-
-    def barrier(self) -> None:
-        """Wait for all processes."""
-
-    def _reduce_native(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None) -> Tensor:
-        """Reduce the rows here, then those results over the processes: equal to the tree up to rounding."""
-        if op.startswith("trimmed "):
-            return reduce_rows(self.rows(x, ids), ids, op)
-        here = [k for k, i in enumerate(ids) if i in self.row_of]
-        mine = x[[self.row_of[ids[k]] for k in here]]
-        if op in ("max", "min"):
-            info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
-            nobody = x.new_full(x.shape[1:], info.min if op == "max" else info.max)
-            return self._combine((mine.amax(0) if op == "max" else mine.amin(0)) if here else nobody, op)
-        if weights is not None:
-            return self._combine((mine * weights[here, None].to(x.device, _exact(x))).sum(0).to(x.dtype), "sum")
-        total = self._combine(mine.sum(0), "sum")
-        return total.div_(len(ids)) if op == "mean" else total
-
-    def _combine(self, partial: Tensor, op: str) -> Tensor:
-        """Combine the (F,) `partial` of every process by "sum", "max" or "min"."""
-        return partial
+    `combine` gives "sum", "max" or "min" of the (F,) results of every process.
+    """
+    if op.startswith("trimmed "):
+        return reduce_rows(wire.rows(x, ids), ids, op)
+    here = [k for k, i in enumerate(ids) if i in wire.row_of]
+    mine = x[[wire.row_of[ids[k]] for k in here]]
+    if op in ("max", "min"):
+        info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+        nobody = x.new_full(x.shape[1:], info.min if op == "max" else info.max)
+        return combine((mine.amax(0) if op == "max" else mine.amin(0)) if here else nobody, op)
+    if weights is not None:
+        return combine((mine * weights[here, None].to(x.device, _exact(x))).sum(0).to(x.dtype), "sum")
+    total = combine(mine.sum(0), "sum")
+    return total.div_(len(ids)) if op == "mean" else total
 
 
 def _exact(x: Tensor) -> torch.dtype:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.base.torch_private import copy_
+from exogym.core.communicator import say
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.graph import Stepping, Tracer, first_line, number_dtype, refusal, signature
 from exogym.core.compute.inner import InnerOptimizer
@@ -214,9 +215,9 @@ class Compiled(Loop):
                 return self._make(key, trace(), steps, inputs)
 
     def _make(self, key: Any, plain: Callable[..., Any], steps: int, inputs: tuple[Any, ...]) -> Any:
-        say, what = self.fleet.comm.wire.say, "a step" if steps == 1 else f"{steps} steps"
+        wire, what = self.fleet.comm.wire, "a step" if steps == 1 else f"{steps} steps"
         operations = len(plain.graph.nodes)  # type: ignore[attr-defined]
-        say(f"compute={self.how!r}: {self.doing} {what} ({operations} operations){self.often}")
+        say(wire, f"compute={self.how!r}: {self.doing} {what} ({operations} operations){self.often}")
         begin = time.perf_counter()
         state = torch.default_generator.get_state()
         wanted = tensors_of(plain(*inputs))
@@ -229,7 +230,7 @@ class Compiled(Loop):
         for a, b in zip(wanted, tensors_of(found), strict=True):
             if not self._is_close(a, b):
                 raise refusal(self.how, f"{self.done}, it gives other numbers than operation by operation")
-        say(f"compute={self.how!r}: {self.done} in {time.perf_counter() - begin:.1f} s")
+        say(wire, f"compute={self.how!r}: {self.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
 
@@ -353,7 +354,7 @@ class Compiled(Loop):
     def _say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
-            self.fleet.comm.wire.say(f"compute={self.how!r}: {text}")
+            say(self.fleet.comm.wire, f"compute={self.how!r}: {text}")
 
 
 def tensors_of(nested: Any) -> list[Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.core.base import pulse
 from exogym.core.base.torch_private import forget_meshes
-from exogym.core.communicator import Inside, Parcel
+from exogym.core.communicator import Inside, Move, Wire, barrier
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
 from exogym.core.mesh import NodeMesh
@@ -101,7 +101,7 @@ class ProcessInside(Inside):
         return moved.to(x.device)
 
 
-class MeshWire(ProcessWire):
+class MeshWire(Wire):
     """Carries columns between the processes that hold the same part of different nodes.
 
     Args:
@@ -110,12 +110,16 @@ class MeshWire(ProcessWire):
         native: as `ProcessWire`.
     """
 
+    shares_memory = False
+
     def __init__(self, placement: Sequence[Sequence[int]], meshes: Sequence[NodeMesh], native: bool = False):
         own = [meshes[ids[0]] for ids in placement]
         firsts = list(itertools.accumulate((mesh.size for mesh in own), initial=0))
         nodes = [list(range(*ends)) for ends in itertools.pairwise(firsts)]
         rank, parts = dist.get_rank(), math.gcd(*(mesh.size for mesh in own))
-        node = next(g for g, ranks in enumerate(nodes) if rank in ranks)
+        self.process = next(g for g, ranks in enumerate(nodes) if rank in ranks)
+        super().__init__(placement[self.process], native)
+        self.place(placement)
         are_alike, are_even = len(set(own)) == 1, all(mesh.size == parts for mesh in own)
         holders = [ranks[k : k + parts] for ranks in nodes for k in range(0, len(ranks), parts)]
         # every process makes every group
@@ -124,86 +128,60 @@ class MeshWire(ProcessWire):
         inside = devices if are_even else _own_group(holders if parts > 1 else [])
         self._copies = _own_group([ranks[k::parts] for ranks in nodes if len(ranks) > parts for k in range(parts)])
         by_axis = None if are_alike else _own_axes(own, nodes)
-        self.world = ProcessWire([[k] for k in range(dist.get_world_size())])
-        super().__init__(placement, between or self._copies, native, node)
-        self.overlaps = False
-        self.devices: ProcessInside = ProcessInside(_known(devices), self._device, by_axis)
+        self._world = ProcessWire([[k] for k in range(dist.get_world_size())])
+        self._between = None if between is None else ProcessWire(placement, between, native)
+        self.devices: ProcessInside = ProcessInside(_known(devices), self._world.device, by_axis)
         if parts > 1:
-            self.inside = self.devices if are_even else ProcessInside(_known(inside), self._device)
+            self.inside = self.devices if are_even else ProcessInside(_known(inside), self._world.device)
         self._groups = [between, self._copies, None if are_even else inside]
-        self.barrier()  # gloo fails in who is still connecting where another one is gone already
+        barrier(self)  # gloo fails in who is still connecting where another one is gone already
+
+    @property
+    def world(self) -> ProcessWire:
+        return self._world
 
     # What is found between nodes, in copies too
 
-    @pulse.waits
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if self._copies is None:
-            return super().rows(x, ids)
-        if x.device.type != self._device.type:
-            return self.rows(x.to(self._device), ids).to(x.device)
-        find = super().rows
-        return self._told_copies((len(ids), *x.shape[1:]), x, lambda: find(x, ids))
+        return self._found((len(ids), *x.shape[1:]), x, lambda wire: wire.rows(x, ids))
 
-    @pulse.waits
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        if self._copies is None:
-            return super().reduce(x, ids, op, weights, everywhere)
-        if x.device.type != self._device.type:
-            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
-        find = super().reduce
         wanted = everywhere or not self.row_of.keys().isdisjoint(ids)
-        return self._told_copies((x.shape[1] if wanted else 0,), x, lambda: find(x, ids, op, weights, everywhere))
+        shape = (x.shape[1] if wanted else 0,)
+        return self._found(shape, x, lambda wire: wire.reduce(x, ids, op, weights, everywhere))
 
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
-        got = {} if self.is_copy else super()._carry(given, moves)
-        if self._copies is not None:
-            for _, taker, parcel in moves:
-                if taker in self.row_of:
-                    like = torch.empty(0, dtype=parcel.dtype, device=self._device)
-                    got[taker] = self._told_copies(parcel.shape, like, got.get(taker, like).contiguous)
+    def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
+        got = {} if self._between is None else self._between.carry(given, moves)
+        for _, taker, parcel in moves if self._copies is not None else ():
+            if taker in self.row_of:
+                like = torch.empty(0, dtype=parcel.dtype, device=self._world.device)
+                got[taker] = self._told_copies(got.get(taker, like.new_empty(parcel.shape)))
         return got
 
-    @pulse.waits
-    def _told_copies(self, shape: Sequence[int], like: Tensor, find: Callable[[], Tensor]) -> Tensor:
-        """Return what `find` gives in the one that is no copy, of `shape` and otherwise as `like`."""
-        found = like.new_empty(shape) if self.is_copy else find().contiguous()
-        if found.numel():
-            dist.broadcast(as_bytes(found, 1).flatten(), group=self._copies, group_src=0)
-        return found
+    def agree(self, flag: bool) -> bool:
+        return self._world.agree(flag)
 
-    @property
-    def is_main(self) -> bool:
-        return self.process == 0 and self.devices.part == 0
+    def _found(self, shape: Sequence[int], like: Tensor, find: Callable[[ProcessWire], Tensor]) -> Tensor:
+        """Return what `find` gives in those that are no copies, in the copies too: of `shape`, otherwise as `like`."""
+        return self._told_copies(like.new_empty(shape) if self._between is None else find(self._between))
 
-    @property
-    def is_shared(self) -> bool:
-        return True
-
-    @property
-    def index(self) -> int:
-        return self.world.process
-
-    @property
-    def count(self) -> int:
-        return len(self.world.placement)
+    def _told_copies(self, found: Tensor) -> Tensor:
+        """Return what the one that is no copy has found; in a copy `found` is like it, without its numbers."""
+        if self._copies is None or not found.numel():
+            return found
+        with pulse.at(pulse.WAITING):
+            told = found.to(self._world.device).contiguous()
+            dist.broadcast(as_bytes(told, 1).flatten(), group=self._copies, group_src=0)
+        return told.to(found.device)
 
     def leave(self) -> None:
         """Leave the process groups that were made for this run, once nobody has anything to do in them."""
-        self.barrier()
+        barrier(self)
         for group in [*self.devices.groups, *self._groups]:
             if group is not None:
                 dist.destroy_process_group(group)
-
-    def agree(self, flag: bool) -> bool:
-        return self.world.agree(flag)
-
-    def tell(self, value: Any, process: int | None = None) -> Any:
-        return self.world.tell(value) if process is None else super().tell(value, process)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.world.gather(value)
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Parcel, Wire, reduce_rows
+from exogym.core.communicator import Move, Wire, barrier, reduce_native, reduce_rows
 from exogym.errors import TrainingError
 
 HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written
@@ -66,6 +66,7 @@ class SharedWire(Wire):
         super().__init__(placement[process], native)
         self.place(placement)
         self.pipes, self.memory = list(pipes), memory
+        self.asked_to_stop = lambda: memory[STOP] != 0
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._turn, self._first_byte = 0, first_byte(len(placement))
         self._patience: dict[int, pulse.Patience] = {}
@@ -83,16 +84,10 @@ class SharedWire(Wire):
     def ask_to_stop(self) -> None:
         self.memory[STOP] = 1
 
-    def asked_to_stop(self) -> bool:
-        return self.memory[STOP] != 0
-
     # Meetings
 
     def agree(self, flag: bool) -> bool:
         return self._meet("agree", flag=flag)
-
-    def barrier(self) -> None:
-        self._meet("barrier")
 
     def _meet(self, *call: Any, flag: bool = False) -> bool:
         """Wait for all at the same `call`; return whether any has the flag up.
@@ -157,7 +152,7 @@ class SharedWire(Wire):
             out[:, start:stop] = piece
         return out.view(len(ids), *x.shape[1:])
 
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+    def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         got = {}
         for giver, taker, parcel in moves:
             row = given[giver].reshape(1, -1) if giver in self.row_of else None
@@ -176,7 +171,7 @@ class SharedWire(Wire):
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
         if self.native:
-            return self._reduce_native(x, ids, op, weights)
+            return reduce_native(self, x, ids, op, weights, self._combine)
         ids = list(ids)
         out = x.new_empty(x.shape[1])
         for start, stop, piece in self._pieces(x, len(ids) + 1):
@@ -184,7 +179,7 @@ class SharedWire(Wire):
             self._write_rows(members, x[:, start:stop], ids)
             self._meet("reduce", piece.shape, x.dtype, tuple(ids), op)
             self._share(members, total, ids, op, weights)
-            self.barrier()
+            barrier(self)
             out[start:stop] = total
         return out
 
@@ -202,7 +197,7 @@ class SharedWire(Wire):
             piece[self.process] = partial[start:stop]
             self._meet("reduce", piece.shape, partial.dtype, op)
             self._share(piece[:-1], piece[-1], processes, op, None)
-            self.barrier()
+            barrier(self)
             out[start:stop] = piece[-1]
         return out
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from exogym.balance import share_out
 from exogym.core.base import pulse
-from exogym.core.communicator import Parcel, Wire, reduce_rows
+from exogym.core.communicator import Move, Wire, reduce_native, reduce_rows
 from exogym.errors import ArgumentError
 
+Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> what `call()` gives
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -50,29 +51,56 @@ class ProcessWire(Wire):
         placement: global ids of each process, in the group's rank order; together 0..N-1 ascending.
         group: the process group; the default one if None.
         native: reduce with torch's all-reduce, equal to the tree up to rounding.
-        process: which of `placement` this one is; None: its rank in the group.
+
+    Attributes:
+        around: goes around each call that others take part in: it may time it, or say an error in other words.
     """
 
     shares_memory = False
 
     def __init__(
-        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False,
-        process: int | None = None,
-    ):  # fmt: skip
-        self.group, self.process = group, dist.get_rank(group) if process is None else process
+        self, placement: Sequence[Sequence[int]], group: dist.ProcessGroup | None = None, native: bool = False
+    ):
+        self.group, self.process = group, dist.get_rank(group)
         super().__init__(placement[self.process], native)
         self.place(placement)
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.around: Around = lambda call, *about: call()
+
+    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        return self._waiting(lambda: self._rows(x.to(self.device), list(ids)).to(x.device), "rows", x, ids)
+
+    def reduce(
+        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
+    ) -> Tensor:
+        def found() -> Tensor:
+            return self._reduced(x.to(self.device), ids, op, weights, everywhere).to(x.device)
+
+        return self._waiting(found, f"reduce {op}", x, ids)
+
+    def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
+        return self._waiting(lambda: self._carried(given, moves), "carry")
+
+    def agree(self, flag: bool) -> bool:
+        def found() -> bool:
+            x = torch.tensor([int(flag)], device=self.device)
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+            return bool(x.item())
+
+        return self._waiting(found, "agree")
+
+    def begin(self, x: Tensor) -> Any:
+        return _Begun(self, dist.all_reduce(x, group=self.group, async_op=True))
+
+    def _waiting(self, call: Callable[[], Any], *about: Any) -> Any:
+        with pulse.at(pulse.WAITING):
+            return self.around(call, *about)
 
     # Rows
 
-    @pulse.waits
-    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if x.device.type != self._device.type:
-            return self.rows(x.to(self._device), ids).to(x.device)
-        ids = list(ids)
+    def _rows(self, x: Tensor, ids: list[int]) -> Tensor:
         wanted = [[i for i in held if i in set(ids)] for held in self.placement]
         mine = [self.row_of[i] for i in wanted[self.process]]
         flat = as_bytes(x if len(mine) == len(x) else x[mine], len(mine))
@@ -91,17 +119,12 @@ class ProcessWire(Wire):
         rows = (moved.view(x.dtype) if moved.numel() else x.new_empty(0)).view(len(held), *x.shape[1:])
         return rows if held == ids else rows[[held.index(i) for i in ids]]
 
-    @pulse.waits
-    def reduce(
-        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
-    ) -> Tensor:
-        if x.device.type != self._device.type:
-            return self.reduce(x.to(self._device), ids, op, weights, everywhere).to(x.device)
+    def _reduced(self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None, everywhere: bool) -> Tensor:
         members = set(ids)
         counts = [sum(i in members for i in held) for held in self.placement]
         team = [process for process, count in enumerate(counts) if count]
         if self.native and len(team) == len(counts):
-            return self._reduce_native(x, ids, op, weights)
+            return reduce_native(self, x, ids, op, weights, self._combine)
         if everywhere or len(team) == len(counts):
             team = list(range(len(counts)))
         elif self.process not in team:
@@ -130,8 +153,7 @@ class ProcessWire(Wire):
         parts = self._all_gather(as_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
 
-    @pulse.waits
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
+    def _carried(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         """Only the two processes of a move take part in it; all of them are under way at once."""
         got, calls = {}, []
         for tag, (giver, taker, parcel) in enumerate(moves):
@@ -139,11 +161,11 @@ class ProcessWire(Wire):
                 if taker in self.row_of:
                     got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype)
             elif taker in self.row_of:
-                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self._device)
+                got[taker] = torch.empty(parcel.shape, dtype=parcel.dtype, device=self.device)
                 source = self._global(self.owner[giver])
                 calls.append(dist.P2POp(dist.irecv, as_bytes(got[taker], 1).flatten(), source, self.group, tag))
             elif giver in self.row_of:
-                data = as_bytes(given[giver].to(self._device), 1).flatten()
+                data = as_bytes(given[giver].to(self.device), 1).flatten()
                 calls.append(dist.P2POp(dist.isend, data, self._global(self.owner[taker]), self.group, tag))
         for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()
@@ -153,20 +175,6 @@ class ProcessWire(Wire):
         total = partial.contiguous()
         dist.all_reduce(total, OPERATIONS[op], group=self.group)
         return total
-
-    def begin(self, x: Tensor) -> Any:
-        return dist.all_reduce(x, group=self.group, async_op=True)
-
-    # Agreement
-
-    @pulse.waits
-    def agree(self, flag: bool) -> bool:
-        x = torch.tensor([int(flag)], device=self._device)
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-        return bool(x.item())
-
-    def barrier(self) -> None:
-        self.agree(False)
 
     # Moving
 
@@ -204,6 +212,16 @@ class ProcessWire(Wire):
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class _Begun:
+    """A sum that was begun."""
+
+    def __init__(self, wire: ProcessWire, work: Any):
+        self.wire, self.work = wire, work
+
+    def wait(self) -> None:
+        self.wire.around(self.work.wait, "wait")
 
 
 def _width(x: Tensor) -> int:

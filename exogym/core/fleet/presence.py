@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import blank, described
+from exogym.core.communicator import blank, described, tell
 from exogym.core.fleet import Fleet
 
 
@@ -69,7 +69,7 @@ def take_state(
     """
     wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}
-    what = wire.tell(described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
+    what = tell(wire, described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
     rows, taken = rows_of(fleet, nodes), {}
     for name, x in ({name: x.to(device) for name, x in here.items()} or blank(what, device)).items():
         sent = fleet.comm.broadcast(x.expand(len(fleet), *x.shape), source, members=members)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from exogym.core.communicator import ship
+from exogym.core.communicator import gather, ship
 from exogym.core.fleet.fleet import Fleet
 from exogym.core.fleet.state import Tensors, below
 from exogym.core.fleet.store import Store
@@ -180,7 +180,7 @@ class Seats:
             kept = {node: {name: x.clone() for name, x in mine.items()} for node, mine in kept.items()}
         except (KeyError, ValueError, RuntimeError) as error:
             trouble = f"rows of {wire.process} are not those of seats: {error!r}"
-        told = wire.gather([sorted(working), sorted(kept), trouble])
+        told = gather(wire, [sorted(working), sorted(kept), trouble])
         if troubles := [text for *_, text in told if text]:
             raise CheckpointError(troubles[0])
         holder, keeper = ({node: k for k in reversed(range(len(told))) for node in told[k][part]} for part in (0, 1))

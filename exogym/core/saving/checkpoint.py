@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exogym.core.base.locks import LOCK, is_old
-from exogym.core.communicator import Wire, ship
+from exogym.core.communicator import Wire, barrier, gather, ship, tell
 from exogym.core.progress import warn
 from exogym.core.saving.checkpoint_files import (
     FORMAT,
@@ -68,9 +68,9 @@ def save(
     folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
     keepers = keepers or one_keeper(folder, wire)
     step = snapshot.meta["step"]
-    taken = max(wire.gather(_last_count(folder, step) if keepers.is_keeper else -1))
+    taken = max(gather(wire, _last_count(folder, step) if keepers.is_keeper else -1))
     name = f"step_{step:010d}" + (f"_{taken + 1}" if taken >= 0 else "")
-    temporary = folder / f".{name}.{wire.tell(os.getpid())}.tmp"
+    temporary = folder / f".{name}.{tell(wire, os.getpid())}.tmp"
     final = folder / name
     own: dict[str, str] = {}
     try:
@@ -84,7 +84,7 @@ def save(
         with _together(wire, folder, step):
             for file, (tensors, told) in ({} if wire.is_copy else _files(snapshot)).items():
                 own[file] = _write(tensors, temporary / file, told)
-        sums = {file: digest for told in wire.gather(own) for file, digest in told.items()}
+        sums = {file: digest for told in gather(wire, own) for file, digest in told.items()}
         with _together(wire, folder, step):
             if keepers.is_keeper:
                 sums[SHARED] = _write(snapshot.shared, temporary / SHARED)
@@ -112,11 +112,11 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
 
     Only the main process has what its callbacks recorded, and each has its own wall time.
     """
-    meta = wire.tell(snapshot.meta)
+    meta = tell(wire, snapshot.meta)
     sums = {name: sum_of_tensor(x) for name, x in snapshot.shared.items()}
-    wanted = wire.tell(sums)
+    wanted = tell(wire, sums)
     unlike = [name for name in wanted if keepers.is_keeper and sums.get(name) != wanted[name]]
-    sent = sorted({name for names in wire.gather(unlike) for name in names})
+    sent = sorted({name for names in gather(wire, unlike) for name in names})
     here = snapshot.shared if wire.is_main else {}
     theirs = ship(wire, {name: plain(here[name]) for name in sent if name in here}, wire.placement[0][0])
     shared = {name: theirs[name] if name in theirs else snapshot.shared[name] for name in wanted if keepers.is_keeper}
@@ -149,7 +149,7 @@ def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepe
                 _remove(old)
         except OSError as error:
             left.append(f"{old} could not be removed ({error}): it takes up room; remove it, or see who may")
-    wire.barrier()
+    barrier(wire)
     for text in left:
         warn(text)
 
@@ -225,7 +225,7 @@ def load_newest(
 def _held(folder: Path, wire: Wire, keepers: Keepers) -> dict[int, set[str]]:
     """Return for each keeper the names of the checkpoints in its folder."""
     mine = [path.name for path in list_checkpoints(folder)] if keepers.is_keeper else []
-    return {k: set(names) for k, names in enumerate(wire.gather(mine)) if keepers.of[k] == k}
+    return {k: set(names) for k, names in enumerate(gather(wire, mine)) if keepers.of[k] == k}
 
 
 def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, list[tuple[str, str]]]:
@@ -237,7 +237,7 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     except CheckpointError as error:
         trouble, lacking = str(error), error.files if isinstance(error, RowsElsewhere) else []
     there = [file.name for file in path.glob("rows-*")] if keepers.is_keeper else []
-    said = wire.gather([trouble, lacking, there, mark])
+    said = gather(wire, [trouble, lacking, there, mark])
     troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
     if not troubles and len({mark for *_, mark in said}) > 1:
         places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
@@ -316,7 +316,7 @@ def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keep
         with contextlib.suppress(OSError):
             if keepers.lock is None or is_old(mark, keepers.lock.path):  # not of a run that is just beginning
                 mark.unlink()
-    wire.barrier()
+    barrier(wire)
 
 
 def _flush_and_sum(file: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from exogym.core.base.files import make_folder
 from exogym.core.base.locks import Lock, acquire
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, gather, tell
 from exogym.errors import ArgumentError, ExoGymError
 
 MARK = ".seen-"
@@ -82,8 +82,8 @@ def check_folder(path: str | Path) -> list[Path]:
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
     """Return that the main process keeps `folder` for all."""
-    count = wire.count
-    return Keepers((0,) * count, (_place(folder),) * count, wire.index)
+    count = len(wire.world.placement)
+    return Keepers((0,) * count, (_place(folder),) * count, wire.world.process)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
@@ -94,11 +94,11 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
     """
     if wire.shares_memory:
         return one_keeper(folder, wire)
-    run, here = wire.tell(secrets.token_hex(8)), wire.index
-    marks = [folder / f"{MARK}{run}-{process}" for process in range(wire.count)]
+    run, here = tell(wire, secrets.token_hex(8)), wire.world.process
+    marks = [folder / f"{MARK}{run}-{process}" for process in range(len(wire.world.placement))]
     everywhere(wire, lambda: _leave(marks[here]))
     # Asked for by name: a network file system may show an old list of the folder, but looks for a name it never saw.
-    found = wire.gather([next((k for k, mark in enumerate(marks) if mark.exists()), here), _place(folder)])
+    found = gather(wire, [next((k for k, mark in enumerate(marks) if mark.exists()), here), _place(folder)])
     marks[here].unlink(missing_ok=True)
     of, places = tuple(keeper for keeper, _ in found), tuple(place for _, place in found)
     for process, keeper in enumerate(of):
@@ -117,8 +117,8 @@ def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None =
     Raises:
         ArgumentError: another run holds one of the folders.
     """
-    known = [run for run in wire.gather("" if before is None else before.run) if run]
-    run = known[0] if known else wire.tell(secrets.token_hex(8))
+    known = [run for run in gather(wire, "" if before is None else before.run) if run]
+    run = known[0] if known else tell(wire, secrets.token_hex(8))
     mine: list[Lock] = []
 
     def hold() -> None:
@@ -147,7 +147,7 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
         found.append(do())
     except ExoGymError as error:
         cause = error
-    troubles = wire.gather(None if cause is None else str(cause))
+    troubles = gather(wire, None if cause is None else str(cause))
     if cause is not None:
         raise cause
     for process, trouble in enumerate(troubles):
@@ -162,7 +162,7 @@ def on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
     Raises:
         ExoGymError: what it raised there, in every process.
     """
-    return wire.tell(everywhere(wire, lambda: choose() if wire.is_main else None))
+    return tell(wire, everywhere(wire, lambda: choose() if wire.is_main else None))
 
 
 def _place(folder: Path) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exogym.callbacks import Callback
 from exogym.core.base import pulse
+from exogym.core.communicator import tell
 from exogym.core.record.history import History
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.evaluating import Model, Models
@@ -112,12 +113,12 @@ class Calling:
                     self.standing.stopped = True
         finally:
             self._is_calling = False
-        self._wire.tell(["go on", self.standing.stopped])
+        tell(self._wire, ["go on", self.standing.stopped])
 
     def _ask(self, wish: str, value: Any = None) -> None:
         """Have the other processes, which `_serve`, do what this one is about to."""
         if self._is_calling:
-            self._wire.tell([wish, value])
+            tell(self._wire, [wish, value])
 
     def _serve(self) -> None:
         """Take part in what the main process's callbacks ask of all, until they are done."""
@@ -129,7 +130,7 @@ class Calling:
             "save": lambda _: self.standing.save(),
         }
         while True:
-            wish, value = self._wire.tell(None)
+            wish, value = tell(self._wire, None)
             if wish == "go on":
                 self.standing.stopped = value
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exogym.core.communicator import tell
 from exogym.core.compute.finite import is_finite
 from exogym.core.fleet import Fleet
 from exogym.core.record.metrics import Evaluator
@@ -67,7 +68,7 @@ class Models:
             return {}
         vectors, buffers = self.of(node)
         values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # of the first node's processes
-        return values if self.wire.shares_memory else self.wire.tell(values)
+        return values if self.wire.shares_memory else tell(self.wire, values)
 
     def measure(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
         """Evaluate (P,) per block with the processes of the first node, of which the first knows them (else None)."""

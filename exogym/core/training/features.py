@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from exogym.core.communicator import gather
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
@@ -102,7 +103,7 @@ def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
     folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
 
     def arrived(nodes: Sequence[int]) -> None:
-        found = wire.gather([[node, stream.length(node)] for node in nodes])
+        found = gather(wire, [[node, stream.length(node)] for node in nodes])
         stream.learn((node, examples) for told in found for node, examples in told)
 
     return Seats(fleet, Store(options.client_state_memory, folder), arrived)
@@ -122,5 +123,5 @@ def _share_insides(fleet: Fleet) -> dict[str, float]:
     """Let every process know what each node's devices sent each other, which that node counts; return the mean."""
     ledger, wire = fleet.comm.ledger, fleet.comm.wire
     if wire.is_shared:
-        ledger.inside_bytes[:] = np.max(wire.gather(ledger.inside_bytes.tolist()), axis=0)
+        ledger.inside_bytes[:] = np.max(gather(wire, ledger.inside_bytes.tolist()), axis=0)
     return {"inside_bytes": float(ledger.inside_bytes.mean())}

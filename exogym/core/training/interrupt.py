@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, say
 from exogym.core.compute.spans import Losses
 from exogym.core.progress import GOING_ON
 from exogym.core.training.agenda import Agenda
@@ -79,13 +79,10 @@ def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: 
     within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
     stopped = f"stopped by {Stopped(received, step)}{within}"
     if path is not None:
-        wire.say(
-            f"{stopped}; saved in {path}. The same fit with save_dir={str(path.parent)!r}, resume=True goes on from "
-            "there",
-            GOING_ON,
-        )
+        again = f"The same fit with save_dir={str(path.parent)!r}, resume=True goes on from there"
+        say(wire, f"{stopped}; saved in {path}. {again}", GOING_ON)
     elif received is signal.SIGTERM:
-        wire.say(f"{stopped}; nothing is saved, since the run has no save_dir", GOING_ON)
+        say(wire, f"{stopped}; nothing is saved, since the run has no save_dir", GOING_ON)
 
 
 def leave(received: signal.Signals | None, step: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exogym.callbacks import Callback
 from exogym.core.base import pulse
+from exogym.core.communicator import barrier
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Shared
@@ -143,7 +144,7 @@ class TrainingLoop:
                     self.agenda.keepers.release()
 
     def _carry(self, run: Callable[[], bool]) -> bool:
-        self.wire.barrier()  # nobody trains before all can be told to stop
+        barrier(self.wire)  # nobody trains before all can be told to stop
         return run()
 
     def _run(self) -> bool:

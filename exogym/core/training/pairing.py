@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, gather
 from exogym.errors import StrategyError
 
 PAIRED = ("send", "recv", "exchange")
@@ -118,7 +118,7 @@ def pairs_of(calls: Mapping[int, Call], blocks: Sequence[Sequence[int]]) -> list
 
 def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Call]) -> StrategyError:
     """Return the error of programs none of which can go on; `here` has what the nodes here wait at, in words."""
-    told = wire.gather(list(here.items()))
+    told = gather(wire, list(here.items()))
     waiting = [f"node {node} waits at {text}" for texts in told for node, text in texts]
     ended = [f"node {node} has ended its step" for node, call in calls.items() if call.kind == ENDED]
     lines = [line for some in (waiting, ended) for line in [*some[:NAMED], *(["..."] if len(some) > NAMED else [])]]

@@ -17,7 +17,7 @@ from torch import nn
 from exogym.balance import Balance, speeds_of
 from exogym.core.base.devices import resolve_device
 from exogym.core.combinations import check, features_of
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, barrier
 from exogym.core.compute.memory import check_rows
 from exogym.core.engine import Engine, EngineOptions, engine_for
 from exogym.core.engine.protocol import Moved
@@ -166,7 +166,7 @@ def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: 
         warnings.simplefilter("ignore")  # the run says it again
         (node,) = wire.ranks
         stream, worker, _ = workplace(subject, options, device, Wire([node]), undo)
-        wire.barrier()
+        barrier(wire)
         found = torch.tensor([[step_seconds(worker, stream, node)]], dtype=torch.float64)
         return wire.rows(found, range(len(wire.placement)))[:, 0].tolist()
 

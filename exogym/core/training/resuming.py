@@ -11,7 +11,7 @@ import numpy as np
 
 from exogym.core.base.files import remove_folders
 from exogym.core.combinations import check
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, gather, say
 from exogym.core.compute.ways import WAYS
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
@@ -65,8 +65,8 @@ class Kept:
         if snapshot is not None:
             agree(self.wire, snapshot, lambda: restore(loop.standing, snapshot))
             for complaint in self._complaints:
-                self.wire.say(f"{complaint}; using the one before")
-            self.wire.say(f"going on from step {loop.step} ({snapshot.path})")
+                say(self.wire, f"{complaint}; using the one before")
+            say(self.wire, f"going on from step {loop.step} ({snapshot.path})")
         loop.fleet.state.row(0)
         loop.fleet.state.shared()
 
@@ -77,7 +77,7 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
     found = find_keepers(folder, wire)
-    if wire.count > len(wire.placement) and not found.are_one:
+    if len(wire.world.placement) > len(wire.placement) and not found.are_one:
         places = f"save_dir={str(folder)!r}, a folder of each host ({', '.join(dict.fromkeys(found.places))})"
         check({"node in several processes": "node= in several processes", "save_dir of each host": places})
     keepers = holding(folder, wire, found)
@@ -184,7 +184,7 @@ def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
         check()
     except CheckpointError as error:
         why = str(error)
-    troubles = [trouble for trouble in wire.gather(why) if trouble is not None]
+    troubles = [trouble for trouble in gather(wire, why) if trouble is not None]
     if troubles:
         assert snapshot.path is not None
         raise Refused(snapshot.path.name, troubles[0])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from exogym.balance import Balance, speeds_of
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, barrier, say
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
 from exogym.data.stream import Stream
@@ -60,7 +60,7 @@ def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) ->
             "their speeds to try it here"
         )
         return [1.0 for _ in nodes]
-    wire.barrier()
+    barrier(wire)
     mine = step_seconds(worker, stream, wire.ranks[0]) * len(wire.ranks)
     seconds = wire.rows(torch.full((len(wire.ranks), 1), mine, dtype=torch.float64), nodes)[:, 0].tolist()
     return speeds_of(seconds)
@@ -100,7 +100,7 @@ def share_out(
         stream.share_out(sizes)
         weights = torch.from_numpy(np.minimum(stream.batch_sizes, stream.examples).astype(np.float64))
     spelt = ", ".join(f"{float(share):.3g}" for share in shares)
-    fleet.comm.wire.say(f"balance={balance.kind!r}: speeds of the nodes {spelt}; {what}")
+    say(fleet.comm.wire, f"balance={balance.kind!r}: speeds of the nodes {spelt}; {what}")
     if min(shares) < 1:  # else the bits of a run without
         fleet.comm.weights = weights
     work = stream.batch_sizes / stream.batch_size if balance.kind == "batch" else None

@@ -53,7 +53,8 @@ class Timing:
         spread: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         self.fleet, self.is_measured = fleet, step_seconds is None
-        are_there = fleet.comm.wire.count > len(fleet.comm.wire.placement)  # the devices, so that they are measured
+        wire = fleet.comm.wire
+        are_there = len(wire.world.placement) > len(wire.placement)  # the devices, so that they are measured
         self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
         self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native

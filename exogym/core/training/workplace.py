@@ -11,7 +11,7 @@ from torch import nn
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import seed_torch
 from exogym.core.combinations import check
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, say
 from exogym.core.compute.memory import check_rows
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.weights import counting
@@ -78,7 +78,7 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
         unsaid = {"no num_epochs or max_steps": "no num_epochs or max_steps"}
         check({"factory of sampled clients": sampled} | unsaid)
     if options.num_epochs is not None:
-        wire.say(f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
+        say(wire, f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
     return options.num_epochs is not None or options.strategy.asks_all_lengths
 
 

@@ -12,13 +12,14 @@ import datetime
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.core.communicator import gather
 from exogym.core.engine.group import Group
 from exogym.core.engine.wire import ProcessWire
 from exogym.network.probes import never_falling
@@ -32,35 +33,21 @@ LEAST = 3  # calls of a size that say something
 AGREEMENT = "agreement"
 
 
-class WatchedWire(ProcessWire):
-    """A `ProcessWire` that times its calls: the first `MOST` of each collective and size; `waited_s` is of all."""
+class Stopwatch:
+    """Goes around the calls of a wire and times them: the first `MOST` of each collective and size.
 
-    def __init__(self, placement: Sequence[Sequence[int]], group: Any = None, native: bool = False):
-        super().__init__(placement, group, native)
-        self.took_s: dict[str, list[float]] = {}  # by "collective bytes"
+    Attributes:
+        took_s: seconds of these calls, by "collective bytes"; the wire's `waited_s` is of all.
+    """
+
+    def __init__(self, wire: ProcessWire):
+        self.wire = wire
+        self.took_s: dict[str, list[float]] = {}
         self._inside = False
 
-    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        name = {1: "broadcast", len(self.owner): "all_gather"}.get(len(set(ids)))
-        return self._timed(name, x, lambda: super(WatchedWire, self).rows(x, ids))
-
-    def reduce(
-        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
-    ) -> Tensor:
-        name = "all_reduce" if self.native else "exact all_reduce"
-        known = name if op in ("sum", "mean") and len(ids) == len(self.owner) else None
-        return self._timed(known, x, lambda: super(WatchedWire, self).reduce(x, ids, op, weights, everywhere))
-
-    def agree(self, flag: bool) -> bool:
-        return self._timed(AGREEMENT, torch.empty(1), lambda: super(WatchedWire, self).agree(flag))
-
-    def begin(self, x: Tensor) -> Any:
-        return _Begun(self, super().begin(x))
-
-    def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Any]) -> dict[int, Tensor]:
-        return self._timed(None, torch.empty(0), lambda: super(WatchedWire, self).hand_over(given, parcels))
-
-    def _timed(self, name: str | None, x: Tensor, call: Callable[[], Result]) -> Result:
+    def __call__(
+        self, call: Callable[[], Result], what: str, x: Tensor | None = None, ids: Sequence[int] = ()
+    ) -> Result:
         if self._inside:
             return call()
         self._inside = True
@@ -72,17 +59,27 @@ class WatchedWire(ProcessWire):
             took_s = time.perf_counter() - start
         finally:
             self._inside = False
-        self.waited_s += took_s
-        if name is not None and x.numel():
-            taken = self.took_s.setdefault(f"{name} {x[0].numel() * x.element_size()}", [])
+        self.wire.waited_s += took_s
+        size = 4 if x is None else x[:1].numel() * x.element_size()
+        if size and (name := self._name(what, len(set(ids)))) is not None:
+            taken = self.took_s.setdefault(f"{name} {size}", [])
             if len(taken) < MOST:
                 taken.append(took_s)
         return result
 
+    def _name(self, what: str, members: int) -> str | None:
+        """Return the collective of a call over so many nodes; None: of no interest."""
+        everyone = len(self.wire.owner)
+        if what in ("reduce sum", "reduce mean") and members == everyone:
+            return "all_reduce" if self.wire.native else "exact all_reduce"
+        if what == "rows":
+            return {1: "broadcast", everyone: "all_gather"}.get(members)
+        return AGREEMENT if what == "agree" else None
+
     def _settle(self) -> None:
         """Let a GPU come to the end of what it was given: else it would be timed with what comes next."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.wire.device.type == "cuda":
+            torch.cuda.synchronize(self.wire.device)
 
     def fields(self, step_s: float) -> dict[str, Any] | None:
         """Return what all processes saw, as `Network.of` reads it; None where that says nothing. All call it alike.
@@ -90,8 +87,8 @@ class WatchedWire(ProcessWire):
         Args:
             step_s: of a step here, without the wire.
         """
-        seen, steps = self.gather(self.took_s), self.gather(step_s)
-        if len(self.owner) != len(self.placement) or len(self.placement) < 2 or min(steps) <= 0:
+        seen, steps = gather(self.wire, self.took_s), gather(self.wire, step_s)
+        if len(self.wire.owner) != len(self.wire.placement) or len(self.wire.placement) < 2 or min(steps) <= 0:
             return None  # what several nodes of a process do together is not what hosts of one node do
         tables: dict[str, dict[float, float]] = {}
         for key in set.intersection(*(set(one) for one in seen)):
@@ -104,41 +101,34 @@ class WatchedWire(ProcessWire):
         if not any("all_reduce" in name or name in ("all_gather", "broadcast") for name in tables):
             return None
         return {
-            "num_nodes": len(self.owner),
+            "num_nodes": len(self.wire.owner),
             "collectives": {name: {f"{size:.0f}": s for size, s in table.items()} for name, table in tables.items()},
             "step_s": steps,
             "versions": {
-                "torch": torch.__version__, "python": sys.version.split()[0], "backend": dist.get_backend(self.group),
+                "torch": torch.__version__, "python": sys.version.split()[0],
+                "backend": dist.get_backend(self.wire.group),
             },
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         } | ({"message_s": min(told.values())} if told else {})  # fmt: skip
-
-
-class _Begun:
-    """A sum that was begun; what is waited for it is no computing."""
-
-    def __init__(self, wire: WatchedWire, work: Any):
-        self.wire, self.work = wire, work
-
-    def wait(self) -> None:
-        self.wire._timed(None, torch.empty(0), self.work.wait)
 
 
 class Watched:
     """Watches the run of a trainer in a launcher's world, whose engine it becomes."""
 
     def __init__(self, trainer: LocalTrainer):
-        self.trainer, self._wires = trainer, list[WatchedWire]()
+        self.trainer, self._watches = trainer, list[Stopwatch]()
         trainer.engine = Group(self._wire)
 
-    def _wire(self, placement: Sequence[Sequence[int]], native: bool) -> WatchedWire:
-        self._wires.append(WatchedWire(placement, native=native))
-        return self._wires[-1]
+    def _wire(self, placement: Sequence[Sequence[int]], native: bool) -> ProcessWire:
+        wire = ProcessWire(placement, native=native)
+        wire.around = watch = Stopwatch(wire)
+        self._watches.append(watch)
+        return wire
 
     def describe(self, strategy: Strategy) -> None:
         """Add what was seen to the trainer's description: "seen", "seconds_per_step", "plan". All processes call it."""
         description = self.trainer.description
         steps, training_s, own_s = self.trainer.spent
-        if (seen := self._wires[-1].fields(own_s / max(1, steps))) is not None:
+        if (seen := self._watches[-1].fields(own_s / max(1, steps))) is not None:
             description |= {"seen": seen, "seconds_per_step": training_s / steps}
             description |= what_it_sends(strategy, description)

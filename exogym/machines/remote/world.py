@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from exogym.core import communicator
 from exogym.core.base.files import replacing
 from exogym.core.communicator import Wire, ship
 from exogym.core.engine.wire import ProcessWire, place
@@ -139,7 +140,7 @@ def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def tell(value: Any) -> Any:
     """Return rank 0's `value` (JSON-able) in every process."""
-    return _wire().tell(value)
+    return communicator.tell(_wire(), value)
 
 
 def _wire() -> Wire:

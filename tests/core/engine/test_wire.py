@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import children, matrix, over_gloo, over_memory
 
-from exogym.core.communicator import Communicator, Wire, ship
+from exogym.core.communicator import Communicator, Wire, barrier, gather, ship, tell
 from exogym.core.engine import shared, world
 from exogym.core.engine.forks import run_forked
 from exogym.core.engine.shared import Lost, SharedWire
@@ -67,8 +67,8 @@ def test_bits_do_not_depend_on_the_number_of_processes(over, processes, nodes, t
 
 def test_values_are_gathered_in_the_order_of_the_processes(over, tmp_path):
     values = ["", {"longer": ["ä", None, 1.5]}, 7]
-    over(3, 5, tmp_path, lambda wire, x: check(wire.gather(values[wire.placement.index(wire.ranks)]) == values))
-    assert Wire([0]).gather("alone") == ["alone"]
+    over(3, 5, tmp_path, lambda wire, x: check(gather(wire, values[wire.placement.index(wire.ranks)]) == values))
+    assert gather(Wire([0]), "alone") == ["alone"]
 
 
 def named(process):
@@ -95,7 +95,7 @@ def test_named_tensors_are_shipped_to_all_or_to_some(over, tmp_path):
 
 
 def test_a_value_is_told_by_any_process(over, tmp_path):
-    over(3, 5, tmp_path, lambda wire, x: check(wire.tell(["ä" * wire.process, None], 2) == ["ää", None]))
+    over(3, 5, tmp_path, lambda wire, x: check(tell(wire, ["ä" * wire.process, None], 2) == ["ää", None]))
 
 
 def check(is_true):
@@ -198,11 +198,11 @@ def test_agreeing_telling_waiting(over, tmp_path):
         assert not wire.agree(False) and wire.agree(True)
         for process in range(3):
             assert wire.agree(wire.process == process)
-        assert wire.tell(value if wire.is_main else "not this") == value
-        assert wire.tell(None) is None
+        assert tell(wire, value if wire.is_main else "not this") == value
+        assert tell(wire, None) is None
         assert wire.is_shared and wire.placement == place(5, 3)
         time.sleep(0.02 * wire.ranks[0])
-        wire.barrier()
+        barrier(wire)
 
     over(3, 5, tmp_path, body)
 
@@ -213,9 +213,9 @@ def test_nobody_passes_a_barrier_before_all_are_there():
     def body(wire):
         for k in range(1, 200):
             board[wire.process] = k
-            wire.barrier()
+            barrier(wire)
             assert min(board[:]) >= k
-            wire.barrier()
+            barrier(wire)
 
     run_forked(place(3, 3), body)
 
@@ -223,10 +223,10 @@ def test_nobody_passes_a_barrier_before_all_are_there():
 def test_asking_to_stop_needs_no_meeting():
     def body(wire):
         assert not wire.asked_to_stop()
-        wire.barrier()
+        barrier(wire)
         if wire.process == 2:
             wire.ask_to_stop()
-        wire.barrier()
+        barrier(wire)
         assert wire.asked_to_stop()
 
     run_forked(place(3, 3), body)
@@ -246,7 +246,7 @@ def test_a_closed_pipe_is_a_lost_process(gone):
     for pipe in far:
         os.close(pipe)
     for meet in (
-        wire.barrier,
+        lambda: barrier(wire),
         lambda: wire.rows(torch.ones(2, 3), [0]),
         lambda: wire.reduce(torch.ones(2, 3), [0, 3], "sum"),
     ):
@@ -260,23 +260,23 @@ def test_a_closed_pipe_is_a_lost_process(gone):
 def ends(wire):
     if wire.process == 1:
         os._exit(7)
-    wire.barrier()
+    barrier(wire)
 
 
 def is_killed(wire):
     if wire.process == 1:
         os.kill(os.getpid(), signal.SIGUSR2)
-    wire.barrier()
+    barrier(wire)
 
 
 def fails(wire):
     if wire.process == 1:
         raise LookupError("long ago " + "é" * 200_000)  # more than a pipe holds
-    wire.barrier()
+    barrier(wire)
 
 
 def fails_last(wire):
-    wire.barrier()
+    barrier(wire)
     if wire.process == 1:
         raise LookupError("long ago, and late")
 
@@ -302,7 +302,7 @@ def test_other_processes_come_to_their_end(tmp_path):
     """What they do after the last meeting is done when `run_forked` returns."""
 
     def body(wire):
-        wire.barrier()
+        barrier(wire)
         if not wire.is_main:
             time.sleep(0.1)
             (tmp_path / str(wire.process)).touch()

@@ -17,6 +17,7 @@ from battery import AVERAGES, as_json, train
 from processes import over_gloo, world
 
 from exogym.callbacks import EvaluateNodes
+from exogym.core.communicator import barrier
 from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, remove_leftovers, save
 from exogym.core.saving.keepers import find_keepers
 from exogym.errors import ArgumentError, CheckpointError
@@ -307,7 +308,7 @@ def test_who_keeps_which_folder(tmp_path, monkeypatch):
             monkeypatch.setattr(Path, "exists", lambda path: not path.name.endswith("-0") and exists(path))
         with pytest.raises(ArgumentError, match=r"process 2 .* sees what process 1 .* writes, but 1 does not see all"):
             find_keepers(tmp_path, wire)
-        wire.barrier()
+        barrier(wire)
         assert list(tmp_path.glob("**/.seen*")) == []
 
     over_gloo(3, 3, tmp_path, body)

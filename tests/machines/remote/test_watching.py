@@ -10,9 +10,9 @@ import torch.distributed as dist
 from processes import everywhere
 
 from exogym.cli import main
-from exogym.core.engine.wire import place
+from exogym.core.engine.wire import ProcessWire, place
 from exogym.errors import ArgumentError
-from exogym.machines.remote.watching import LEAST, MOST, WatchedWire
+from exogym.machines.remote.watching import LEAST, MOST, Stopwatch
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy
 from exogym.study.advise.afterwards import held_against, what_it_sends
@@ -28,12 +28,14 @@ PARAMETERS = 64 * 32 + 32 + 32 * 10 + 10
 
 
 def in_world(processes, nodes, folder, body, native=False):
-    """Run `body(wire, rank)` in processes that meet over gloo, on a watched wire."""
+    """Run `body(wire, watch, rank)` in processes that meet over gloo, with a stopwatch around the wire."""
 
     def member(rank):
         store = dist.FileStore(str(folder / "store"), processes)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-        body(WatchedWire(place(nodes, processes), native=native), rank)
+        wire = ProcessWire(place(nodes, processes), native=native)
+        wire.around = watch = Stopwatch(wire)
+        body(wire, watch, rank)
         dist.destroy_process_group()
 
     everywhere(processes, member)
@@ -42,19 +44,19 @@ def in_world(processes, nodes, folder, body, native=False):
 def test_who_came_last_says_how_long_a_call_took(tmp_path):
     """Each waited for the other now and then; the median of the shorter times is 3 and 5, of one call in three."""
 
-    def body(wire, rank):
-        wire.took_s = {
+    def body(wire, watch, rank):
+        watch.took_s = {
             "exact all_reduce 4000": [[9.0, 3.0, 2.0], [3.0, 8.0, 7.0]][rank],
             "exact all_reduce 8": [5.0, 5.0, 5.0],  # more than four thousand bytes took: noise
             "all_gather 12": [1.0] * (LEAST - 1),
             "broadcast 12": [1.0] * (3 * rank),  # not in both
             "agreement 4": [[0.25, 0.5], [0.5, 0.25]][rank] * LEAST,
         }
-        fields = wire.fields(0.1 + rank)
+        fields = watch.fields(0.1 + rank)
         assert fields["collectives"] == {"exact all_reduce": {"8": 3.0, "4000": 3.0}}
         assert fields["message_s"] == 0.25 and fields["step_s"] == [0.1, 1.1] and fields["num_nodes"] == 2
         assert Network.of(fields).cost("all_reduce", 4000, 2, "exact").seconds == 3.0
-        assert wire.fields(0.0) is None  # nothing but a first stretch was trained
+        assert watch.fields(0.0) is None  # nothing but a first stretch was trained
 
     in_world(2, 2, tmp_path, body)
 
@@ -63,7 +65,7 @@ def test_who_came_last_says_how_long_a_call_took(tmp_path):
 def test_calls_go_by_what_they_are(tmp_path, native):
     name = "all_reduce" if native else "exact all_reduce"
 
-    def body(wire, rank):
+    def body(wire, watch, rank):
         for _ in range(MOST + 5):
             wire.reduce(torch.ones(1, 100), [0, 1], "mean")
         for _ in range(LEAST):
@@ -72,20 +74,20 @@ def test_calls_go_by_what_they_are(tmp_path, native):
             wire.rows(torch.ones(1, 3), [0, 1])
             wire.rows(torch.ones(1, 5), [1])
             wire.agree(False)
-        assert {key: len(times) for key, times in wire.took_s.items()} == {
+        assert {key: len(times) for key, times in watch.took_s.items()} == {
             f"{name} 400": MOST, "all_gather 12": LEAST, "broadcast 20": LEAST, "agreement 4": LEAST
         }  # fmt: skip
-        assert wire.waited_s > sum(map(sum, wire.took_s.values())) > 0
-        assert set(wire.fields(0.1)["collectives"]) == {name, "all_gather", "broadcast"}
+        assert wire.waited_s > sum(map(sum, watch.took_s.values())) > 0
+        assert set(watch.fields(0.1)["collectives"]) == {name, "all_gather", "broadcast"}
 
     in_world(2, 2, tmp_path, body, native)
 
 
 def test_several_nodes_of_a_process_are_no_hosts(tmp_path):
-    def body(wire, rank):
+    def body(wire, watch, rank):
         for _ in range(LEAST):
             wire.reduce(torch.ones(2, 100), [0, 1, 2, 3], "mean")
-        assert wire.fields(0.1) is None
+        assert watch.fields(0.1) is None
 
     in_world(2, 4, tmp_path, body)
 

@@ -1,4 +1,4 @@
-"""A process of a run, as an actor of Ray's, and its wire to the others.
+"""A process of a run, as an actor of Ray's, and how it meets the others.
 
 They meet in a store that the first of them keeps, asked by calls of Ray's: so no port is opened for that. gloo is led
 to the address by which Ray knows the machine; its own port is closed once all have met.
@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,10 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from exogym.core.base.shelf import LineStore, Shelf
-from exogym.core.communicator import Parcel
 from exogym.core.engine.hangs import watched
 from exogym.core.engine.reports import packed
 from exogym.core.engine.wire import ProcessWire
@@ -57,32 +55,7 @@ class Seating:
     folder: str | None
 
 
-class SeatWire(ProcessWire):
-    """A `ProcessWire` that says `Lost` where another process is gone, and that can be asked to stop."""
-
-    def __init__(self, placement: Sequence[Sequence[int]], native: bool, asked: threading.Event):
-        super().__init__(placement, native=native)
-        self._asked = asked
-
-    def asked_to_stop(self) -> bool:
-        return self._asked.is_set()
-
-    def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        return _or_lost(lambda: super(SeatWire, self).rows(x, ids))
-
-    def reduce(
-        self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
-    ) -> Tensor:
-        return _or_lost(lambda: super(SeatWire, self).reduce(x, ids, op, weights, everywhere))
-
-    def agree(self, flag: bool) -> bool:
-        return _or_lost(lambda: super(SeatWire, self).agree(flag))
-
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
-        return _or_lost(lambda: super(SeatWire, self)._carry(given, moves))
-
-
-def _or_lost(call: Callable[[], Result]) -> Result:
+def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
     try:
         return call()
     except RuntimeError as error:  # torch knows many words for it
@@ -122,7 +95,9 @@ class Seat:
                 os.chdir(seating.folder)
             body = _loaded(work)
             with watched(seating.hang_s, process), _group(process, seating, first):
-                return "done", body(SeatWire(seating.placement, seating.native, self._asked))
+                wire = ProcessWire(seating.placement, native=seating.native)
+                wire.around, wire.asked_to_stop = _or_lost, self._asked.is_set
+                return "done", body(wire)
         except Stopped as stop:
             return "stopped", stop.step, stop.left
         except Lost as lost:
@@ -131,7 +106,7 @@ class Seat:
             return "error", *packed(error)
 
 
-def _loaded(work: bytes) -> Callable[[SeatWire], Any]:
+def _loaded(work: bytes) -> Callable[[ProcessWire], Any]:
     import ray.cloudpickle
 
     try:

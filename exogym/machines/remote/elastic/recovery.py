@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from exogym.core import combinations
-from exogym.core.communicator import Wire, ship
+from exogym.core.communicator import Wire, barrier, gather, ship, tell
 from exogym.core.fleet.state import Tensors
 from exogym.core.record.run_folder import RunFolder
 from exogym.core.saving.checkpoint import differences
@@ -153,11 +153,11 @@ class Recovery:
             try:
                 if not self.joined:
                     self.joined = True
-                    self.wire.barrier()  # nobody trains before all can be told to stop
+                    barrier(self.wire)  # nobody trains before all can be told to stop
                 finished = run()
                 if finished:
                     self.loop.keep_outcome()
-                self.wire.barrier()  # nobody leaves before all have come so far, and need nobody any more
+                barrier(self.wire)  # nobody leaves before all have come so far, and need nobody any more
                 return finished
             except MemberLost as lost:
                 self._regroup(lost)
@@ -234,9 +234,9 @@ class Recovery:
         In it lies, too, what all share and a newcomer has otherwise: pretrained weights that it has read do not travel.
         """
         at = generation.members.index(generation.source)
-        meta = self.wire.tell(None if anchor is None else anchor.meta, at)
+        meta = tell(self.wire, None if anchor is None else anchor.meta, at)
         constants = self._constants()
-        sums = self.wire.gather({name: sum_of(x) for name, x in constants.items()})
+        sums = gather(self.wire, {name: sum_of(x) for name, x in constants.items()})
         far = [name for name, own in sums[at].items() if any(there.get(name) != own for there in sums)]
         shared = {} if anchor is None else anchor.shared | {name: constants[name] for name in far}
         source, *takers = (self.wire.nodes_of[rank][0] for rank in (generation.source, *generation.newcomers))
@@ -269,7 +269,7 @@ class Recovery:
     def _begin(self) -> None:
         """All members stand at the same step: note who is there, and who keeps which folder of checkpoints."""
         agenda = self.loop.agenda
-        self.wire.barrier()
+        barrier(self.wire)
         self._note_who_is_there()
         if agenda.save_dir is not None:
             folder = Path(agenda.save_dir)

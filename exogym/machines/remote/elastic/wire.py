@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Parcel, Wire
+from exogym.core.communicator import Move, Wire
 from exogym.core.engine.wire import ProcessWire
 from exogym.errors import WorkerError
 from exogym.machines.remote.elastic.member import Generation, Member
@@ -22,8 +21,8 @@ class MemberLost(WorkerError):
     """A member of the generation cannot be reached any more."""
 
 
-class ElasticWire(ProcessWire):
-    """A `ProcessWire` over the members of a generation; `take_part` makes it another's, with the same rows here.
+class ElasticWire(Wire):
+    """A wire over the members of a generation; `take_part` makes it another's, with the same rows here.
 
     Args:
         member: this process.
@@ -34,13 +33,15 @@ class ElasticWire(ProcessWire):
     Every call raises `MemberLost` where a member cannot be reached.
     """
 
+    shares_memory = False
+
     def __init__(
         self, member: Member, nodes_of: Sequence[Sequence[int]], generation: Generation | None, native: bool = False
     ):
-        Wire.__init__(self, nodes_of[member.rank], native)
-        self.member, self.nodes_of, self.group = member, [list(ids) for ids in nodes_of], None
-        self.owner, self._device = dict.fromkeys(self.ranks, 0), torch.device("cpu")
-        self.generation = generation
+        super().__init__(nodes_of[member.rank], native)
+        self.member, self.nodes_of, self.generation = member, [list(ids) for ids in nodes_of], generation
+        self.asked_to_stop = lambda: member.lost
+        self._members: ProcessWire | None = None
         if generation is not None:
             self.take_part(generation)
 
@@ -52,9 +53,9 @@ class ElasticWire(ProcessWire):
     def take_part(self, generation: Generation) -> None:
         """Go on with the members of `generation`, whose process group is the default one now."""
         self.generation = generation
-        self.placement = [self.nodes_of[rank] for rank in generation.members]
-        self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
-        self.process = dist.get_rank()
+        self._members = line = ProcessWire([self.nodes_of[rank] for rank in generation.members], native=self.native)
+        line.around = self.or_lost
+        self.placement, self.owner, self.process = line.placement, line.owner, line.process
 
     @property
     def is_shared(self) -> bool:
@@ -65,37 +66,34 @@ class ElasticWire(ProcessWire):
         """The nodes of the members."""
         return sorted(self.owner)
 
-    def asked_to_stop(self) -> bool:
-        return self.member.lost
-
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if self.generation is None:
-            return Wire.rows(self, x, ids)
+        if self._members is None:
+            return super().rows(x, ids)
         held = [i for i in ids if i in self.owner]
         if len(held) == len(ids):
-            return self.or_lost(lambda: super(ElasticWire, self).rows(x, ids))
+            return self._members.rows(x, ids)
         found = x.new_full((len(ids), *x.shape[1:]), torch.nan if x.is_floating_point() else 0)
         if held:
             at = [k for k, i in enumerate(ids) if i in self.owner]
-            found[at] = self.or_lost(lambda: super(ElasticWire, self).rows(x, held))
+            found[at] = self._members.rows(x, held)
         return found
 
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        if self.generation is None:
-            return Wire.reduce(self, x, ids, op, weights)
-        return self.or_lost(lambda: super(ElasticWire, self).reduce(x, ids, op, weights, everywhere))
+        return (
+            super().reduce(x, ids, op, weights, everywhere)
+            if self._members is None
+            else self._members.reduce(x, ids, op, weights, everywhere)
+        )
 
     def agree(self, flag: bool) -> bool:
-        if self.generation is None:
-            return flag
-        return self.or_lost(lambda: super(ElasticWire, self).agree(flag))
+        return super().agree(flag) if self._members is None else self._members.agree(flag)
 
-    def _carry(self, given: Mapping[int, Tensor], moves: Sequence[tuple[int, int, Parcel]]) -> dict[int, Tensor]:
-        return self.or_lost(lambda: super(ElasticWire, self)._carry(given, moves))
+    def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
+        return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
 
-    def or_lost(self, call: Callable[[], Result]) -> Result:
+    def or_lost(self, call: Callable[[], Result], *about: Any) -> Result:
         """Do what needs all members.
 
         Raises:
