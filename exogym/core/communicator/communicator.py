@@ -87,7 +87,7 @@ class Communicator(Recorder):
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
             which a row outside all groups keeps its own value.
         """
-        self._check_op(op, x)
+        _check_op(op, x)
         apart = groups is not None
         groups = self._sorted(groups)
         flat = x.reshape(len(x), -1)
@@ -137,15 +137,6 @@ class Communicator(Recorder):
             yield
         finally:
             self.watchers = watchers
-
-    @staticmethod
-    def _check_op(op: str, x: Tensor) -> None:
-        """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
-        check_choice("op", op, OPERATIONS)
-        if op == "mean" and not (x.is_floating_point() or x.is_complex()):
-            raise ArgumentError(
-                f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
-            )
 
     @property
     def _others(self) -> Inside:
@@ -201,59 +192,49 @@ class Communicator(Recorder):
         """
         groups = self._sorted(groups)
         size = sum(self._row_bytes(part) for part in payload) if size is None else size
-        if not self.wire.shares_memory:  # where memory is shared it is faster to decode first
-            return self._sum_packed(payload, decode, op, groups, size)
-        decoded = decode(*payload)
-        self._check_op(op, decoded)
-        flat = decoded.reshape(len(decoded), -1)
-        if len(groups) == 1 and len(groups[0]) == self.num_nodes:
-            self.record("all_gather", "ring", groups[0], size)
-            result = self._of_decoded(flat, groups[0], op)
-            return result.view(1, *decoded.shape[1:]).expand_as(decoded)
-        result = flat.clone()
+        everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
+        shared = self.wire.shares_memory  # then it is faster to decode first; else the packed bytes travel
+        own = decode(*payload) if shared or not everyone else None
+        result = None if own is None or everyone else own.clone()
         for group in groups:
             self.record("all_gather", "ring", group, size)
-            reduced = self._of_decoded(flat, group, op)
+            reduced = self._of_decoded(own, group, op) if shared else self._of_packed(payload, decode, group, op)
+            if result is None:
+                return reduced[None].expand(len(self.ranks), *reduced.shape)
             for row in self._rows_here(group):
                 result[row] = reduced
-        return result.view_as(decoded)
-
-    def _of_decoded(self, x: Tensor, group: Sequence[int], op: str) -> Tensor:
-        share = self.share(group, op)
-        rule = self.robust(op, share)
-        return self.wire.reduce(x, group, op, share) if rule is None else rule.of(self.wire, x, group, self._others)
-
-    def _sum_packed(
-        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str, groups: list[list[int]], size: float
-    ) -> Tensor:
-        """`sum_decoded` where the packed bytes travel and everyone decodes all of them."""
-        packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
-        widths = [row_bytes(part) for part in payload]
-        result = None if len(groups) == 1 and len(groups[0]) == self.num_nodes else decode(*payload).clone()
-        for group in groups:
-            self.record("all_gather", "ring", group, size)
-            pieces = self.wire.rows(packed, group).split(widths, 1)
-            parts = [
-                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
-                for piece, part in zip(pieces, payload, strict=True)
-            ]
-            decoded = decode(*parts)
-            self._check_op(op, decoded)
-            flat = decoded.reshape(len(group), -1)
-            share = self.share(group, op)
-            rule = self.robust(op, share)
-            total = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
-            reduced = total.view(1, *decoded.shape[1:])
-            if result is None:
-                return reduced.expand(len(self.ranks), *decoded.shape[1:])
-            for row in self._rows_here(group):
-                result[row] = reduced[0]
         assert result is not None
         return result
 
+    def _of_decoded(self, x: Tensor | None, group: Sequence[int], op: str) -> Tensor:
+        assert x is not None
+        _check_op(op, x)
+        share, flat = self.share(group, op), x.reshape(len(x), -1)
+        rule = self.robust(op, share)
+        if rule is None:
+            found = self.wire.reduce(flat, group, op, share)
+        else:
+            found = rule.of(self.wire, flat, group, self._others)
+        return found.view(x.shape[1:])
+
+    def _of_packed(self, payload: Sequence[Tensor], decode: Callable[..., Tensor], group: list[int], op: str) -> Tensor:
+        """Reduce what everyone decodes of what all of the group have packed."""
+        packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
+        pieces = self.wire.rows(packed, group).split([row_bytes(part) for part in payload], 1)
+        parts = [
+            piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
+            for piece, part in zip(pieces, payload, strict=True)
+        ]
+        decoded = decode(*parts)
+        _check_op(op, decoded)
+        share, flat = self.share(group, op), decoded.reshape(len(group), -1)
+        rule = self.robust(op, share)
+        found = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
+        return found.view(decoded.shape[1:])
+
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
-        self._check_op(op, x)
+        _check_op(op, x)
         self._member(dst)
         result = x.clone()
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, self.share(self.present, op))
@@ -264,8 +245,8 @@ class Communicator(Recorder):
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
         """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
-        self._check_op(op, x)
-        self._per_member(x, "reduce_scatter")
+        _check_op(op, x)
+        _check_slices(x, self.present, "reduce_scatter")
         share = self.share(self.present, op)
         reduced = self.wire.reduce(x.reshape(len(x), -1), self.present, op, share).view(x.shape[1:])
         self.record("reduce_scatter", "ring", self.present, self._row_bytes(x))
@@ -309,7 +290,7 @@ class Communicator(Recorder):
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
         """Give the k-th present node slice k of the row of `src`, others zeros; `x` is (rows, n, ...)."""
-        self._per_member(x, "scatter")
+        _check_slices(x, self.present, "scatter")
         row = self.wire.rows(x, [self._member(src)])[0]
         n, size = len(self.present), self._row_bytes(x)
         at_src = np.array([member == src for member in self.present])
@@ -322,7 +303,7 @@ class Communicator(Recorder):
 
         Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
         """
-        self._per_member(x, "all_to_all")
+        _check_slices(x, self.present, "all_to_all")
         self.record("all_to_all", "pairwise", self.present, self._row_bytes(x))
         result, members, n = x.clone(), self.present, len(self.present)
         if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
@@ -430,11 +411,19 @@ class Communicator(Recorder):
     def _rows_here(self, ids: Sequence[int]) -> list[int]:
         return [self.wire.row_of[i] for i in ids if i in self.wire.row_of]
 
-    def _per_member(self, x: Tensor, name: str) -> None:
-        if x.dim() < 2 or x.shape[1] != len(self.present):
-            raise ArgumentError(
-                f"{name} needs one slice per node: (rows, {len(self.present)}, ...), not {tuple(x.shape)}"
-            )
+
+def _check_op(op: str, x: Tensor) -> None:
+    """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
+    check_choice("op", op, OPERATIONS)
+    if op == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(
+            f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
+        )
+
+
+def _check_slices(x: Tensor, members: Sequence[int], name: str) -> None:
+    if x.dim() < 2 or x.shape[1] != len(members):
+        raise ArgumentError(f"{name} needs one slice per node: (rows, {len(members)}, ...), not {tuple(x.shape)}")
 
 
 def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
