@@ -158,21 +158,21 @@ class Sent(TorchDispatchMode):
 
 def counted(made, *given, **options):
     """Return what `fit` does, the bytes that all processes sent for gradients, and those that formulas say."""
-    from exogym.core.compute.split_worker import SplitWorker
+    from exogym.core.compute.devices import NodeDevices
 
-    gradient, sent = SplitWorker.gradient, []
+    gradient, sent = NodeDevices.gradient, []
 
-    def heard(self, batch, row):
+    def heard(self, worker, batch, row):
         with Sent() as mode:
-            found = gradient(self, batch, row)
+            found = gradient(self, worker, batch, row)
         sent.append(mode.bytes)
         return found
 
-    SplitWorker.gradient = heard
+    NodeDevices.gradient = heard
     try:
         found = fit(made, *given, **options)
     finally:
-        SplitWorker.gradient = gradient
+        NodeDevices.gradient = gradient
     everyones = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyones, sum(sent))
     said = made.history.last["inside_bytes"] if rank() == 0 else None

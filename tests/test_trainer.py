@@ -245,7 +245,7 @@ def overflow_run(strategy, steps):
 
     def look(loop):
         seen["rows"] = torch.cat([block.params.clone() for block in loop.fleet.blocks], 1)
-        seen["scales"] = loop.worker.scales.copy()
+        seen["scales"] = loop.worker.scaling.scales.copy()
 
     torch.manual_seed(0)
     fit(

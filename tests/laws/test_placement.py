@@ -177,7 +177,7 @@ def test_nodes_skip_an_overflow_together():
         scales = []
 
         def look(loop, scales=scales):
-            here = torch.from_numpy(loop.worker.scales)[:, None]
+            here = torch.from_numpy(loop.worker.scaling.scales)[:, None]
             scales.append(here[[0, -1], 0].tolist() if len(here) == 4 else None)
 
         same_everywhere(

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from exogym.core.compute.compiled import Compiled
+from exogym.core.compute.compiled import Stretches
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
-from exogym.core.compute.loop import Loop
-from exogym.core.compute.spans import Losses, Span
-from exogym.core.compute.vmap import CHUNK_ROWS, Vmap
+from exogym.core.compute.spans import Compute, Losses, Span
+from exogym.core.compute.vmap import CHUNK_ROWS
+from exogym.core.compute.ways import way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
 from exogym.data.stream import Stream
@@ -40,22 +40,22 @@ def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int)
     found: dict[str, float] = {}
     why: list[str] = []
 
-    def attempt(name: str, way: type[Loop], at_once: int, count: int) -> None:
+    def attempt(name: str, at_once: int, count: int) -> None:
         try:
-            found[name] = trial(way, range(min(rows, at_once)), min(count, total_steps))
+            found[name] = trial(name, range(min(rows, at_once)), min(count, total_steps))
         except (ModelError, TrainingError) as error:
             why.append(str(error))
 
-    attempt("loop", Loop, 2, 2)
+    attempt("loop", 2, 2)
     if "loop" in found:  # where not, the run itself says what is wrong
-        attempt("vmap", Vmap, CHUNK_ROWS, 2)
+        attempt("vmap", CHUNK_ROWS, 2)
         run_s = min(found.values()) * steps
         if run_s * SHARE < LEAST_COMPILE_S:
             why.append(f"to compile would take longer than it could save of about {run_s:.2g} s")
         elif (compile_s := trial.compile_s(why)) > run_s * SHARE:
             why.append(f"to compile would take about {compile_s:.0f} s of {run_s:.0f}")
         elif compile_s:
-            attempt("compiled", Compiled, 2, 10)
+            attempt("compiled", 2, 10)
     left_s = {name: seconds * steps + (LOAD_S if name == "compiled" else 0.0) for name, seconds in found.items()}
     chosen = min(left_s, key=lambda name: left_s[name], default="loop")
     times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in found.items())
@@ -70,7 +70,7 @@ class _Trial:
         self.worker, self.stream, self.total_steps = worker, stream, total_steps
         self.inner = None if strategy.needs_gradients else strategy.inner
 
-    def __call__(self, way: type[Loop], rows: Sequence[int], count: int) -> float:
+    def __call__(self, way: str, rows: Sequence[int], count: int) -> float:
         """Return the seconds of a step of one of `rows`, the least of a few repetitions after a first one."""
         fleet, best = self.worker.fleet, math.inf
         parts = dict(fleet.state.parts)
@@ -99,21 +99,18 @@ class _Trial:
 
     def compile_s(self, why: list[str]) -> float:
         """Return about how long it takes to compile; 0, and why, where it cannot be."""
-        parts = dict(self.worker.fleet.state.parts)
         try:
-            compiled = self._made(Compiled)
-            assert isinstance(compiled, Compiled)
-            return LEAST_COMPILE_S + OPERATION_S * compiled.operations * compiled.most
+            found = Stretches(self.worker, self.stream, self._optimizer())
+            return LEAST_COMPILE_S + OPERATION_S * found.operations * found.most
         except ModelError as error:
             why.append(str(error))
             return 0.0
-        finally:
-            self.worker.fleet.state.parts.clear()
-            self.worker.fleet.state.parts.update(parts)
 
-    def _made(self, way: type[Loop]) -> Loop:
-        inner = None if self.inner is None else InnerOptimizer(self.inner, self.worker, self.total_steps)
-        return way(self.worker, self.stream, inner, Watch("ignore", self.worker))
+    def _made(self, way: str) -> Compute:
+        return way_of(way)(self.worker, self.stream, self._optimizer(), Watch("ignore", self.worker))
+
+    def _optimizer(self) -> InnerOptimizer | None:
+        return None if self.inner is None else InnerOptimizer(self.inner, self.worker, self.total_steps)
 
     def _put_back(self, kept: Sequence[Tensor], rows: Sequence[int]) -> None:
         fleet = self.worker.fleet

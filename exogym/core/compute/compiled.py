@@ -8,8 +8,10 @@ stopping and placement change no bits.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,8 +26,8 @@ from exogym.core.compute.finite import Watch
 from exogym.core.compute.graph import Stepping, Tracer, first_line, number_dtype, refusal, signature
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.outputs import map_tensors
-from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.outputs import map_tensors, tensors_of
+from exogym.core.compute.train_node import TrainNode
 from exogym.core.compute.updates import SCALARS, UPDATES, State, Update, settings, steps_before
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
@@ -45,11 +47,104 @@ def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[.
     return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, options=options)
 
 
-class Compiled(Loop):
-    """Computes row by row as `Loop`, with graphs for whole batches of the first batch's kind; others one by one.
+@dataclass(frozen=True)
+class Maker:
+    """What makes graphs fast.
+
+    Attributes:
+        how: its name in `compute=`; doing, done, often: what it says it does.
+        build: from a graph, inputs of its kind and whether it draws random numbers to what computes the same.
+    """
+
+    how: str
+    doing: str
+    done: str
+    often: str
+    build: Callable[[Callable[..., Any], tuple[Any, ...], bool], Callable[..., Any]]
+
+
+COMPILER = Maker(
+    "compiled", "compiling", "compiled", "; once, then from the cache on disk",
+    lambda graph, inputs, draws: compiled(graph, "inductor", draws),
+)  # fmt: skip
+
+
+class GraphNode:
+    """Trains a row as `TrainNode` does, with graphs for whole batches of the first batch's kind; others one by one."""
+
+    def __init__(self, stretches: Stretches, row: int, worker: Worker, *given: Any):
+        self.plain, self.stretches, self.row, self.worker = TrainNode(row, worker, *given), stretches, row, worker
+        self.next_batch = self.plain.next_batch
+
+    @property
+    def rank(self) -> int:
+        return self.plain.rank
+
+    def train(
+        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
+    ) -> Tensor:
+        """Take `count` steps; stopped, it ends after the graph at hand."""
+        plain, worker, stretches, row = self.plain, self.worker, self.stretches, self.row
+        assert plain.inner is not None
+        first, losses = int(plain.taken[row]), list[Tensor]()
+        worker.point(row)
+        plain.inner.enter(row)
+        batches, done = plain.stream.batches(*((self.rank, first) if source is None else source), count), 0
+        while done < count:
+            group = [stretches.plain(batch) for batch in islice(batches, stretches.most)]
+            steps = np.arange(first + done, first + done + len(group)) if at is None else at[done:]
+            whole = len(group) == stretches.most and all(map(stretches.fits, group))
+            if whole and (taken := stretches.stretch(self, group, steps)) is not None:
+                losses.append(taken)
+            else:
+                losses += [self._step(batch, int(steps[k]), first + done + k) for k, batch in enumerate(group)]
+            done += len(group)
+            plain.taken[row] = first + done
+            pulse.step_taken()
+            if worker.should_stop() and may_stop:
+                break
+        return self.looked_at(torch.cat(losses), first)
+
+    def looked_at(self, losses: Tensor, first: int) -> Tensor:
+        """Return the losses (K,) of steps of the row from `first` on, looked at, as are its parameters."""
+        self.worker.check(self.row)
+        found = self.plain.watch.losses(self.rank, self.row, losses.to(torch.get_default_dtype()), first)
+        self.plain.watch.row(self.rank, self.row, first + len(losses))
+        return found
+
+    def _step(self, batch: Any, at: int, step: int) -> Tensor:
+        """Take one step; return its loss, (1,)."""
+        stretches, worker, inner = self.stretches, self.worker, self.plain.inner
+        assert inner is not None
+        whole = stretches.fits(batch)
+        if whole and stretches.most > 1 and (taken := stretches.stretch(self, [batch], np.array([at]))) is not None:
+            return taken
+        worker.reseed(self.rank, step)
+        loss = stretches.gradient(self.row, batch) if whole else worker.gradient(batch, self.row)
+        if not whole:
+            stretches.say_unlike(batch)
+        inner.step(self.row, at)
+        return loss.reshape(1)
+
+    def compute_gradient(self) -> Tensor:
+        batch, first = self.stretches.plain(self.next_batch()), int(self.plain.taken[self.row])
+        if not self.stretches.fits(batch):
+            return self.plain.compute_gradient()
+        self.worker.point(self.row)
+        self.worker.reseed(self.rank, first)
+        loss = self.stretches.gradient(self.row, batch).reshape(1)
+        pulse.step_taken()
+        return self.plain.watch.losses(self.rank, self.row, loss, first)[0]
+
+
+class Stretches:
+    """Graphs of steps of a row, and what goes into them and comes out.
 
     Only SGD, Adam and AdamW step inside of a graph. With another optimizer, or a strategy that corrects gradients, the
     graph ends with the gradients, and the row's own optimizer takes the step.
+
+    Attributes:
+        operations: of a gradient; most: steps of a graph.
 
     Raises:
         ModelError: the model draws from Python's or numpy's generators, needs fp16's scales, has batches that hold
@@ -57,31 +152,18 @@ class Compiled(Loop):
             nothing can be compiled here (no C++ compiler).
     """
 
-    how, backend = "compiled", "inductor"
-    doing, done, often = "compiling", "compiled", "; once, then from the cache on disk"  # in what it says
-
-    def __init__(
-        self,
-        worker: Worker,
-        stream: Stream,
-        inner: InnerOptimizer | None,
-        watch: Watch,
-        bucket_bytes: int | None = None,
-    ):
-        super().__init__(worker, stream, inner, watch)  # no buckets: all gradients are there at the same moment
-        self.stream = stream
-        reasons = [
-            (worker.draws_python, "its training step draws from Python's or numpy's random numbers"),
-            (worker.scaled, "fp16 scales each node's loss by itself"),
-        ]
-        for refused, why in reasons:
-            if refused:
-                raise refusal(self.how, why)
+    def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, maker: Maker = COMPILER):
+        self.worker, self.stream, self.inner, self.maker, self.fleet = worker, stream, inner, maker, worker.fleet
+        self.how = maker.how
+        if worker.draws_python:
+            raise refusal(self.how, "its training step draws from Python's or numpy's random numbers")
+        if worker.scaled:
+            raise refusal(self.how, "fp16 scales each node's loss by itself")
         self.tracer = Tracer(worker, self.how)
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._steppings: dict[Any, Stepping | None] = {}
         self._told = set[str]()
-        batch = self._plain(next(iter(stream.batches(0, 0, 1))))
+        batch = self.plain(next(iter(stream.batches(0, 0, 1))))
         kind = signature(batch)
         if kind is None:
             raise refusal(self.how, "a batch holds more than tensors, which a graph would keep as they are")
@@ -91,122 +173,37 @@ class Compiled(Loop):
         self.operations = operations = len(self._first_gradient.graph.nodes)  # type: ignore[attr-defined]
         self.most = 1 if worker.draws_torch else max(1, min(STEPS, OPERATIONS // operations))
 
-    # Spans
-
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        for span in spans:
-            if may_stop and self.worker.should_stop():
-                return
-            losses.add(span.row, span.columns, self._train(span, may_stop))
-
-    def _train(self, span: Span, may_stop: bool) -> Tensor:
-        """Take the steps of a span, as `TrainNode.train`; stopped, it ends after the graph at hand."""
-        worker, inner, row, node = self.worker, self.inner, span.row, self.nodes[span.row]
-        assert inner is not None
-        first, count, losses = int(self.taken[row]), len(span.columns), list[Tensor]()
-        worker.point(row)
-        inner.enter(row)
-        batches, done = self.stream.batches(*((node.rank, first) if span.source is None else span.source), count), 0
-        while done < count:
-            group = [self._plain(batch) for batch in islice(batches, self.most)]
-            at = np.arange(first + done, first + done + len(group)) if span.at is None else span.at[done:]
-            alike = all(map(self._fits, group))
-            if len(group) == self.most and alike and (taken := self._stretch(row, group, at)) is not None:
-                losses.append(taken)
-            else:
-                losses += [self._step(row, batch, int(at[k]), first + done + k) for k, batch in enumerate(group)]
-            done += len(group)
-            self.taken[row] = first + done
-            pulse.step_taken()
-            if worker.should_stop() and may_stop:
-                break
-        return self._looked_at(row, torch.cat(losses), first)
-
-    def _looked_at(self, row: int, losses: Tensor, first: int) -> Tensor:
-        """Return the losses (K,) of steps of the row from `first` on, looked at, as are its parameters."""
-        node = self.nodes[row]
-        self.worker.check(row)
-        found = self.watch.losses(node.rank, row, losses.to(torch.get_default_dtype()), first)
-        self.watch.row(node.rank, row, first + len(losses))
-        return found
-
-    def _step(self, row: int, batch: Any, at: int, step: int) -> Tensor:
-        """Take one step of the row; return its loss, (1,)."""
-        worker, inner = self.worker, self.inner
-        assert inner is not None
-        whole = self._fits(batch)
-        if whole and self.most > 1 and (taken := self._stretch(row, [batch], np.array([at]))) is not None:
-            return taken
-        worker.reseed(self.nodes[row].rank, step)
-        loss = self._gradient(row, batch) if whole else worker.gradient(batch, row)
-        if not whole and signature(batch) == self.kind:
-            self._say_once("batches whose micro-batches do not count as their examples do go through the loop")
-        elif not whole:
-            self._say_once(f"batches of another shape than the first one's, {_shapes(self.kind)}, go through the loop")
-        inner.step(row, at)
-        return loss.reshape(1)
-
-    def _stretch(self, row: int, batches: list[Any], at: np.ndarray) -> Tensor | None:
+    def stretch(self, node: GraphNode, batches: list[Any], at: np.ndarray) -> Tensor | None:
         """Take the steps of `batches` in one graph; return their losses, (K,). None where it cannot."""
-        worker, inner = self.worker, self.inner
-        assert inner is not None
-        optimizer = inner.optimizer
-        key = (len(batches), *map(settings, optimizer.param_groups))
-        if key not in self._steppings:
-            self._steppings[key] = self._stepping()
-        stepping = self._steppings[key]
-        if stepping is None:
+        worker, row = self.worker, node.row
+        key, stepping = self.stepping(len(batches))
+        numbers = None if stepping is None else self.numbers(stepping, at[: len(batches)])
+        if stepping is None or numbers is None:
             return None
-        numbers = self._numbers(stepping, at[: len(batches)])
-        if numbers is None:
-            return None
-        kept = self._kept(stepping)
+        kept = self.kept(stepping)
         params, buffers = worker.views(row), [rows[row] for rows in worker.fleet.buffers.values()]
-        worker.reseed(self.nodes[row].rank, int(self.taken[row]))
+        worker.reseed(node.rank, int(node.plain.taken[row]))
         inputs = (params, kept, buffers, numbers, batches)
         made = (lambda: self.tracer.stretch(batches, stepping, kept), len(batches))
-        params_after, kept_after, buffers_after, losses = self._run(key, *made, inputs)
+        params_after, kept_after, buffers_after, losses = self.run(key, *made, inputs)
         copy_([*params, *buffers], [*params_after, *buffers_after])
-        self._keep(stepping, kept_after, len(batches))
+        self.keep(stepping, kept_after, len(batches))
         return losses
 
-    def _gradient(self, row: int, batch: Any) -> Tensor:
+    def gradient(self, row: int, batch: Any) -> Tensor:
         """Compute loss and gradients (into `.grad`) of the row the module points at, by a graph; return the loss."""
         worker = self.worker
         params, buffers = worker.views(row), [rows[row] for rows in worker.fleet.buffers.values()]
-        grads, after, loss = self._run("gradient", lambda: self._first_gradient, 1, (params, buffers, batch))
+        grads, after, loss = self.run("gradient", lambda: self._first_gradient, 1, (params, buffers, batch))
         for p, g in zip(worker.parameters, grads, strict=True):
             p.grad = g
         if buffers:
             copy_(buffers, after)
         return loss
 
-    def gradients(self, rows: Sequence[int]) -> Tensor:
-        for block in self.fleet.blocks:
-            block.own_grads()
-        self.overflowed, self.spoilt, losses = False, [], []
-        for row in rows:
-            node = self.nodes[row]
-            batch = self._plain(node.next_batch())
-            if not self._fits(batch):
-                losses.append(node.compute_gradient())
-            else:
-                first = int(self.taken[row])
-                self.worker.point(row)
-                self.worker.reseed(node.rank, first)
-                losses.append(self.watch.losses(node.rank, row, self._gradient(row, batch).reshape(1), first)[0])
-            self._copy_gradients(row)
-            self._look_at_gradient(row)
-            pulse.step_taken()
-        return torch.stack(losses) if losses else torch.empty(0, device=self.worker.device)
-
     # Graphs
 
-    def build(self, plain: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return what computes `plain`, a graph for nested tensors like `inputs`, faster."""
-        return compiled(plain, self.backend, self.worker.draws_torch)
-
-    def _run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
+    def run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
         """Run the graph of `key`, made when it is first needed and then compared with its operations one by one."""
         with torch.no_grad():
             if key in self._graphs:
@@ -217,20 +214,20 @@ class Compiled(Loop):
     def _make(self, key: Any, plain: Callable[..., Any], steps: int, inputs: tuple[Any, ...]) -> Any:
         wire, what = self.fleet.comm.wire, "a step" if steps == 1 else f"{steps} steps"
         operations = len(plain.graph.nodes)  # type: ignore[attr-defined]
-        say(wire, f"compute={self.how!r}: {self.doing} {what} ({operations} operations){self.often}")
+        say(wire, f"compute={self.how!r}: {self.maker.doing} {what} ({operations} operations){self.maker.often}")
         begin = time.perf_counter()
         state = torch.default_generator.get_state()
         wanted = tensors_of(plain(*inputs))
         try:
             torch.default_generator.set_state(state)
-            graph = self.build(plain, inputs)
+            graph = self.maker.build(plain, inputs, self.worker.draws_torch)
             found = graph(*inputs)
         except Exception as error:  # of the compiler: a missing g++, an operation that it cannot do
-            raise refusal(self.how, f"it cannot be {self.done} here ({first_line(error)})") from error
+            raise refusal(self.how, f"it cannot be {self.maker.done} here ({first_line(error)})") from error
         for a, b in zip(wanted, tensors_of(found), strict=True):
             if not self._is_close(a, b):
-                raise refusal(self.how, f"{self.done}, it gives other numbers than operation by operation")
-        say(wire, f"compute={self.how!r}: {self.done} in {time.perf_counter() - begin:.1f} s")
+                raise refusal(self.how, f"{self.maker.done}, it gives other numbers than operation by operation")
+        say(wire, f"compute={self.how!r}: {self.maker.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
 
@@ -272,6 +269,14 @@ class Compiled(Loop):
 
     # The inner optimizer
 
+    def stepping(self, steps: int) -> tuple[Any, Stepping | None]:
+        """Return the key of the graph of so many steps of a row, and how its optimizer steps in it; None: not."""
+        assert self.inner is not None
+        key = (steps, *map(settings, self.inner.optimizer.param_groups))
+        if key not in self._steppings:
+            self._steppings[key] = self._stepping()
+        return key, self._steppings[key]
+
     def _stepping(self) -> Stepping | None:
         """Return how the row's optimizer steps inside of a graph; None, and a word, where it cannot."""
         inner, worker = self.inner, self.worker
@@ -279,10 +284,10 @@ class Compiled(Loop):
         optimizer = inner.optimizer
         known = UPDATES.get(type(optimizer))
         if known is None or bare_step(optimizer) == optimizer.step:
-            self._say_once(f"{type(optimizer).__name__} steps outside of the graph: it knows SGD, Adam and AdamW")
+            self.say_once(f"{type(optimizer).__name__} steps outside of the graph: it knows SGD, Adam and AdamW")
             return None
         if inner.corrections:
-            self._say_once("the strategy corrects gradients before each step, so steps are taken outside of the graph")
+            self.say_once("the strategy corrects gradients before each step, so steps are taken outside of the graph")
             return None
         place = {p: i for i, p in enumerate(worker.parameters)}
         updates: list[Update | None] = [None] * len(place)
@@ -294,7 +299,7 @@ class Compiled(Loop):
                 updates[place[p]] = update if self.used[place[p]] else None
         return Stepping(updates, clock, inner.max_norm)
 
-    def _numbers(self, stepping: Stepping, at: np.ndarray) -> Tensor | None:
+    def numbers(self, stepping: Stepping, at: np.ndarray) -> Tensor | None:
         """Return the numbers of the next steps, (K, groups, SCALARS); None where tensors of a group are not alike."""
         inner, worker = self.inner, self.worker
         assert inner is not None
@@ -318,7 +323,7 @@ class Compiled(Loop):
                     numbers[k, column] = update.scalars(float(group["lr"]), taken + k)
         return torch.from_numpy(numbers).to(self.worker.device, number_dtype(self.worker.parameters))
 
-    def _kept(self, stepping: Stepping) -> list[State]:
+    def kept(self, stepping: Stepping) -> list[State]:
         """Return what the row's optimizer keeps of each parameter; zeros where it has not begun."""
         assert self.inner is not None
         states = self.inner.optimizer.state
@@ -329,7 +334,7 @@ class Compiled(Loop):
             kept.append([own[key] if own.get(key) is not None else torch.zeros_like(p) for key in keys])
         return kept
 
-    def _keep(self, stepping: Stepping, kept: Sequence[State], steps: int) -> None:
+    def keep(self, stepping: Stepping, kept: Sequence[State], steps: int) -> None:
         """Put what the graph gave into the row's optimizer."""
         assert self.inner is not None
         states = self.inner.optimizer.state
@@ -342,26 +347,26 @@ class Compiled(Loop):
                 step += steps
             own.update(zip(update.keys, tensors, strict=True))
 
-    # Words
+    # Batches and words
 
-    def _plain(self, batch: Any) -> Any:
+    def plain(self, batch: Any) -> Any:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
 
-    def _fits(self, batch: Any) -> bool:
+    def fits(self, batch: Any) -> bool:
         """Whether a batch can go through the graph: of the shape it was made for, its micro-batches weighed alike."""
         return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
-    def _say_once(self, text: str) -> None:
+    def say_unlike(self, batch: Any) -> None:
+        """Say why a batch that does not fit goes through the loop."""
+        if signature(batch) == self.kind:
+            self.say_once("batches whose micro-batches do not count as their examples do go through the loop")
+        else:
+            self.say_once(f"batches of another shape than the first one's, {_shapes(self.kind)}, go through the loop")
+
+    def say_once(self, text: str) -> None:
         if text not in self._told:
             self._told.add(text)
             say(self.fleet.comm.wire, f"compute={self.how!r}: {text}")
-
-
-def tensors_of(nested: Any) -> list[Tensor]:
-    """Return the tensors in `nested`, in order."""
-    found: list[Tensor] = []
-    map_tensors(nested, found.append)
-    return found
 
 
 def _shapes(kind: Any) -> str:
@@ -374,3 +379,10 @@ def _shapes(kind: Any) -> str:
         return str(kind[0])
     inside = [_shapes(x) for x in kind if isinstance(x, tuple)]
     return ", ".join(text for text in inside if text)
+
+
+def way(
+    worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch, bucket_bytes: int | None = None
+) -> Loop:
+    stretches = Stretches(worker, stream, inner)
+    return Loop(worker, stream, inner, watch, node=functools.partial(GraphNode, stretches))

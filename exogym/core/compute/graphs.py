@@ -7,6 +7,7 @@ model's operations allow it; else one after the other. All but `captured` is tri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -18,15 +19,20 @@ from torch import Tensor
 from exogym.core.base import pulse
 from exogym.core.base.torch_private import copy_
 from exogym.core.combinations import check
-from exogym.core.compute.compiled import Compiled, tensors_of
+from exogym.core.compute.compiled import GraphNode, Maker, Stretches
+from exogym.core.compute.finite import Watch
 from exogym.core.compute.graph import Stepping, first_line, refusal
-from exogym.core.compute.outputs import map_tensors
+from exogym.core.compute.inner import InnerOptimizer
+from exogym.core.compute.loop import Loop
+from exogym.core.compute.outputs import map_tensors, stack_nested, tensors_of
 from exogym.core.compute.spans import Losses, Span
-from exogym.core.compute.updates import State, settings
+from exogym.core.compute.updates import State
 from exogym.core.compute.worker import Worker
+from exogym.data.stream import Stream
 from exogym.errors import ModelError
 
 ROWS = 64  # at once, at most: each has parameters, gradients and optimizer state of its own in a stretch
+DEVICE = "cuda"
 WARM_UP = 3  # runs before a capture, in which kernels are chosen and memory is taken
 
 Body = Callable[[], Any]
@@ -73,100 +79,96 @@ class Replay:
         return map_tensors(self.results, torch.clone)
 
 
-class Graphs(Compiled):
-    """Computes stretches of many rows as one CUDA graph; what such a graph cannot do goes as in `Compiled`'s loop.
+CAPTURER = Maker("graphs", "capturing", "captured", "", lambda graph, inputs, draws: Replay(graph, inputs, captured))
+
+
+class Graphs:
+    """Computes stretches of many rows as one CUDA graph; what such a graph cannot do goes row by row.
 
     Raises:
-        ModelError: as `Compiled`; the model draws random numbers; or the device is none of CUDA.
+        ModelError: as `Stretches`; the model draws random numbers; or the device is none of CUDA.
     """
 
-    how, device_type, together = "graphs", "cuda", True
-    doing, done, often = "capturing", "captured", ""
-    capture = staticmethod(captured)
-
-    def __init__(self, worker: Worker, *args: Any, **options: Any):
-        if worker.device.type != self.device_type:
+    def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None):
+        if worker.device.type != DEVICE:
             check({'compute="graphs"': "compute='graphs'", "no CUDA": f"device={worker.device.type!r}"})
         if worker.draws_torch:
-            raise refusal(self.how, "it draws random numbers, which a replayed graph does not seed anew for each step")
-        super().__init__(worker, *args, **options)
-        self.together_rows, self.alone = ROWS, False
+            why = "it draws random numbers, which a replayed graph does not seed anew for each step"
+            raise refusal(CAPTURER.how, why)
+        self.stretches = Stretches(worker, stream, inner, CAPTURER)
+        self.worker, self.stream, self.inner, self.fleet, self.alone = worker, stream, inner, worker.fleet, False
 
-    def build(self, plain: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
-        return Replay(plain, inputs, self.capture)
+    def gradients(self, plain: Loop, rows: Sequence[int]) -> None:
+        """Leave gradients to the rows, one after the other."""
 
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        left = list(spans)
+    def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
+        left, alone = list(spans), list[Span]()
         while left and not (may_stop and self.worker.should_stop()):
             count = len(left[0].columns)
-            alike = [span for span in left if len(span.columns) == count][: self.together_rows]
+            alike = [span for span in left if len(span.columns) == count][:ROWS]
             left = [span for span in left if not any(span is one for one in alike)]
-            if len(alike) == 1:
-                super().steps(alike, losses, may_stop)
-            else:
-                self._train_together(alike, losses, may_stop)
+            alone += alike if len(alike) == 1 else self._train_together(plain, alike, losses, may_stop)
+        return alone
 
-    def _train_together(self, spans: list[Span], losses: Losses, may_stop: bool) -> None:
-        """Take the steps of spans of one length, stretch by stretch together; what cannot be, row by row."""
-        count, firsts = len(spans[0].columns), [int(self.taken[span.row]) for span in spans]
-        source = [span.source or (self.nodes[span.row].rank, at) for span, at in zip(spans, firsts, strict=True)]
+    def _train_together(self, plain: Loop, spans: list[Span], losses: Losses, may_stop: bool) -> list[Span]:
+        """Take the steps of spans of one length, stretch by stretch together; return what cannot be."""
+        count, firsts = len(spans[0].columns), [int(plain.taken[span.row]) for span in spans]
+        source = [span.source or (plain.nodes[span.row].rank, at) for span, at in zip(spans, firsts, strict=True)]
         batches = [self.stream.batches(node, at, count) for node, at in source]
         found, done, may_go_on = list[Tensor](), 0, True
         while done < count and may_go_on:
-            size = self.most if count - done >= self.most else 1
-            groups = [[self._plain(batch) for batch in islice(each, size)] for each in batches]
-            taken = self._stretch_of_all(spans, groups, done)
+            size = self.stretches.most if count - done >= self.stretches.most else 1
+            groups = [[self.stretches.plain(batch) for batch in islice(each, size)] for each in batches]
+            taken = self._stretch_of_all(plain, spans, groups, done)
             if taken is None:
                 break
             found.append(taken)
             done += size
             for span, first in zip(spans, firsts, strict=True):
-                self.taken[span.row] = first + done
+                plain.taken[span.row] = first + done
             pulse.step_taken()
             may_go_on = not (may_stop and self.worker.should_stop())
         for k, (span, first) in enumerate(zip(spans, firsts, strict=True) if found else ()):
             self.worker.point(span.row)
-            own = self._looked_at(span.row, torch.cat([taken[k] for taken in found]), first)
-            losses.add(span.row, span.columns[:done], own)
-        if done < count and may_go_on:
-            super().steps([_rest(span, done) for span in spans], losses, may_stop)
+            node = plain.nodes[span.row]
+            assert isinstance(node, GraphNode)
+            losses.add(span.row, span.columns[:done], node.looked_at(torch.cat([taken[k] for taken in found]), first))
+        return [_rest(span, done) for span in spans] if done < count and may_go_on else []
 
-    def _stretch_of_all(self, spans: list[Span], groups: list[list[Any]], done: int) -> Tensor | None:
+    def _stretch_of_all(self, plain: Loop, spans: list[Span], groups: list[list[Any]], done: int) -> Tensor | None:
         """Take the steps of `groups`, each row's batches, in one graph; return the losses (rows, K), None: it cannot.
 
         Args:
             done: steps of the spans that were taken before.
         """
         worker, fleet, inner, size = self.worker, self.fleet, self.inner, len(groups[0])
+        stretches = self.stretches
         assert inner is not None
-        if self.alone or not all(self._fits(batch) for group in groups for batch in group):
+        if self.alone or not all(stretches.fits(batch) for group in groups for batch in group):
             return None
         keys, kept, numbers = set[Any](), [], []
         stepping: Stepping | None = None
         for span in spans:
             worker.point(span.row)
             inner.enter(span.row)
-            key = (size, *map(settings, inner.optimizer.param_groups))
-            if key not in self._steppings:
-                self._steppings[key] = self._stepping()
-            stepping = self._steppings[key]
+            key, stepping = stretches.stepping(size)
             keys.add(key)
             if stepping is None or len(keys) > 1:
                 return None
-            at = np.arange(self.taken[span.row], self.taken[span.row] + size)
-            own = self._numbers(stepping, at if span.at is None else span.at[done : done + size])
+            at = np.arange(plain.taken[span.row], plain.taken[span.row] + size)
+            own = stretches.numbers(stepping, at if span.at is None else span.at[done : done + size])
             if own is None:
                 return None
-            kept.append(self._kept(stepping))
+            kept.append(stretches.kept(stepping))
             numbers.append(own)
         assert stepping is not None
         rows = torch.tensor([span.row for span in spans], device=worker.device)
         blocks = [(block, block.params.index_select(0, rows)) for block in fleet.blocks]
         params = [slot.of(x) for block, x in blocks for slot in block.layout]
         buffers = [x.index_select(0, rows) for x in fleet.buffers.values()]
-        inputs = (params, _stacked(kept), buffers, torch.stack(numbers), _stacked(groups))
+        inputs = (params, stack_nested(kept), buffers, torch.stack(numbers), stack_nested(groups))
         try:
-            after = self._run(
+            after = stretches.run(
                 ("together", len(spans), *keys),
                 self._traced_together(groups[0], stepping, kept[0], inputs),
                 size,
@@ -174,7 +176,7 @@ class Graphs(Compiled):
             )
         except _OneByOne as error:
             self.alone = True
-            self._say_once(f"rows go one after the other ({error})")
+            stretches.say_once(f"rows go one after the other ({error})")
             return None
         params_after, kept_after, buffers_after, losses = after
         places = [slot.of(block.params) for block in fleet.blocks for slot in block.layout]
@@ -182,16 +184,16 @@ class Graphs(Compiled):
             place.index_copy_(0, rows, x)
         for k, span in enumerate(spans):
             inner.enter(span.row)
-            self._keep(stepping, [[x[k].clone() for x in state] for state in kept_after], size)
+            stretches.keep(stepping, [[x[k].clone() for x in state] for state in kept_after], size)
         return losses
 
     def _traced_together(
         self, batches: list[Any], stepping: Stepping, kept: list[State], inputs: tuple[Any, ...]
     ) -> Callable[[], Callable[..., Any]]:
         def trace() -> Callable[..., Any]:
-            plain = self.tracer.stretch(batches, stepping, kept)
+            plain = self.stretches.tracer.stretch(batches, stepping, kept)
             try:
-                return self.tracer.together(plain, *inputs)
+                return self.stretches.tracer.together(plain, *inputs)
             except ModelError as error:
                 raise _OneByOne(first_line(error)) from error
 
@@ -209,11 +211,8 @@ def _rest(span: Span, done: int) -> Span:
     return Span(span.row, span.columns[done:], at, source)
 
 
-def _stacked(each: Sequence[Any]) -> Any:
-    """Return nested tensors like the first of `each`, those of all in front of one another.
-
-    >>> _stacked([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
-    [tensor([1, 3]), (tensor([2, 4]),)]
-    """
-    stacks = iter([torch.stack(alike) for alike in zip(*map(tensors_of, each), strict=True)])
-    return map_tensors(each[0], lambda x: next(stacks))
+def way(
+    worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch, bucket_bytes: int | None = None
+) -> Loop:
+    graphs = Graphs(worker, stream, inner)
+    return Loop(worker, stream, inner, watch, node=functools.partial(GraphNode, graphs.stretches), at_once=graphs)

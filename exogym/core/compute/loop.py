@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,19 +19,45 @@ from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 
 
+class Node(Protocol):
+    """What trains the row of one node, as `TrainNode` does."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def train(
+        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
+    ) -> Tensor: ...
+
+    def compute_gradient(self) -> Tensor: ...
+
+    def next_batch(self) -> Any: ...
+
+
+class Together(Protocol):
+    """What computes several rows of a `plain` loop at once."""
+
+    def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
+        """Take the steps of `spans`; return what is left of them to be taken row by row."""
+
+    def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor | None:
+        """Write the gradients of the next step into the blocks; return the losses. None: they are to go row by row."""
+
+
 class Loop:
     """Computes row by row: each takes its whole stretch before the next one does, so it stays in the cache.
 
-    Registers the inner optimizers and the steps taken with the fleet's state.
+    Registers the inner optimizers and the steps taken with the fleet's state. The other ways are this one with another
+    `node` for each row, or with rows computed together.
 
     Args:
         worker: bound to its fleet.
         inner: of the rows; None where somebody else takes the steps.
         bucket_bytes: send the gradients of a process's one row while they are computed, in buckets of so many bytes,
             where the wire can; None: not.
+        node: makes what trains a row by itself.
+        at_once: computes rows together, before the others go row by row.
     """
-
-    together = False
 
     def __init__(
         self,
@@ -39,10 +66,13 @@ class Loop:
         inner: InnerOptimizer | None,
         watch: Watch,
         bucket_bytes: int | None = None,
+        node: Callable[..., Node] = TrainNode,
+        at_once: Together | None = None,
     ):
+        self.at_once, self.together = at_once, at_once is not None
         self.worker, self.inner, self.watch, self.fleet = worker, inner, watch, worker.fleet
         self.taken = np.zeros(len(self.fleet), dtype=np.int64)
-        self.nodes = [TrainNode(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
+        self.nodes = [node(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
         self.overflowed, self.spoilt = False, list[int]()
         if inner is not None:
             self.fleet.state.register("optimizer", inner)
@@ -53,7 +83,7 @@ class Loop:
             worker.before_last_backward = self.buckets.arm
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        for span in spans:
+        for span in spans if self.at_once is None else self.at_once.steps(self, spans, losses, may_stop):
             if may_stop and self.worker.should_stop():
                 return
             taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
@@ -63,11 +93,15 @@ class Loop:
         for block in self.fleet.blocks:
             block.own_grads()
         self.overflowed, self.spoilt = False, []
+        if self.at_once is not None and (found := self.at_once.gradients(self, rows)) is not None:
+            for row in rows:
+                self._look_at_gradient(row)
+            return found
         losses = []
         for row in rows:
             node = self.nodes[row]
             losses.append(node.compute_gradient())
-            self.overflowed = self.overflowed or self.worker.overflowed
+            self.overflowed = self.overflowed or self.worker.scaling.overflowed
             if self.buckets is None:
                 self._copy_gradients(row)
                 self._look_at_gradient(row)
@@ -83,15 +117,15 @@ class Loop:
             self.worker.point(row)
             self.inner.enter(row)
             if not skip:
-                self._point_gradients(row)
+                self.point_gradients(row)
             self.inner.step(row, int(self.taken[row]), clip=False, skip=skip)
             self.taken[row] += 1
             self.watch.row(self.nodes[row].rank, row, int(self.taken[row]))
 
     def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
-        self.worker.overflowed = overflowed
+        self.worker.scaling.overflowed = overflowed
         for row in rows:
-            self.worker.update_scale(row)
+            self.worker.scaling.update(row)
 
     def reset(self, row: int) -> None:
         if self.inner is not None:
@@ -103,7 +137,7 @@ class Loop:
 
     def _look_at_gradient(self, row: int) -> None:
         """Note whether the gradient is finite; one that overflowed in fp16 is looked after by its scale."""
-        if self.worker.scaled and self.worker.overflowed:
+        if self.worker.scaled and self.worker.scaling.overflowed:
             return
         if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
             self.spoilt.append(row)
@@ -125,6 +159,7 @@ class Loop:
                 copy_(targets, sources)
         self.worker.clear_grads()
 
-    def _point_gradients(self, row: int) -> None:
+    def point_gradients(self, row: int) -> None:
+        """Let the module have the row's gradients in the blocks as its own."""
         for p, grad in zip(self.worker.parameters, self.fleet.gradients_of(row), strict=True):
             p.grad = grad

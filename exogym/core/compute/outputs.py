@@ -11,7 +11,7 @@ that many.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,3 +217,20 @@ def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
     for start in range(0, total, size):
         stop = min(start + size, total)
         yield slice_batch(batch, start, stop), (stop - start) / total
+
+
+def stack_nested(each: Sequence[Any]) -> Any:
+    """Return nested tensors like the first of `each`, those of all in front of one another.
+
+    >>> stack_nested([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
+    [tensor([1, 3]), (tensor([2, 4]),)]
+    """
+    stacks = iter([torch.stack(alike) for alike in zip(*map(tensors_of, each), strict=True)])
+    return map_tensors(each[0], lambda x: next(stacks))
+
+
+def tensors_of(nested: Any) -> list[Tensor]:
+    """Return the tensors in `nested`, in order."""
+    found: list[Tensor] = []
+    map_tensors(nested, found.append)
+    return found

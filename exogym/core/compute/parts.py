@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from exogym.core.base.nested import tensors_in
+from exogym.core.compute.first_step import random_states, trying
 from exogym.core.compute.mistakes import targets_of
 from exogym.core.compute.outputs import batch_examples, map_tensors, take_examples
 from exogym.core.compute.worker import Worker
@@ -63,8 +64,8 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
         found = [0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad)) ** 2 for p in named.values()]
         return torch.tensor(found, dtype=torch.float64)
 
-    with worker.trying():
-        before = worker.random_states()
+    with trying(worker):
+        before = random_states(worker.device)
         parts = weights.parts(worker.ask, few, [(0, first), (first, batch_examples(few))])
         try:
             worker.loss(few).backward()
@@ -75,7 +76,7 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
             sums[:, 0] = squares()
         except Exception as error:  # of the user's model, which may give its loss in training mode only
             return _untried(option, f"{type(error).__name__}: {error}")
-        drawn = worker.random_states() != before
+        drawn = random_states(worker.device) != before
     if drawn:
         return _untried(option, "the model draws random numbers in evaluation mode too")
     if not bool(sums[:, 1].isfinite().all()):

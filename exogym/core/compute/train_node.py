@@ -86,9 +86,9 @@ class TrainNode:
                         break
                     loss = math.inf
             losses.append(loss)
-            inner.step(row, first + k if at is None else int(at[k]), skip=worker.overflowed)
+            inner.step(row, first + k if at is None else int(at[k]), skip=worker.scaling.overflowed)
             self.taken[row] += 1
-            worker.update_scale(row)
+            worker.scaling.update(row)
             if worker.should_stop() and may_stop:
                 break
         worker.check(row)

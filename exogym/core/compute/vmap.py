@@ -16,7 +16,7 @@ from exogym.core.base import pulse
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.outputs import batch_examples, map_tensors
+from exogym.core.compute.outputs import batch_examples, stack_nested
 from exogym.core.compute.spans import Losses, Span
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
@@ -25,8 +25,8 @@ from exogym.errors import ModelError
 CHUNK_ROWS = 10
 
 
-class VmapGradients:
-    """Computes losses and gradients of many rows together, `chunk_rows` at a time.
+class Vmap:
+    """Computes the gradients of all rows that take a step at once, and lets each row's optimizer step by itself.
 
     Raises:
         ModelError: the model draws random numbers or changes buffers while training, or the run needs
@@ -55,7 +55,38 @@ class VmapGradients:
 
         self._gradient = torch.func.vmap(torch.func.grad(loss_of, has_aux=True))
 
-    def __call__(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
+    def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
+        """Take the steps of `spans`, step by step; nothing is left."""
+        inner = plain.inner
+        assert inner is not None
+        for k in range(max((len(span.columns) for span in spans), default=0)):
+            if self.worker.should_stop() and may_stop:
+                break
+            now = [span for span in spans if k < len(span.columns)]
+            for span, loss in zip(now, self.gradients(plain, [span.row for span in now]), strict=True):
+                row, step = span.row, int(plain.taken[span.row])
+                losses.add(row, span.columns[k : k + 1], loss.reshape(1))
+                self.worker.point(row)
+                inner.enter(row)
+                plain.point_gradients(row)
+                inner.step(row, step if span.at is None else int(span.at[k]))
+                plain.taken[row] += 1
+                if k + 1 == len(span.columns):
+                    plain.watch.row(plain.nodes[row].rank, row, step + 1)
+        return ()
+
+    def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor:
+        """Compute the gradients of the next step of `rows`; return the losses, (len(rows),), inf as `Watch.losses`."""
+        if not rows:
+            return torch.empty(0, device=self.worker.device)
+        found = self.losses(rows, [plain.nodes[row].next_batch() for row in rows])
+        looked = [
+            plain.watch.losses(plain.nodes[row].rank, row, found[k : k + 1], int(plain.taken[row]))
+            for k, row in enumerate(rows)
+        ]
+        return torch.cat(looked)
+
+    def losses(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         """Write the gradients of `rows` on their `batches` into the fleet's `own_grads`; return losses (len(rows),)."""
         losses = torch.empty(len(rows), device=self.worker.device)
         for block in self.worker.fleet.blocks:
@@ -101,7 +132,7 @@ class VmapGradients:
     def _chunk(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         fleet = self.worker.fleet
         parameters = {slot.name: slot.of(block.params[rows]) for block in fleet.blocks for slot in block.layout}
-        stacked = _stack([self.worker.to_device(batch) for batch in batches])
+        stacked = stack_nested([self.worker.to_device(batch) for batch in batches])
         with self.worker.autocast():
             try:
                 grads, losses = self._gradient(parameters, stacked)
@@ -115,70 +146,7 @@ class VmapGradients:
         return losses.to(torch.float32)
 
 
-class Vmap(Loop):
-    """Computes the gradients of all rows that take a step at once, and lets each row's optimizer step by itself."""
-
-    together = True
-
-    def __init__(
-        self,
-        worker: Worker,
-        stream: Stream,
-        inner: InnerOptimizer | None,
-        watch: Watch,
-        bucket_bytes: int | None = None,
-    ):
-        super().__init__(worker, stream, inner, watch)  # no buckets: all gradients are there at the same moment
-        self.gradients_at_once = VmapGradients(worker)
-
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        assert self.inner is not None
-        for k in range(max((len(span.columns) for span in spans), default=0)):
-            if self.worker.should_stop() and may_stop:
-                return
-            now = [span for span in spans if k < len(span.columns)]
-            found = self._losses([span.row for span in now])
-            for span, loss in zip(now, found, strict=True):
-                row, step = span.row, int(self.taken[span.row])
-                losses.add(row, span.columns[k : k + 1], loss.reshape(1))
-                self.worker.point(row)
-                self.inner.enter(row)
-                self._point_gradients(row)
-                self.inner.step(row, step if span.at is None else int(span.at[k]))
-                self.taken[row] += 1
-                if k + 1 == len(span.columns):
-                    self.watch.row(self.nodes[row].rank, row, step + 1)
-
-    def gradients(self, rows: Sequence[int]) -> Tensor:
-        for block in self.fleet.blocks:
-            block.own_grads()
-        self.spoilt = []
-        losses = self._losses(rows)
-        for row in rows:
-            self._look_at_gradient(row)
-        return losses
-
-    def _losses(self, rows: Sequence[int]) -> Tensor:
-        """Compute the gradients of the next step of `rows`; return the losses, (len(rows),), inf as `Watch.losses`."""
-        if not rows:
-            return torch.empty(0, device=self.worker.device)
-        found = self.gradients_at_once(rows, [self.nodes[row].next_batch() for row in rows])
-        looked = [
-            self.watch.losses(self.nodes[row].rank, row, found[k : k + 1], int(self.taken[row]))
-            for k, row in enumerate(rows)
-        ]
-        return torch.cat(looked)
-
-
-def _stack(batches: Sequence[Any]) -> Any:
-    """Stack equal nested batches leaf by leaf along a new first axis."""
-    leaves: list[list[Tensor]] = []
-
-    def collect(batch: Any) -> list[Tensor]:
-        mine: list[Tensor] = []
-        map_tensors(batch, mine.append)
-        return mine
-
-    leaves = [collect(batch) for batch in batches]
-    columns = iter([torch.stack(column) for column in zip(*leaves, strict=True)])
-    return map_tensors(batches[0], lambda _: next(columns))
+def way(
+    worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch, bucket_bytes: int | None = None
+) -> Loop:
+    return Loop(worker, stream, inner, watch, at_once=Vmap(worker))

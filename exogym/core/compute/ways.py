@@ -6,16 +6,15 @@ Each is loaded when a run asks for it.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from exogym.core.compute.loop import Loop
+from exogym.core.compute.spans import Compute
 
-WAYS = {"loop": "Loop", "vmap": "Vmap", "compiled": "Compiled", "graphs": "Graphs"}  # module of this folder: its class
+WAYS = {"loop": "Loop", "vmap": "way", "compiled": "way", "graphs": "way"}  # module of this folder: what makes it
 
 
-def way_of(name: str) -> type[Loop]:
-    """Return the class of a way of computing.
+def way_of(name: str) -> Callable[..., Compute]:
+    """Return what makes a way of computing.
 
     >>> way_of("loop").__name__
     'Loop'

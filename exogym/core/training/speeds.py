@@ -40,7 +40,7 @@ def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
         taken.append(time.perf_counter() - before)
         worker.clear_grads()
     worker.check(0)
-    worker.overflowed = False
+    worker.scaling.overflowed = False
     for name, value in buffers.items():
         fleet.buffers[name][0].copy_(value)
     return statistics.median(taken[1:])

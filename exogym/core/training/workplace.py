@@ -12,6 +12,7 @@ from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import seed_torch
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
+from exogym.core.compute.first_step import look
 from exogym.core.compute.memory import check_rows
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.weights import counting
@@ -41,10 +42,7 @@ def workplace(
     undo.callback(stream.close)
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
-    kind: Any = Worker
-    if wire.devices.parts > 1:
-        from exogym.core.compute.split_worker import SplitWorker as kind
-    worker = kind(model, loss, device, options.precision, options.seed, options.micro_batch_size)
+    worker = Worker(model, loss, device, options.precision, options.seed, options.micro_batch_size)
     if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
         worker.weights.counting = counting(subject.loss_fn)
     if options.meshes:
@@ -54,14 +52,19 @@ def workplace(
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
-        worker.probe(first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+        look(worker, first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
             rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=wire.devices.parts > 1,
         )  # fmt: skip
-    parts = worker.divide(options.meshes, wire) if wire.devices.parts > 1 else None
+    parts = None
+    if wire.devices.parts > 1:
+        from exogym.core.compute.devices import NodeDevices
+
+        worker.devices = devices = NodeDevices(model, options.meshes, wire, device)
+        parts = devices.split.parts
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.core import compute
-from exogym.core.compute.compiled import STEPS, Compiled, compiled
-from exogym.core.compute.loop import Loop
+from exogym.core.compute.compiled import STEPS, GraphNode, Stretches, compiled
+from exogym.core.compute.train_node import TrainNode
 from exogym.core.compute.vmap import Vmap
 from exogym.errors import ModelError
 from exogym.models import CharGPT
@@ -126,13 +126,13 @@ def test_steps_are_really_taken_by_graphs(monkeypatch):
     """Of 26 steps of a node in rounds of 13, 20 go in graphs of five and six alone; none is the loop's."""
     monkeypatch.setattr(compute.compiled, "STEPS", STEPS)
     taken = []
-    run = Compiled._run
+    run = Stretches.run
 
     def counted(self, key, trace, steps, inputs):
         taken.append(steps)
         return run(self, key, trace, steps, inputs)
 
-    monkeypatch.setattr(Compiled, "_run", counted)
+    monkeypatch.setattr(Stretches, "run", counted)
     fit("compiled", FedAvgStrategy("adamw", lr=0.01, H=13), num_nodes=1)
     assert sorted(taken) == [1] * 6 + [STEPS] * 4
 
@@ -147,7 +147,7 @@ def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
     whole = fingerprint(fit("compiled", strategy()).model)
     assert fingerprint(fit("compiled", strategy(), processes=2).model) == whole
 
-    run, calls = Compiled._run, itertools.count(1)
+    run, calls = Stretches.run, itertools.count(1)
 
     def interrupted(*args):
         if next(calls) == 6:
@@ -155,7 +155,7 @@ def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
         return run(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="SIGINT after step"):
-        patch.setattr(Compiled, "_run", interrupted)
+        patch.setattr(Stretches, "run", interrupted)
         fit("compiled", strategy(), save_dir=tmp_path)
     assert next(calls) < 12  # of 36
     assert fingerprint(fit("compiled", strategy(), save_dir=tmp_path, resume=True).model) == whole
@@ -291,21 +291,21 @@ def free_compiler(monkeypatch):
         monkeypatch.setattr(compute.choosing, name, 1e-9)
 
 
-def slowed(way, seconds, monkeypatch):
-    steps = way.steps
+def slowed(way, name, seconds, monkeypatch):
+    steps = getattr(way, name)
 
-    def slow(self, spans, losses, may_stop=True):
+    def slow(*given):
         time.sleep(seconds)
-        steps(self, spans, losses, may_stop)
+        return steps(*given)
 
-    monkeypatch.setattr(way, "steps", slow)
+    monkeypatch.setattr(way, name, slow)
 
 
 def test_auto_takes_what_is_fastest_and_keeps_it_on_resume(tmp_path, free_compiler, monkeypatch, capsys):
     strategy = lambda: FedAvgStrategy("sgd", lr=0.1, H=6)  # noqa: E731
     with monkeypatch.context() as patch:
-        slowed(Loop, 0.2, patch)
-        slowed(Vmap, 0.2, patch)
+        slowed(TrainNode, "train", 0.2, patch)
+        slowed(Vmap, "steps", 0.2, patch)
         auto = fit("auto", strategy(), save_dir=tmp_path, max_steps=12)
     assert auto.description["chosen"]["compute"] == "compiled"
     assert "exogym: compute='auto' chose 'compiled' (loop " in capsys.readouterr().err
@@ -316,14 +316,14 @@ def test_auto_takes_what_is_fastest_and_keeps_it_on_resume(tmp_path, free_compil
 
 
 def test_auto_leaves_out_what_would_end_later(free_compiler, monkeypatch, capsys):
-    slowed(Compiled, 0.2, monkeypatch)
+    slowed(GraphNode, "train", 0.2, monkeypatch)
     auto = fit("auto", FedAvgStrategy("sgd", lr=0.1, H=6), num_nodes=1)
     assert auto.description["chosen"]["compute"] in ("loop", "vmap")
     assert ", compiled " in capsys.readouterr().err  # it was tried
 
 
 def test_auto_compiles_nothing_for_a_short_run(monkeypatch, capsys):
-    monkeypatch.setattr(Compiled, "__init__", None)
+    monkeypatch.setattr(Stretches, "__init__", None)
     auto = fit("auto", FedAvgStrategy("sgd", lr=0.1, H=6))
     assert auto.description["chosen"]["compute"] in ("loop", "vmap")
     assert "to compile would take longer than it could save" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_what_fp16_scaling_handles_is_no_error() -> None:
             trainer = LocalTrainer(model, node_data({}), loss_fn=loud)
             trainer.fit(
                 strategy, num_nodes=2, max_steps=STEPS, batch_size=BATCH, precision="fp16", device="cpu",
-                on_nonfinite=policy, callbacks=[lambda loop, scales=scales: scales.extend(loop.worker.scales)],
+                on_nonfinite=policy, callbacks=[lambda loop, scales=scales: scales.extend(loop.worker.scaling.scales)],
             )  # fmt: skip
             assert min(scales) < 65536 and holds_only_finite(model)
 

@@ -9,8 +9,8 @@ import torch
 from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 
 from exogym.core import compute
-from exogym.core.compute.compiled import tensors_of
 from exogym.core.compute.graphs import Graphs, Replay, captured
+from exogym.core.compute.outputs import tensors_of
 from exogym.errors import ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint
@@ -28,9 +28,9 @@ def by_hand(body):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(Graphs, "device_type", "cpu")
+    monkeypatch.setattr(compute.graphs, "DEVICE", "cpu")
     monkeypatch.setattr(compute.compiled, "STEPS", 2)
-    monkeypatch.setattr(Graphs, "capture", staticmethod(by_hand))
+    monkeypatch.setattr(compute.graphs, "captured", by_hand)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "groups", "not in a graph"])
@@ -62,9 +62,9 @@ def test_rows_go_together(monkeypatch):
     """Three rows in a round of 5: two stretches of two steps and one of one, each with all rows."""
     shapes, stretch = [], Graphs._stretch_of_all
 
-    def seen(self, spans, groups, done):
+    def seen(self, plain, spans, groups, done):
         shapes.append((len(spans), len(groups[0])))
-        return stretch(self, spans, groups, done)
+        return stretch(self, plain, spans, groups, done)
 
     monkeypatch.setattr(Graphs, "_stretch_of_all", seen)
     fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=5), max_steps=5)
@@ -105,7 +105,7 @@ def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
         results = body()
         return lambda: [x.zero_() for x in tensors_of(results)], results
 
-    monkeypatch.setattr(Graphs, "capture", staticmethod(wrong))
+    monkeypatch.setattr(compute.graphs, "captured", wrong)
     with pytest.raises(ModelError, match="captured, it gives other numbers than operation by operation"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=6)
 
@@ -113,7 +113,7 @@ def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
         results = body()
         return lambda: None, results
 
-    monkeypatch.setattr(Graphs, "capture", staticmethod(frozen))
+    monkeypatch.setattr(compute.graphs, "captured", frozen)
     runs = [fit(how, FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=12) for how in ("graphs", "loop")]
     with pytest.raises(AssertionError):
         assert_close(*runs)
@@ -130,6 +130,6 @@ def test_what_is_refused(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_cuda_device(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(Graphs, "capture", staticmethod(captured))
+    monkeypatch.setattr(compute.graphs, "captured", captured)
     runs = [fit(how, FedAvgStrategy("adamw", lr=0.01, H=12), device="cuda") for how in ("graphs", "loop")]
     assert_close(*runs, tolerance=1e-4)

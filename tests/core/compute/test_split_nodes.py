@@ -153,10 +153,10 @@ keep(found)
 def test_a_wrong_split_is_found_before_training(tmp_path):
     """A batch that does not divide, each part counting the same, has other gradients; the loss does not show it."""
     body = """
-from exogym.core.compute.split_worker import SplitWorker
+from exogym.core.compute.devices import NodeDevices
 from exogym.errors import ModelError
-right = SplitWorker._passes
-SplitWorker._passes = lambda self, batch: [[(part, 1 / 3) for part, _ in some] for some in right(self, batch)]
+right = NodeDevices._passes
+NodeDevices._passes = lambda *of: [[(part, 1 / 3) for part, _ in some] for some in right(*of)]
 made, said = trainer(), ""
 try:
     fit(made, MADE["diloco sgd"][0](), node=NodeMesh(shard=3))
@@ -297,14 +297,14 @@ import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 from splits import *
 from exogym import NodeMesh
-from exogym.core.compute.split_worker import SplitWorker
-taken, gradient = [], SplitWorker.gradient
-def dying(self, batch, row):
+from exogym.core.compute.devices import NodeDevices
+taken, gradient = [], NodeDevices.gradient
+def dying(self, worker, batch, row):
     taken.append(row)
     if len(taken) == 6 and rank() == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return gradient(self, batch, row)
-SplitWorker.gradient = dying
+    return gradient(self, worker, batch, row)
+NodeDevices.gradient = dying
 given = {{"save_dir": "kept", "checkpoint_interval": 2, "resume": True, "max_restarts": 1}}
 keep(fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(shard=2), **given))
 """

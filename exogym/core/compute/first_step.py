@@ -1,0 +1,166 @@
+"""A training step that is undone: what a model does in it is known before the training."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exogym.core.base.rng import seed_python, seed_torch
+from exogym.core.base.torch_private import own_buffers, version
+from exogym.core.compute.attributes import Attributes, refuse_carried
+from exogym.core.compute.pointer import owner_of
+from exogym.core.compute.worker import Worker
+from exogym.errors import ModelError
+
+
+def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -> None:
+    """Run a training step and undo it, to learn what the model does.
+
+    Buffers that the model makes, or brings to their size, in its first step are kept, and looked at in a second.
+
+    Args:
+        another: gives another batch of the kind; `batch` again if None.
+
+    Raises:
+        ModelError: no loss comes back, it depends on no trainable parameter, gradients are sparse, or the step
+            changes what cannot be a row, or an attribute that goes into later steps.
+    """
+    worker.model.train()
+    attributes, at_first = Attributes(worker.model), _buffer_shapes(worker.model)
+    _trial_step(worker, batch)
+    if (made := _buffer_shapes(worker.model)) != at_first:
+        _trial_step(worker, batch)
+        late = [name for name in worker.changing if at_first.get(name) != made[name]]
+        if late or _buffer_shapes(worker.model) != made:
+            raise ModelError(
+                f"the model makes or resizes buffers in its first step and goes on changing them ({late[:3]}), so "
+                "no node's own could start at the right value: make them in __init__, with their size"
+            )
+    other = (lambda: batch) if another is None else another
+    exact = worker.device.type == "cpu"
+    refuse_carried(
+        worker.model, attributes, lambda batch: _trial_step(worker, batch), batch, other, 0.0 if exact else 1e-4
+    )
+
+
+def _trial_step(worker: Worker, batch: Any) -> Tensor:
+    seed_torch(0, worker.device)
+    seed_python(0)
+    states = random_states(worker.device)
+    frozen = {name: (p, _mark(p)) for name, p in worker.model.named_parameters() if not p.requires_grad}
+    before = {name: (b, version(b), b.detach().clone()) for name, b in worker.model.named_buffers()}
+    try:
+        loss = _trial_gradient(worker, batch)
+    finally:
+        worker.clear_grads(list(worker.model.parameters()))
+        worker.changing = _undo(worker.model, before)
+    worker.draws_torch, worker.draws_python = (
+        a != b for a, b in zip(states, random_states(worker.device), strict=True)
+    )
+    for name, (p, mark) in frozen.items():
+        if _mark(p) != mark:
+            raise ModelError(
+                f"a training step changes {name!r}, a parameter without requires_grad, which all nodes share: "
+                "make it a buffer (register_buffer), of which every node has its own"
+            )
+    return loss
+
+
+def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
+    with worker.autocast():
+        try:
+            loss = worker.loss(worker.to_device(batch))
+        except (AttributeError, TypeError) as error:
+            if worker.loss.loss_fn is None and isinstance(batch, tuple | list):
+                raise ModelError(
+                    f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
+                    "without loss_fn= the model gets the whole batch and returns the loss; with loss_fn= it gets "
+                    "the inputs; with forward(self, x, targets) it gets both and returns the loss"
+                ) from error
+            raise
+    if not loss.requires_grad:
+        raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
+    if loss.is_complex():
+        raise ModelError(
+            f"the loss is a complex number ({loss.dtype}), and only a real one has a smallest value: return a real "
+            "part or a size, such as loss.abs() or loss.real"
+        )
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        worker.loss.explain(error, batch)
+        raise
+    for name, p in worker.model.named_parameters():
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ModelError(
+                f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
+            )
+    return loss.detach()
+
+
+@torch.no_grad()
+def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> list[str]:
+    """Find the buffers that the trial changed, and give them their values back; those it made are kept."""
+    changing = []
+    for name, buffer in model.named_buffers():
+        if name not in before or before[name][2].shape != buffer.shape:
+            continue
+        was, at, value = before[name]
+        if not _same(value, buffer) or (buffer is was and version(buffer) != at):
+            changing.append(name)
+            owner, attribute = owner_of(model, name)
+            own_buffers(owner)[attribute] = was
+            was.copy_(value)
+    return changing
+
+
+@contextlib.contextmanager
+def trying(worker: Worker) -> Iterator[None]:
+    """Be in evaluation mode, with generators at a fixed place; drop gradients and undo what buffers took after."""
+    seed_torch(0, worker.device)
+    seed_python(0)
+    kept = [(*owner_of(worker.model, name), b, b.detach().clone()) for name, b in worker.model.named_buffers()]
+    mode = worker.model.training
+    worker.model.eval()
+    try:
+        yield
+    finally:
+        worker.model.train(mode)
+        worker.clear_grads(list(worker.model.parameters()))
+        with torch.no_grad():
+            for owner, attribute, buffer, value in kept:
+                own_buffers(owner)[attribute] = buffer
+                if not _same(buffer, value):
+                    buffer.copy_(value)
+
+
+def _buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: buffer.shape for name, buffer in model.named_buffers()}
+
+
+def random_states(device: torch.device) -> tuple[bytes, Any]:
+    """Return where the generators stand: torch's, and Python's and numpy's."""
+    states = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    numpy_state: Any = np.random.get_state()
+    python = (random.getstate(), numpy_state[1].tobytes(), numpy_state[2])
+    return b"".join(s.numpy().tobytes() for s in states), python
+
+
+def _mark(x: Tensor) -> tuple[int, int, float]:
+    """Return what tells whether a tensor was changed, without a copy of it: version, place and, of floats, the sum."""
+    summable = x.layout == torch.strided and x.is_floating_point() and x.dtype.itemsize > 1
+    return version(x), x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.nan_to_num() if a.is_floating_point() else a, b.nan_to_num() if b.is_floating_point() else b
+    )
