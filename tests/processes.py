@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from exogym.core.engine.forks import run_forked
-from exogym.core.engine.wire import ProcessWire, place
+from exogym.core.engine.protocol import place
+from exogym.core.engine.wire import ProcessWire
 
 WIDTH = 1001
 PATIENCE_S = 300  # a world trains every strategy of the table, on a machine that others use too

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from exogym.core.compute.whole import WholeTensors
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Stateful, Tensors
@@ -18,6 +17,9 @@ from exogym.strategy.kernels import bare_step, is_torchs
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
+
+if TYPE_CHECKING:
+    from exogym.core.compute.whole import WholeTensors
 
 Correction = Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]
 
@@ -42,8 +44,10 @@ class InnerOptimizer(Stateful):
         self.spec, self.max_norm = inner.spec, inner.max_norm
         self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps)
-        self._whole = None
+        self._whole: WholeTensors | None = None
         if self._inside.parts > 1 and inner.spec.acts_on == "tensors":
+            from exogym.core.compute.whole import WholeTensors
+
             self._whole = WholeTensors(worker.fleet, inner.spec)
         named = dict(zip(worker.names, worker.parameters, strict=True))
         self._named = named if self._whole is None else self._whole.named

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from exogym.core.base.torch_private import copy_
-from exogym.core.compute.buckets import Buckets
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer, Steps
 from exogym.core.compute.spans import Losses, Span
@@ -18,20 +17,8 @@ from exogym.core.compute.train_node import TrainNode
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 
-
-class Node(Protocol):
-    """What trains the row of one node, as `TrainNode` does."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def train(
-        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
-    ) -> Tensor: ...
-
-    def compute_gradient(self) -> Tensor: ...
-
-    def next_batch(self) -> Any: ...
+if TYPE_CHECKING:
+    from exogym.core.compute.buckets import Buckets
 
 
 class Together(Protocol):
@@ -55,7 +42,7 @@ class Loop:
         inner: of the rows; None where somebody else takes the steps.
         bucket_bytes: send the gradients of a process's one row while they are computed, in buckets of so many bytes,
             where the wire can; None: not.
-        node: makes what trains a row by itself.
+        node: makes what trains a row by itself, as `TrainNode` does.
         at_once: computes rows together, before the others go row by row.
     """
 
@@ -66,7 +53,7 @@ class Loop:
         inner: InnerOptimizer | None,
         watch: Watch,
         bucket_bytes: int | None = None,
-        node: Callable[..., Node] = TrainNode,
+        node: Callable[..., Any] = TrainNode,
         at_once: Together | None = None,
     ):
         self.at_once, self.together = at_once, at_once is not None
@@ -79,6 +66,8 @@ class Loop:
         self.fleet.state.register("steps", Steps(self.taken))
         self.buckets: Buckets | None = None
         if bucket_bytes is not None and self.fleet.comm.wire.overlaps and not (worker.scaled or watch.skips):
+            from exogym.core.compute.buckets import Buckets
+
             self.buckets = Buckets(worker, self.fleet, bucket_bytes)
             worker.before_last_backward = self.buckets.arm
 

@@ -8,45 +8,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from exogym.core.base import pulse
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import seed_python, seed_torch
+from exogym.core.base.torch_private import scale_
 from exogym.core.compute.outputs import Loss, batch_examples, map_tensors
 from exogym.core.compute.pointer import Pointer
-from exogym.core.compute.scaling import Scaling
 from exogym.core.compute.weights import CLOSE, Weights
-from exogym.core.fleet import Fleet
+from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from exogym.core.compute.insides import Insides
 
+FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Devices(Protocol):
-    """The processes of a node, of which this one is one; see `compute.devices.NodeDevices`."""
-
-    stream: tuple[int, ...]
-    ask: Callable[[], bool]
-
-    def holding(self, pointer: Pointer) -> Any:  # what is a pointer to the columns here
-        ...
-
-    def begin(self, worker: Worker, batch: Any) -> None: ...
-
-    def gradient(self, worker: Worker, batch: Any, row: int) -> Tensor: ...
-
-    def should_stop(self) -> bool: ...
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def evaluated(self, total: int) -> tuple[int, int]: ...
 
 
 class Worker:
@@ -82,7 +65,7 @@ class Worker:
         self.scaled = precision == "fp16"
         self.insides: Insides | None = None
         self.draws_torch = self.draws_python = True
-        self.devices: Devices | None = None
+        self.devices: Any = None  # a `compute.devices.NodeDevices`, where it is one
         self._should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
@@ -225,6 +208,45 @@ class Worker:
                 yield
         finally:
             self.model.train()
+
+
+class Scaling(Stateful):
+    """The scale of each row's loss in fp16, as torch's GradScaler has it, and the steps since it last changed.
+
+    Attributes:
+        scales: (rows,); overflowed: whether the last gradients that were unscaled were not finite.
+    """
+
+    def __init__(self, rows: int, scaled: bool):
+        self.scaled, self.overflowed = scaled, False
+        self.scales = np.full(rows, FIRST_SCALE if scaled else 1.0)
+        self._good_steps = np.zeros(rows, dtype=np.int64)
+
+    def of(self, row: int) -> float:
+        return float(self.scales[row])
+
+    def unscale(self, row: int, parameters: Sequence[Tensor]) -> None:
+        """Divide the gradients of `parameters` by the row's scale, and note whether they overflowed."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        scale_(grads, 1.0 / self.of(row))
+        self.overflowed = not all(bool(torch.isfinite(g).all()) for g in grads)
+
+    def update(self, row: int) -> None:
+        """Halve the row's scale after an overflow, double it after 2,000 good steps (torch's GradScaler rule)."""
+        if not self.scaled:
+            return
+        self._good_steps[row] = 0 if self.overflowed else self._good_steps[row] + 1
+        if self.overflowed:
+            self.scales[row] *= 0.5
+        elif self._good_steps[row] == SCALE_GROWTH_STEPS:
+            self.scales[row] *= 2.0
+            self._good_steps[row] = 0
+
+    def row(self, row: int) -> Tensors:
+        return {"scale": torch.tensor([self.of(row), float(self._good_steps[row])], dtype=torch.float64)}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        self.scales[row], self._good_steps[row] = tensors["scale"].tolist()
 
 
 def check_precision(precision: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
-from exogym.core.engine.forks import can_fork, run_forked
 from exogym.core.engine.protocol import EngineOptions, Result
 
 
@@ -22,6 +21,8 @@ class Forked:
         return int(options.processes)
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        from exogym.core.engine.forks import can_fork, run_forked
+
         if options.device.type != "cpu" or not can_fork():
             here = {"no forks": f"device {str(options.device)!r} here"}
             check({"processes": f"processes={options.processes}"} | here)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
-from exogym.core.engine.hangs import watched
 from exogym.core.engine.protocol import EngineOptions, Result
-from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_world, world_size
-from exogym.core.mesh.value import groups_of
 
 
 class Group:
     """Joins the process group; every process of the world makes the same calls.
 
     Args:
-        wire: what makes the wire between them.
+        wire: what makes the wire between them; None: a `ProcessWire`.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
 
-    def __init__(self, wire: Callable[..., ProcessWire] = ProcessWire):
+    def __init__(self, wire: Callable[..., Wire] | None = None):
         self.wire = wire
 
     def applies(self, options: EngineOptions) -> bool:
@@ -35,9 +30,18 @@ class Group:
         if options.processes not in (1, "auto", world):
             launched = {"processes of a launcher": f"a script that runs as {world} processes"}
             check({"processes": f"processes={options.processes}"} | launched)
-        return groups_of(options.meshes, world) if options.meshes else world
+        if not options.meshes:
+            return world
+        from exogym.core.mesh.value import groups_of
+
+        return groups_of(options.meshes, world)
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        import torch.distributed as dist
+
+        from exogym.core.engine.hangs import watched
+        from exogym.core.engine.wire import ProcessWire
+
         join_world(options.device)
         with watched(options.hang_s, dist.get_rank()):
             if options.meshes:
@@ -47,4 +51,4 @@ class Group:
                 found = body(wire)
                 wire.leave()  # after a failure others may be at work in them, and the process mostly ends
                 return found
-            return body(self.wire(options.placement, native=options.native))
+            return body((self.wire or ProcessWire)(options.placement, native=options.native))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from exogym.balance import share_out
 from exogym.core.communicator import Wire
-from exogym.core.mesh import NodeMesh
+from exogym.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from exogym.core.mesh import NodeMesh
 
 Result = TypeVar("Result")
 
@@ -92,3 +97,20 @@ class Engine(Protocol):
             Moved: it is to be run again, with the rows dealt anew.
             What `body` raised, here or in another process.
         """
+
+
+def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
+    """Return the global ids of each process: contiguous, in proportion to their `speeds`, or as even as possible.
+
+    >>> place(5, 2), place(5, 2, speeds=[1, 4])
+    ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])
+
+    Raises:
+        ArgumentError: more processes than nodes.
+    """
+    if processes > num_nodes:
+        raise ArgumentError(
+            f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
+        )
+    ends = list(itertools.accumulate(share_out(num_nodes, speeds or [1.0] * processes), initial=0))
+    return [list(range(first, last)) for first, last in itertools.pairwise(ends)]

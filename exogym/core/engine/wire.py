@@ -18,30 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.balance import share_out
 from exogym.core.base import pulse
 from exogym.core.communicator import Move, Wire, reduce_native, reduce_rows
-from exogym.errors import ArgumentError
 
 Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> what `call()` gives
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
-    """Return the global ids of each process: contiguous, in proportion to their `speeds`, or as even as possible.
-
-    >>> place(5, 2), place(5, 2, speeds=[1, 4])
-    ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])
-
-    Raises:
-        ArgumentError: more processes than nodes.
-    """
-    if processes > num_nodes:
-        raise ArgumentError(
-            f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
-        )
-    ends = list(itertools.accumulate(share_out(num_nodes, speeds or [1.0] * processes), initial=0))
-    return [list(range(first, last)) for first, last in itertools.pairwise(ends)]
 
 
 class ProcessWire(Wire):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 from exogym.core.communicator import ALONE, Inside
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
-from exogym.core.fleet.seats import Seats, by_node
 from exogym.core.fleet.state import below
 from exogym.core.record.history import History
 from exogym.core.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
@@ -30,6 +29,9 @@ from exogym.core.saving.export import split_history
 from exogym.core.saving.parts import Parts
 from exogym.errors import CheckpointError, ExoGymError
 from exogym.faults import Outages
+
+if TYPE_CHECKING:
+    from exogym.core.fleet.seats import Seats
 
 MARK, EVALUATIONS = "mark", "evaluations"
 Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
@@ -241,6 +243,8 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
 
 def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
     """Return what was saved of the nodes that are here again, and what would be saved of them now; `shared` last."""
+    from exogym.core.fleet.seats import by_node
+
     parts, saved = [], []
     for before, now in zip(by_node(snapshot.rows), by_node(again.rows), strict=True):
         for node in sorted(before.keys() & now.keys()):

@@ -7,20 +7,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.ways import WAYS
 from exogym.core.compute.worker import check_precision
 from exogym.core.engine import Ray
-from exogym.core.mesh import NodeMesh
 from exogym.core.record.run_folder import RESUME
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from exogym.core.mesh import NodeMesh
 
 COMPUTE = (*WAYS, "auto")
 COUNTS = (
@@ -135,6 +137,8 @@ def _placed(options: FitOptions, folder: str | Path | None) -> str | Path | None
 
 def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
     """Return the split of each node, from one for all or one for each."""
+    from exogym.core.mesh import NodeMesh
+
     found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
     if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
         raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list of one for each node")

@@ -20,10 +20,8 @@ from exogym.core.combinations import check, features_of
 from exogym.core.communicator import Wire, barrier
 from exogym.core.compute.memory import check_rows
 from exogym.core.engine import Engine, EngineOptions, engine_for
-from exogym.core.engine.protocol import Moved
-from exogym.core.engine.wire import place
+from exogym.core.engine.protocol import Moved, place
 from exogym.core.engine.world import world_size
-from exogym.core.fleet.seats import rows_for
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions
 from exogym.core.training.speeds import step_seconds
@@ -91,7 +89,11 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     split = options.meshes and world_size() > 1  # its devices are processes
     keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or (options.weighing is not None)
     most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
-    if most is None or 2 * rows_for(most, 1) > nodes or processes >= nodes:
+    if most is None or processes >= nodes:
+        return nodes
+    from exogym.core.fleet.seats import rows_for
+
+    if 2 * rows_for(most, 1) > nodes:
         return nodes
     return min(processes * rows_for(most, processes), nodes - 1)  # with N rows nobody would need a seat
 

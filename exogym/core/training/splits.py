@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from exogym.core.combinations import check
-from exogym.core.mesh import NodeMesh
 from exogym.core.training.options import FitOptions
+
+if TYPE_CHECKING:
+    from exogym.core.mesh import NodeMesh
 
 
 def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:

@@ -13,8 +13,6 @@ from dataclasses import replace
 import torch
 
 from exogym.core.communicator import Wire
-from exogym.core.engine.forked import Forked
-from exogym.core.engine.forks import can_fork
 from exogym.core.engine.protocol import EngineOptions
 from exogym.core.progress import notice
 from exogym.core.training.assembly import assemble
@@ -29,6 +27,9 @@ TRIAL_S = 0.3
 
 def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions, rows: int) -> int:
     """Return how many processes pay, after a short trial with so many `rows` in one; say which and why."""
+    from exogym.core.engine.forked import Forked
+    from exogym.core.engine.forks import can_fork
+
     device = asked.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cores, options.num_nodes)

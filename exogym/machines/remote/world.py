@@ -17,7 +17,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from exogym.core import communicator
 from exogym.core.base.files import replacing
 from exogym.core.communicator import Wire, ship
-from exogym.core.engine.wire import ProcessWire, place
+from exogym.core.engine.protocol import place
+from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import world_size
 from exogym.core.saving.checkpoint_files import list_checkpoints
 from exogym.errors import ModelError

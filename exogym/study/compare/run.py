@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
-from exogym.core.engine.wire import place as place_rows
+from exogym.core.engine.protocol import place as place_rows
 from exogym.core.training.options import describe, takes
 from exogym.data.partition import IID, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory

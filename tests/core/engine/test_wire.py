@@ -12,8 +12,8 @@ from processes import children, matrix, over_gloo, over_memory
 from exogym.core.communicator import Communicator, Wire, barrier, gather, ship, tell
 from exogym.core.engine import shared, world
 from exogym.core.engine.forks import run_forked
+from exogym.core.engine.protocol import place
 from exogym.core.engine.shared import Lost, SharedWire
-from exogym.core.engine.wire import place
 from exogym.errors import ArgumentError, WorkerError
 
 LAYOUTS = [(2, 5), (3, 8), (4, 4)]

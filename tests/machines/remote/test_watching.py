@@ -10,7 +10,8 @@ import torch.distributed as dist
 from processes import everywhere
 
 from exogym.cli import main
-from exogym.core.engine.wire import ProcessWire, place
+from exogym.core.engine.protocol import place
+from exogym.core.engine.wire import ProcessWire
 from exogym.errors import ArgumentError
 from exogym.machines.remote.watching import LEAST, MOST, Stopwatch
 from exogym.network import Network

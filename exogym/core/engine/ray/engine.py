@@ -20,7 +20,6 @@ from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.protocol import EngineOptions, Moved, Result
 from exogym.core.engine.ray.cluster import check_machines, connect, has_gpus, no_room, room
-from exogym.core.engine.ray.seat import Seat, Seating
 from exogym.core.engine.reports import held, unpacked
 from exogym.core.engine.world import world_size
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
@@ -81,6 +80,8 @@ class Ray:
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         import ray
 
+        from exogym.core.engine.ray.seat import Seating
+
         work = _packed(body)
         folder = None if (self.runtime_env or {}).get("working_dir") else os.getcwd()
         need = _need(options)
@@ -107,9 +108,11 @@ def _need(options: EngineOptions) -> dict[str, float]:
     return {"CPU": float(options.cpus_per_process)} | ({"GPU": 1.0} if on_gpu else {})
 
 
-def _with_groups() -> type[Seat]:
+def _with_groups() -> type:
     """Return the class of the actors, of which some methods answer while another runs."""
     import ray
+
+    from exogym.core.engine.ray.seat import Seat
 
     class ExoGym(Seat):  # the name by which Ray's tools and the system's list of processes know it
         stop = ray.method(concurrency_group="control")(Seat.stop)
