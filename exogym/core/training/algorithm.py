@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -23,9 +22,6 @@ from exogym.core.training.timing import Timing
 from exogym.data.stream import Stream
 from exogym.faults import Attendance
 from exogym.strategy.strategy import Inner, Run, Strategy
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -11,7 +11,7 @@ from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 from exogym.core import compute
 from exogym.core.compute.graphs import Graphs, Replay, captured
 from exogym.core.compute.outputs import tensors_of
-from exogym.errors import ModelError
+from exogym.errors import ArgumentError, ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint
 
@@ -123,7 +123,7 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ModelError, match="it draws random numbers"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), MODELS["dropout"])
     monkeypatch.undo()
-    with pytest.raises(ModelError, match="wants device='cuda', not 'cpu'"):
+    with pytest.raises(ArgumentError, match="compute='graphs' with device='cpu': it replays CUDA graphs"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6))
 
 
