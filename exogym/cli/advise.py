@@ -14,7 +14,7 @@ from rich.console import Console
 
 from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import LiveTable, drawn
-from exogym.cli.values import DATASETS, check_dataset, count_of, numbers_of, processes_of
+from exogym.cli.values import DATASETS, Debug, check_dataset, count_of, numbers_of, processes_of
 from exogym.core.clock import DEVICES, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.mesh import NodeMesh
@@ -147,7 +147,7 @@ def advise(
         typer.Option(metavar="B", help="That go from a layer to the next for a node's batch, as 100M; likewise."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Say which strategy suits a network.
 

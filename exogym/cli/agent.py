@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from exogym.cli.values import Debug
 from exogym.errors import needs
 
 PACKAGES = ("zeroconf", "spake2", "cryptography")
@@ -37,7 +38,7 @@ def agent(
     authorized_keys: Annotated[
         str, typer.Option(metavar="FILE", help="Where the keys of those stand who may log in.")
     ] = "~/.ssh/authorized_keys",
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Let this computer be found by exogym discover and exogym wizard, until Ctrl-C.
 

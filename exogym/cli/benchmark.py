@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from exogym.cli.reproduce import PAGE_HELP, SHORT_SHARE, Debug, Device, OnlyPage, Out, Processes, Short, Teller
-from exogym.cli.values import INTERRUPTED, numbers_of, processes_of
+from exogym.cli.reproduce import PAGE_HELP, SHORT_SHARE, Device, OnlyPage, Out, Processes, Short, Teller
+from exogym.cli.values import INTERRUPTED, Debug, numbers_of, processes_of
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds

@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 from exogym.cli.runs import plain
+from exogym.cli.values import Debug
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
@@ -28,7 +29,6 @@ Arguments = Annotated[
 JobNumber = Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as submitted.")]
 Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
 Processes = Annotated[int | None, typer.Option(metavar="P", help="On each. [default: one a GPU, else 1]")]
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 
 
 class _OfScript(typer.core.TyperCommand):

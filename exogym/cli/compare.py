@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from exogym.cli.live import LiveTable, print_table
-from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, numbers_of, processes_of
+from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, in_full, words_of
 from exogym.errors import ArgumentError
@@ -92,7 +92,7 @@ def compare(
         bool,
         typer.Option("--resume", help="Go on with an interrupted comparison in its own folder, --out RUN, as it was."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
 

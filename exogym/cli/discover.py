@@ -17,6 +17,7 @@ from rich.text import Text
 
 from exogym.cli.agent import PORT, needs_packages
 from exogym.cli.asking import console_on
+from exogym.cli.values import KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.machines.remote import Host, HostsConfig
@@ -29,10 +30,7 @@ AT_ONCE = 16  # computers that are asked
 
 def discover(
     seconds: Annotated[float, typer.Option(metavar="S", help="How long to listen.")] = 3.0,
-    at: Annotated[
-        list[str] | None,
-        typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
-    ] = None,
+    at: At = None,
     pair_with: Annotated[
         str | None, typer.Option("--pair", metavar="NAME", help="Pair with this one; needs the code it shows.")
     ] = None,
@@ -42,14 +40,10 @@ def discover(
     hosts: Annotated[Path, typer.Option(metavar="FILE", help="The hosts file in which those paired stand.")] = Path(
         "distributed_hosts.json"
     ),
-    key: Annotated[
-        str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")
-    ] = "~/.ssh/exogym_ed25519",
-    ssh_config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")
-    ] = None,
+    key: KeyFile = KEY_FILE,
+    ssh_config: SSHConfig = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """List the computers on which exogym agent runs. Those in the hosts file are asked over SSH what they are.
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from exogym.cli.values import Debug
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.progress import notice
@@ -41,7 +42,7 @@ def distributed_train(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command, and run none.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train on several hosts over SSH. Prints what all ranks print; the final model comes into a new folder in runs/.
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exogym.cli.asking import console_on
-from exogym.cli.values import numbers_of
+from exogym.cli.values import Debug, numbers_of
 from exogym.errors import ArgumentError
 from exogym.machines.remote import Check, HostsConfig, check_hosts
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
@@ -43,7 +43,7 @@ def doctor(
         typer.Option(metavar="LIST", help="Of --measure, bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Look at all hosts: login, Python, versions, code, port, disk, clock, device, and the ways between them.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exogym.cli.values import INTERRUPTED, processes_of
+from exogym.cli.values import INTERRUPTED, Debug, processes_of
 from exogym.core.progress import SELDOM_S, notice
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.network import readable_seconds
@@ -32,7 +32,6 @@ Short = Annotated[
 ]
 Processes = Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 
 
 def reproduce(

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from exogym.cli.live import drawn
+from exogym.cli.values import Debug
 from exogym.core.progress import notice, readable_bytes
 from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError, check_choice
@@ -22,7 +23,6 @@ from exogym.study import runs
 
 app = typer.Typer(help="List, show, note, compare, export and remove what runs have left in their folders.")
 Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")]
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 Names = Annotated[
     list[str], typer.Argument(metavar="NAME...", help="As exogym runs list shows them: NAME or PARENT/CHILD.")
 ]

@@ -18,7 +18,7 @@ from exogym.cli.compare import (
     StepsOption,
 )
 from exogym.cli.live import print_table
-from exogym.cli.values import DATASETS, INTERRUPTED, check_dataset, processes_of
+from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, processes_of
 from exogym.core.progress import notice
 from exogym.core.training.options import LONG, FitOptions
 from exogym.study.sweep import SweepInterrupted
@@ -59,7 +59,7 @@ def sweep(
         int | None, typer.Option(metavar="N", help="Train N cells that optuna proposes, not all combinations.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted sweep, as it was.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train a task with every combination of the values of some options, each from several seeds.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exogym.cli.values import Debug
 from exogym.core.progress import notice
 from exogym.errors import ExoGymError
 
@@ -38,7 +39,7 @@ def ui(
         bool,
         typer.Option("--allow-code", help="Let forms name code (MODULE:FUNCTION) and files, and scripts go on."),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Show runs, comparisons and sweeps in the browser, while they train, and start more.
 

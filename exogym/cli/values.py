@@ -1,4 +1,4 @@
-"""Values of options that are more than one number: counts as people write them, lists, processes."""
+"""Options that several commands have; values of options that are more than one number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import math
 import os
 import re
 import sys
+from typing import Annotated
+
+import typer
 
 from exogym.errors import ArgumentError, check_choice
 
 INTERRUPTED = 130  # exit status after Ctrl-C
 DATASETS = ("digits", "mnist", "shakespeare", "cifar10", "whisper")
+KEY_FILE = "~/.ssh/exogym_ed25519"
+Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
+At = Annotated[
+    list[str] | None,
+    typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
+]
+KeyFile = Annotated[str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")]
+SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")]
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 

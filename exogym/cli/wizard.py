@@ -17,7 +17,7 @@ from exogym.cli.asking import Asker, count, pairs, say
 from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
-from exogym.cli.values import DATASETS
+from exogym.cli.values import DATASETS, KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.cli.watching import LiveView
 from exogym.core.base.files import replacing
 from exogym.errors import ArgumentError, check_choice, needs
@@ -62,10 +62,7 @@ def wizard(
     code: Annotated[
         list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="That a computer shows; may be given again.")
     ] = None,
-    at: Annotated[
-        list[str] | None,
-        typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
-    ] = None,
+    at: At = None,
     here: Annotated[
         bool | None, typer.Option("--here/--not-here", help="Whether this computer trains, too. [default: it does]")
     ] = None,
@@ -94,14 +91,10 @@ def wizard(
     address: Annotated[
         str | None, typer.Option(metavar="IP", help="Of this computer, as the others reach it. [default: the only one]")
     ] = None,
-    key: Annotated[
-        str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")
-    ] = "~/.ssh/exogym_ed25519",
-    ssh_config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")
-    ] = None,
+    key: KeyFile = KEY_FILE,
+    ssh_config: SSHConfig = None,
     yes: Annotated[bool, typer.Option("--yes", help="Measure and train without asking.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train on the computers of this network: what, on which, how long. Everything else is proposed.
 
