@@ -50,6 +50,7 @@ FEATURES: dict[str, str] = {
     "local_steps": "`local_steps=`",
     "local_epochs": "`local_epochs=`",
     "H as a function": "`H=` as a function of the round",
+    "rounds of one length": "a strategy that lays its round out beforehand: Streaming DiLoCo, DES-LOC, gossip",
     "rounds of different lengths": "`H=` as a function of the round, or chosen by a tuner",
     "weights by examples": "`weighting='examples'` over nodes of which some have more examples than others",
     "delay": "DiLoCo's `delay=`",
@@ -312,6 +313,12 @@ _OPTIONS: tuple[Refused, ...] = (
             "give a number as H",
         )
         for feature in ("local_steps", "local_epochs", "delay", "island_H")
+    ),
+    Refused(
+        "rounds of one length",
+        "rounds of different lengths",
+        "the strategy lays out beforehand what happens in a round",
+        "give a number as H, without a tuner of H",
     ),
     Refused(
         "a clock of its own",

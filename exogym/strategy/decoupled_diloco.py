@@ -23,6 +23,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
@@ -121,6 +122,8 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         outer_momentum: float = 0.9,
         **options: Unpack[InnerOptions],
     ):
+        if callable(H):
+            refuse({"a clock of its own": type(self).__name__, "H as a function": f"H={H!r}"})
         check_count("H", H)
         if quorum is not None:
             check_count("quorum", quorum)

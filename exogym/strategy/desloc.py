@@ -32,6 +32,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Pe
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.moments import FIRST, SECOND, Kind, Moments
 from exogym.strategy.options import split
+from exogym.strategy.rounds import check_one_length
 from exogym.strategy.strategy import Inner
 from exogym.strategy.traffic import Traffic
 
@@ -85,7 +86,7 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         H_v: int | None = None,
         **options: Unpack[AveragingOptions],
     ):
-        check_count("H", H)
+        check_one_length(H, type(self).__name__)
         moments = Moments(Inner(inner_optim, **split(options, Inner)[0]).spec)
         if H_v is not None and SECOND not in moments.kinds:
             kept = f"inner_optim={inner_optim!r}, which keeps no second moments"

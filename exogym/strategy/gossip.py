@@ -22,7 +22,7 @@ from typing import Any, Unpack
 import torch
 
 from exogym.core.fleet import Fleet
-from exogym.errors import check_choice, check_count
+from exogym.errors import check_choice
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
@@ -31,7 +31,7 @@ from exogym.strategy.communicate_optimize import (
     PeriodicModule,
 )
 from exogym.strategy.graphs import GRAPHS, Edges, edges_of, metropolis
-from exogym.strategy.rounds import RoundLength
+from exogym.strategy.rounds import RoundLength, check_one_length
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -107,7 +107,7 @@ class GossipBeforeStep(GradientModule):
 
     def __init__(self, graph: Any, H: int):
         super().__init__()
-        check_count("H", H)
+        check_one_length(H, type(self).__name__)
         self.H, self.neighbours = H, Neighbours(graph)
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
+from exogym.core.combinations import refuse
 from exogym.errors import ArgumentError, check_count
 
 
@@ -82,3 +83,15 @@ class Rounds:
 
 
 RoundLength = int | Callable[[int], int] | Rounds
+
+
+def check_one_length(H: Any, name: str) -> None:
+    """Refuse H unless it is a number, for the strategy or module `name`.
+
+    Raises:
+        ArgumentError: a function, a tuner's rounds, or no whole number of at least 1.
+    """
+    if callable(H) or isinstance(H, Rounds):
+        lengths = f"H={H!r}" if callable(H) else "an H that a tuner chooses"
+        refuse({"rounds of one length": name, "rounds of different lengths": lengths})
+    check_count("H", H)

@@ -42,6 +42,7 @@ from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterParameters
+from exogym.strategy.rounds import check_one_length
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
@@ -67,7 +68,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         offsets: Sequence[int] | None = None,
     ):
         super().__init__()
-        check_count("H", H)
+        check_one_length(H, type(self).__name__)
         check_count("num_fragments", num_fragments)
         check_count("fragment_sync_delay", fragment_sync_delay, least=0)
         check_choice("pattern", pattern, ("strided", "sequential"))

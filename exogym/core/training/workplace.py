@@ -45,12 +45,12 @@ def workplace(
     worker = Worker(model, loss, device, options.precision, options.seed, options.micro_batch_size)
     if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
         worker.weights.counting = counting(subject.loss_fn)
-    if options.meshes:
+    first_batch = next(iter(stream.batches(0, 0, 1)))
+    _initialise_lazy(worker, first_batch)
+    if options.meshes:  # which look at shapes
         from exogym.core.compute.insides import Insides
 
         worker.insides = Insides(model, options.meshes)
-    first_batch = next(iter(stream.batches(0, 0, 1)))
-    _initialise_lazy(worker, first_batch)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         look(worker, first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
