@@ -61,7 +61,7 @@ def regression(inputs: int = 20, train: int = 2048, val: int = 512) -> Task:
     data = [TensorDataset(x[part], y[part]) for part in (slice(train), slice(train, None))]
     return Task(
         "regression", f"regression on {inputs} ill-conditioned inputs, MLP {inputs}-16-1", "made up", *data,
-        lambda: Regressor(inputs), nodes=4, batch_size=32, steps=2000, lr=0.05, H=10, inner_optim="sgd",
+        lambda: Regressor(inputs), num_nodes=4, batch_size=32, max_steps=2000, lr=0.05, H=10, inner_optim="sgd",
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def run(task: Task, make: Callable[..., Strategy], outer_lr: float, seed: int, s
 
 def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, steps: int | None = None) -> list[str]:
     """Return the lines of the table."""
-    steps = steps or task.steps
+    steps = steps or task.max_steps
     lines = [
         f"{task.description}; steps of {STEP_SECONDS} s, H = {task.H}, {steps * len(STEP_SECONDS)} local steps in all, "
         f"{seeds} seeds",

@@ -79,7 +79,7 @@ def data() -> torch.utils.data.TensorDataset:
 
 def task() -> Task:
     """Return what is trained, for those who measure a step of it."""
-    settings = {"nodes": 2, "batch_size": 1, "steps": 10, "lr": 0.01, "H": 10, "inner_optim": "sgd"}
+    settings = {"num_nodes": 2, "batch_size": 1, "max_steps": 10, "lr": 0.01, "H": 10, "inner_optim": "sgd"}
     return Task("wide", "four layers that sleep", "drawn", data(), data(), Wide, **settings)
 
 

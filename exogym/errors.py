@@ -179,7 +179,7 @@ def checked(function: F) -> F:
             what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
             raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
         if function.__name__ == "__init__" and "given_arguments" not in vars(args[0]):
-            args[0].given_arguments = {k: v for k, v in bound.arguments.items() if k != "self"}
+            vars(args[0])["given_arguments"] = {k: v for k, v in bound.arguments.items() if k != "self"}
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -205,7 +205,7 @@ def advise(
     task = None
     if dataset is not None:
         task = load_task(dataset, data)
-    count = next(number for number in [*known, None if task is None else task.nodes] if number is not None)
+    count = next(number for number in [*known, None if task is None else task.num_nodes] if number is not None)
     share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
     if simulated and task is not None:
         by_formula = {

@@ -139,7 +139,7 @@ def wizard(
 
 
 def _steps(asker: Asker, task: Task) -> int:
-    return asker.text("--steps", "How many steps shall each computer train?", count, str(task.steps))
+    return asker.text("--steps", "How many steps shall each computer train?", count, str(task.max_steps))
 
 
 def general_of(options: str | None) -> Path | None:

@@ -1,6 +1,6 @@
 """Ready-made problems: data, model and settings under which the strategies can be told apart in a short time.
 
->>> digits_task().name, load_task("digits", hidden=8).nodes, mnist_task(width=2).batch_size, shakespeare_task().H
+>>> digits_task().name, load_task("digits", hidden=8).num_nodes, mnist_task(width=2).batch_size, shakespeare_task().H
 ('digits', 4, 8, 10)
 >>> cifar10_task("nowhere.npz")
 Traceback (most recent call last):
@@ -36,7 +36,7 @@ class Task:
         name, description: for reports; `origin` says where the data were found.
         train, val: the data sets.
         build: makes a model, drawing from torch's generator; see `make_model`.
-        nodes, batch_size, steps: of the fleet, per node and step, and per run.
+        num_nodes, batch_size, max_steps: of the fleet, per node and step, and per run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
         H: inner steps between communications of the strategies that have them.
         outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
@@ -50,9 +50,9 @@ class Task:
     train: Dataset[Any]
     val: Dataset[Any]
     build: Callable[[], nn.Module]
-    nodes: int
+    num_nodes: int
     batch_size: int
-    steps: int
+    max_steps: int
     lr: float
     H: int
     outer_lr: float | None = None
@@ -72,6 +72,7 @@ class Task:
             return self.build()
 
 
+Task.__init__ = checked(Task.__init__)  # type: ignore[method-assign]
 Data = str | os.PathLike[str] | None
 
 
@@ -91,7 +92,7 @@ def load_task(name: str, data: Data = None, **options: Any) -> Task:
         DataError: its data were not found; the message says how to get them.
 
     >>> task = load_task("digits")
-    >>> task.nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
+    >>> task.num_nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
     (4, 'dirichlet:1.0', 2410)
     """
     if ":" in name:
@@ -130,9 +131,9 @@ def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
         f"8x8 handwritten digits, MLP 64-{hidden}-10",
         source,
         functools.partial(MLP, [64, hidden, 10]),
-        nodes=4,
+        num_nodes=4,
         batch_size=4,
-        steps=1000,
+        max_steps=1000,
         lr=2e-3,
         H=10,
         outer_lr=0.3,
@@ -148,9 +149,9 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
         f"28x28 handwritten digits, CNN of width {width}",
         mnist(data),
         functools.partial(SmallCNN, channels=1, size=28, width=width),
-        nodes=4,
+        num_nodes=4,
         batch_size=8,
-        steps=300,
+        max_steps=300,
         lr=2e-3,
         H=10,
         outer_lr=0.4,
@@ -166,9 +167,9 @@ def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
         f"32x32 photographs of ten kinds, CNN of width {width}",
         cifar10(data),
         functools.partial(SmallCNN, channels=3, size=32, width=width),
-        nodes=4,
+        num_nodes=4,
         batch_size=16,
-        steps=400,
+        max_steps=400,
         lr=1e-3,
         H=10,
         partitioner="dirichlet:1.0",
@@ -200,9 +201,9 @@ def shakespeare_task(
         f"Shakespeare by the character, GPT of {n_layer} layers, {n_head} heads, width {n_embd}",
         source,
         model,
-        nodes=4,
+        num_nodes=4,
         batch_size=8,
-        steps=1000,
+        max_steps=1000,
         lr=3e-3,
         H=10,
         outer_lr=0.4,
@@ -267,9 +268,9 @@ def whisper_task(
         source.train,
         val,
         build,
-        nodes=2,
+        num_nodes=2,
         batch_size=2,
-        steps=40,
+        max_steps=40,
         lr=1e-3 if lora_rank is not None else 1e-5,
         H=8,
         outer_lr=1.0,

@@ -1,6 +1,7 @@
 """Ready-made tasks: reproducible models, data that fit them, options that are checked, methods told apart."""
 
 import copy
+import dataclasses
 import pickle
 import random
 
@@ -30,7 +31,7 @@ def cifar_file(folder) -> None:
 def test_a_task_trains_from_a_seeded_model(name: str, tmp_path) -> None:
     cifar_file(tmp_path)
     task = load_task(name, tmp_path if name == "cifar10" else None)
-    assert task.name == name and task.steps >= 30 * task.H
+    assert task.name == name and task.max_steps >= 30 * task.H
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     one, same, other = task.make_model(0), task.make_model(0), task.make_model(1)
     assert random.getstate() == states[0] and np.array_equal(np.random.get_state()[1], states[1])
@@ -38,7 +39,7 @@ def test_a_task_trains_from_a_seeded_model(name: str, tmp_path) -> None:
     weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (one, same, other)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
-    stream = Stream(task.train, task.nodes, batch_size=task.batch_size, partitioner=task.partitioner)
+    stream = Stream(task.train, task.num_nodes, batch_size=task.batch_size, partitioner=task.partitioner)
     batch = next(iter(stream.batches(0, 0, 1)))
     assert len(batch[0]) == task.batch_size
     before = one(batch)["loss"]
@@ -106,7 +107,7 @@ def test_a_task_of_ones_own_by_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -
 
 def final_loss(task: Task, method: str, seed: int, steps: int) -> float:
     """Validation loss of one node alone, of gradient averaging, or of averaging every H steps; by hand."""
-    nodes = 1 if method == "single" else task.nodes
+    nodes = 1 if method == "single" else task.num_nodes
     partitioner = None if method == "single" else task.partitioner
     stream = Stream(task.train, nodes, batch_size=task.batch_size, seed=seed, partitioner=partitioner)
     models = [task.make_model(seed) for _ in range(nodes)]
@@ -144,3 +145,9 @@ def test_digits_tells_the_methods_apart() -> None:
     loss = {m: np.mean([final_loss(task, m, seed, 800) for seed in (0, 1)]) for m in ("single", "average", "ddp")}
     assert loss["ddp"] < loss["average"] < loss["single"], loss
     assert loss["single"] > 1.25 * loss["ddp"] and loss["single"] < 0.5, loss  # clear, and learnt
+
+
+def test_an_old_name_of_a_setting_is_answered_with_the_new_one() -> None:
+    for old, new in (("steps", "max_steps"), ("nodes", "num_nodes")):
+        with pytest.raises(ArgumentError, match=rf"Task\(\) has no argument '{old}': did you mean '{new}'"):
+            dataclasses.replace(load_task("digits"), **{old: 5})

@@ -146,7 +146,7 @@ class RunProfile:
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
         """Return what `NetworkTrainer.fit` is given beside the strategy; `evaluates`: there is a validation set."""
-        steps = self.steps or (task.steps if task else DEFAULT_STEPS)
+        steps = self.steps or (task.max_steps if task else DEFAULT_STEPS)
         return {
             "num_nodes": self.nodes, "max_steps": steps,
             "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,

@@ -66,7 +66,7 @@ def simulate(
     ('diloco:H=10', [False, False])
     """
     setting = setting_of(
-        task, num_nodes, math.ceil(task.steps / SHORT) if max_steps is None else max_steps, batch_size, seeds, None
+        task, num_nodes, math.ceil(task.max_steps / SHORT) if max_steps is None else max_steps, batch_size, seeds, None
     )
     check_timed(network, step_seconds, speeds, target_loss, timeline=False)
     plans = _plans(task, setting, strategies)

@@ -77,7 +77,7 @@ def parts_of(
         except DataError as error:
             leave_out(str(error))
             continue
-        together = task.nodes * task.batch_size
+        together = task.num_nodes * task.batch_size
         for nodes in scope.nodes:
             shared = {"task": name, "nodes": nodes, "batch_size": max(1, together // nodes)}
             part = Part(name, nodes, _possible(scope, shared, work, leave_out))

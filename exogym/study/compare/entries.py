@@ -81,7 +81,10 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
 
 
 def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seeds: Any, lr: Any) -> Setting:
-    nodes, steps = task.nodes if num_nodes is None else num_nodes, task.steps if max_steps is None else max_steps
+    nodes, steps = (
+        task.num_nodes if num_nodes is None else num_nodes,
+        task.max_steps if max_steps is None else max_steps,
+    )
     size, rate = task.batch_size if batch_size is None else batch_size, task.lr if lr is None else lr
     for name, count in (("num_nodes", nodes), ("max_steps", steps), ("batch_size", size)):
         check_count(name, count)

@@ -231,7 +231,17 @@ def task_of(problem: Any, data: Any) -> Task:
     elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
         build, train, val = problem
         task = Task(
-            "custom", "own problem", "given", train, val, build, nodes=4, batch_size=32, steps=300, lr=1e-3, H=10
+            "custom",
+            "own problem",
+            "given",
+            train,
+            val,
+            build,
+            num_nodes=4,
+            batch_size=32,
+            max_steps=300,
+            lr=1e-3,
+            H=10,
         )
     else:
         seen = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else repr(problem)

@@ -28,7 +28,7 @@ def by_speaker(data: Data) -> tuple[Task, Partitioner | None]:
 
 def pictures(data: Data) -> tuple[Task, Partitioner | None]:
     """MNIST in shards of two labels a node, a small CNN of 0.05M parameters; AdamW 2e-3, 4 nodes, 600 steps."""
-    return replace(load_task("mnist", data), steps=600, partitioner="shards:2"), None
+    return replace(load_task("mnist", data), max_steps=600, partitioner="shards:2"), None
 
 
 PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {

@@ -142,7 +142,7 @@ class Reproduction:
             return self._sessions[cell.key]
         data = self.data.get(cell.task) if isinstance(self.data, Mapping) else self.data
         task, split = problem(cell.task, data)
-        steps = max(LEAST_STEPS, round((cell.steps or task.steps) * self.share)) if self.share < 1 else cell.steps
+        steps = max(LEAST_STEPS, round((cell.steps or task.max_steps) * self.share)) if self.share < 1 else cell.steps
         task = replace(task, warmup_steps=round(task.warmup_steps * self.share))
         asked: dict[str, Any] = {
             "num_nodes": cell.nodes, "max_steps": steps, "batch_size": cell.batch_size, "seeds": self.seeds,

@@ -14,7 +14,7 @@ from exogym.models import MLP
 
 def make():
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
-    sizes = dict(nodes=2, batch_size=4, steps=20, lr=0.01, H=5)
+    sizes = dict(num_nodes=2, batch_size=4, max_steps=20, lr=0.01, H=5)
     return Task("own", "mine", "here", data, data, lambda: MLP([8, 4, 2]), **sizes)
 """
 MEASURED = {
