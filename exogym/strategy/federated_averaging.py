@@ -24,26 +24,24 @@ clipped updates over C N, and noise: `exogym.strategy.privacy`.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.faults import Availability
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import ChoosesClients, HasOuterModel
+from exogym.strategy.client_draws import ClientDraws
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.federated_server import Server
 from exogym.strategy.options import defined, split
-from exogym.strategy.participation import Participation, Round
+from exogym.strategy.participation import Participation
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
@@ -96,72 +94,50 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         super().__init__()
         self.take_rounds(H)
         check_choice("weighting", weighting, ("examples", "uniform"))
-        if island_size is not None:
-            check_count("island_size", island_size)
-        check_number("client_fraction", client_fraction, over=0, most=1)
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
         for steps in local_steps or ():
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
-        check_number("over_sampling", over_sampling, least=0, more=", a share of the clients of a round")
-        if deadline_s is not None:
-            check_number("deadline_s", deadline_s, over=0)
-        check_count("min_reports", min_reports)
-        self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
-        self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
+        if not isinstance(privacy, DifferentialPrivacy | None):
+            raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
+        self.draws = ClientDraws(
+            client_fraction, island_size, privacy is not None, over_sampling, deadline_s, min_reports
+        )
         self.participation: Participation | None = None
-        self.island_size, self.client_fraction, self.weighting = island_size, client_fraction, weighting
+        self.weighting = weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.work: np.ndarray | None = None
         self.fresh_inner_state = not keep_inner_state
         self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
-        if not isinstance(privacy, DifferentialPrivacy | None):
-            raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
         self.privacy, self.released, self.rounds_ended = privacy, 0, 0
         if privacy is not None:
             self.counters = ("released",)  # rounds whose mean was given to clients
+        self.samples = self.draws.samples
         self.asks_clients = client_fraction < 1 and island_size is None and privacy is None
         self.asks_all_lengths = local_epochs is not None
         check(self.features())
 
     def features(self) -> dict[str, str]:
-        sampled = self.client_fraction if self.client_fraction < 1 else None
+        fraction = self.draws.client_fraction
         rest = features_of(
-            client_fraction=sampled, privacy=self.privacy, local_steps=self.local_steps_given,
-            local_epochs=self.local_epochs,
+            client_fraction=fraction if fraction < 1 else None, privacy=self.privacy,
+            local_steps=self.local_steps_given, local_epochs=self.local_epochs,
         )  # fmt: skip
-        found = super().features() | rest | features_of(island_size=self.island_size, deadline_s=self.deadline_s)
-        found |= {"nodes that rest": " and ".join(rest.values())} if rest else {}
-        found |= {"no client_fraction": "client_fraction=1"} if sampled is None else {}
-        if self.asks:
-            asked = f"over_sampling={self.over_sampling}, deadline_s={self.deadline_s}, min_reports={self.min_reports}"
-            found["over_sampling, deadline_s or min_reports"] = asked
-        return found
+        found = super().features() | rest | self.draws.features()
+        return found | ({"nodes that rest": " and ".join(rest.values())} if rest else {})
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # which is known once a run has begun
             raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
-        island = self._sizes(N)[1]
-        way = "server" if N > 1 and (self.client_fraction < 1 or self.privacy is not None) else None
+        island = self.draws.sizes(N)[1]
+        way = "server" if N > 1 and self.samples else None
         members = island if way or island < N else None
         return [Traffic("all_reduce", P * b, self.interval_steps, members, way)]
 
     def rounds_among(self, N: int) -> AskedRounds | None:
-        if self.client_fraction == 1 or N == 1:
-            return None
-        size = self._sizes(N)[1] if self.island_size else None
-
-        def rounds(step_s: np.ndarray) -> Iterator[tuple[list[list[int]], float | None]]:
-            asked = self._asked(0, N, lambda round_: self.interval_steps, step_s) if self.asks else None
-            for round_ in itertools.count():
-                held = None if asked is None else asked.of(round_)
-                clients = self._drawn_among(N, 0, round_) if held is None else held.clients
-                groups = _islands(clients, size, 0, round_)
-                yield groups, None if len(groups) > 1 else 0.0 if held is None else held.end_s - held.begin_s
-
-        return rounds
+        return self.draws.rounds_among(N, self.interval_steps)
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
         is_end = self.next_event(step - 1) == step
@@ -174,23 +150,10 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return clients, self.participation.slack_s(round_, clients)
 
     def couples_every(self, N: int) -> float:
-        clients, island = self._sizes(N)
-        rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
-        return self.interval_steps * rounds * N / clients
-
-    def _sizes(self, N: int) -> tuple[int, int]:
-        """Return how many of N nodes take part in a round, and how many of them are an island."""
-        clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
-        return clients, min(self.island_size or clients, clients)
+        return self.draws.couples_every(self.interval_steps, N)
 
     def seats(self, num_nodes: int) -> int | None:
-        clients, island = self._sizes(num_nodes)
-        if island < clients:
-            return None
-        if self.privacy is not None:  # each node by its own chance: never more in practice
-            mean = self.client_fraction * num_nodes
-            return min(num_nodes, math.ceil(mean + 8 * math.sqrt(mean) + 8))
-        return clients if clients < num_nodes else None
+        return self.draws.seats(num_nodes)
 
     def seated(self, step: int) -> tuple[list[int], list[int]]:
         if step == 0:
@@ -213,21 +176,20 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
                 raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
             self.work = np.array(self.local_steps_given)
         self.participation = self._participation(run)
-        self.samples = self.client_fraction < 1 or self.privacy is not None
         self.has_server = self.samples and len(self.islands(0)) == 1
         if self.privacy is not None:
             self._check_private(fleet)
+        self.server = Server(fleet, self.privacy, self.draws.client_fraction, run.seed)
         if self.samples:
-            self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
-        if self.has_server:
-            self.shared_state |= {f"buffer.{name}": rows[:1].clone() for name, rows in fleet.buffers.items()}
+            kept = self.server.state()  # in islands there is no server, and nobody has its buffers
+            self.shared_state = {n: x for n, x in kept.items() if self.has_server or n.startswith("theta.")}
 
     def _participation(self, run: Run) -> Participation | None:
-        if not self.asks and run.availability is None:
+        if not self.draws.asks and run.availability is None:
             return None
         if run.step_s is None:  # of a run that `fit` did not check
             untimed = {"no step_seconds": "no step_seconds"}
-            check(untimed | features_of(deadline_s=self.deadline_s, trace=run.availability))
+            check(untimed | features_of(deadline_s=self.draws.deadline_s, trace=run.availability))
         self.counters = ("rounds_ended",)
 
         def work(round_: int) -> np.ndarray | int:
@@ -235,16 +197,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             return steps if self.work is None else np.minimum(self.work, steps)
 
         step_s = 1.0 if run.step_s is None else run.step_s
-        return self._asked(run.seed, run.num_nodes, work, step_s, run.availability)
-
-    def _asked(
-        self, seed: int, N: int, work: Callable[[int], np.ndarray | int], step_s: np.ndarray | float,
-        availability: Availability | None = None,
-    ) -> Participation:  # fmt: skip
-        return Participation(
-            seed, N, self._sizes(N)[0], work, step_s, availability, self.over_sampling, self.deadline_s,
-            self.min_reports,
-        )  # fmt: skip
+        return self.draws.asked(run.seed, run.num_nodes, work, step_s, run.availability)
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
@@ -268,18 +221,11 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     def _draw(self, n: int, round_: int) -> list[int]:
         if self.participation is not None:
             return self.participation.of(round_).clients
-        return self._drawn_among(n, self.run.seed, round_)
-
-    def _drawn_among(self, n: int, seed: int, round_: int) -> list[int]:
-        if self.privacy is not None:
-            chance = numpy_generator(seed, "private clients", round_).random(n)
-            return np.flatnonzero(chance < self.client_fraction).tolist()
-        drawn = numpy_generator(seed, "clients", round_).choice(n, self._sizes(n)[0], replace=False)
-        return sorted(drawn.tolist())
+        return self.draws.clients(n, self.run.seed, round_)
 
     def islands(self, round_: int) -> list[list[int]]:
         """Return the groups that average at the end of round `round_`: disjoint, covering its clients."""
-        return _islands(self.clients(round_), self.island_size, self.run.seed, round_)
+        return self.draws.islands(self.clients(round_), self.run.seed, round_)
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
         if self.work is None and not self.samples:
@@ -305,8 +251,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         expected = [islands[tuple(island)] for island in groups]
         way = "server" if self.samples else "ring"
         if self.privacy is not None and groups:
-            theta = [self.shared_state[f"theta.{b}"] for b in range(len(fleet.blocks))]
-            self.privacy.clip_rows(fleet, rows_of(fleet, groups[0]), theta)
+            self.privacy.clip_rows(fleet, rows_of(fleet, groups[0]), self.server.theta)
         w = self.weights_among([i for group in groups for i in group])
         for block in fleet.blocks if groups else ():
             x = block.params
@@ -314,55 +259,20 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         if groups:
             fleet.synchronise_buffers(groups)
         if self.has_server:
-            self._serve(fleet, round_, groups[0] if groups else [])
+            came = groups[0] if groups else []
+            self.server.serve(fleet, round_, came, self.clients(round_), self.clients(round_ + 1))
             self.released += self.privacy is not None
         if self.participation is not None:
-            self._count_the_others(fleet, self.participation.of(round_))
+            self.participation.of(round_).record(fleet)
             self.rounds_ended = round_ + 1
-
-    def _count_the_others(self, fleet: Fleet, held: Round) -> None:
-        """Record what clients got and sent that were asked and whose reports do not count."""
-        counted = set(held.clients)
-        in_vain = [i for i in held.asked if i not in counted]
-        for block in fleet.blocks:
-            if in_vain:
-                fleet.comm.pull(block.params, in_vain)
-            if not held.holds and held.reported:
-                size = block.layout.total * block.layout.dtype.itemsize
-                fleet.comm.record("push", "server", held.reported, size)
-
-    def _serve(self, fleet: Fleet, round_: int, came: list[int]) -> None:
-        """Take theta from the clients that came, if any, and give it to the next round's that are there."""
-        clients, present, holder = self.clients(round_ + 1), fleet.comm.present, came[:1]
-        for b, block in enumerate(fleet.blocks):
-            theta = self.shared_state[f"theta.{b}"]
-            mean = fleet.comm.wire.rows(block.params, holder) if holder else theta
-            if self.privacy is None:
-                theta.copy_(mean)
-            else:
-                wanted = self.client_fraction * fleet.num_nodes
-                theta.add_(mean - theta, alpha=len(came) / wanted)
-                theta.add_(self.privacy.noise(theta, wanted, self.run.seed, b, round_))
-                for row in rows_of(fleet, came):
-                    block.params[row] = theta[0]  # what the server sends down
-            for row in rows_of(fleet, [i for i in clients if i in present]):
-                block.params[row] = theta[0]
-        # theta's buffers; nodes that sit out have no use for their own until they get these
-        lost = [i for i in {*clients, *self.clients(round_)} if i not in present]
-        for name, rows in fleet.buffers.items() if holder else ():
-            theirs = rows[rows_of(fleet, lost)]
-            of_server = self.shared_state[f"buffer.{name}"]
-            of_server.copy_(fleet.comm.wire.rows(rows, holder))
-            rows.copy_(of_server.expand_as(rows))
-            rows[rows_of(fleet, lost)] = theirs
 
     def figures(self) -> dict[str, float]:
         """Return the epsilon spent so far; of rounds that clients are asked for, what came of them."""
-        found = {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.client_fraction, self.released)}
+        found = (
+            {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.draws.client_fraction, self.released)}
+        )
         if self.participation is not None and self.rounds_ended:
-            last = self.participation.of(self.rounds_ended - 1)
-            found |= {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
-            found["failed_rounds"] = self.participation.failed(self.rounds_ended)
+            found |= self.participation.figures(self.rounds_ended)
         if self.run.empty:
             found["empty_clients"] = len(self.run.empty)  # of those that were ever drawn, or asked for their length
         return found
@@ -376,17 +286,10 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
         if not self.has_server:
             return None
-        return [self.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
+        return [theta[0] for theta in self.server.theta]
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        return {name: self.shared_state[f"buffer.{name}"][0] for name in fleet.buffers} if self.has_server else None
-
-
-def _islands(clients: list[int], size: int | None, seed: int, round_: int) -> list[list[int]]:
-    if size is None or size >= len(clients):
-        return [clients]
-    order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
-    return [sorted(order[i : i + size]) for i in range(0, len(order), size)]
+        return {name: rows[0] for name, rows in self.server.buffers.items()} if self.has_server else None
 
 
 class ClientOptions(TypedDict, total=False):

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
+from exogym.core.fleet import Fleet
 from exogym.faults import Availability
 
 
@@ -37,6 +38,17 @@ class Round:
     def clients(self) -> list[int]:
         """Return those who act in it: nobody where it was given up."""
         return self.reported if self.holds else []
+
+    def record(self, fleet: Fleet) -> None:
+        """Record what clients got and sent that were asked and whose reports do not count."""
+        counted = set(self.clients)
+        in_vain = [i for i in self.asked if i not in counted]
+        for block in fleet.blocks:
+            if in_vain:
+                fleet.comm.pull(block.params, in_vain)
+            if not self.holds and self.reported:
+                size = block.layout.total * block.layout.dtype.itemsize
+                fleet.comm.record("push", "server", self.reported, size)
 
 
 class Participation:
@@ -89,6 +101,12 @@ class Participation:
         """Return how many of the first `count` rounds were given up."""
         self.of(count)
         return sum(self._fails[:count])
+
+    def figures(self, ended: int) -> dict[str, float]:
+        """Return what came of the first `ended` rounds, for the history."""
+        last = self.of(ended - 1)
+        found = {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
+        return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
         """Return how much longer round `number` lasts than steps at speed 1 take the slowest of `clients`."""

@@ -1,0 +1,121 @@
+"""Who takes part in the rounds of an averaging: which clients are drawn, in which islands, and whom a server asks.
+
+All of it follows from (seed, round), so nobody has to send it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from exogym.core.base.draws import numpy_generator
+from exogym.core.combinations import features_of
+from exogym.errors import check_count, check_number
+from exogym.faults import Availability
+from exogym.strategy.participation import Participation
+from exogym.strategy.traffic import AskedRounds
+
+
+class ClientDraws:
+    """The draws of clients and islands. Arguments as `AveragingCommunicator`.
+
+    Args:
+        by_chance: each node is a client with probability C by itself, as `privacy` wants it.
+
+    Raises:
+        ArgumentError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        client_fraction: float = 1.0,
+        island_size: int | None = None,
+        by_chance: bool = False,
+        over_sampling: float = 0.0,
+        deadline_s: float | None = None,
+        min_reports: int = 1,
+    ):
+        if island_size is not None:
+            check_count("island_size", island_size)
+        check_number("client_fraction", client_fraction, over=0, most=1)
+        check_number("over_sampling", over_sampling, least=0, more=", a share of the clients of a round")
+        if deadline_s is not None:
+            check_number("deadline_s", deadline_s, over=0)
+        check_count("min_reports", min_reports)
+        self.client_fraction, self.island_size, self.by_chance = client_fraction, island_size, by_chance
+        self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
+        self.samples = client_fraction < 1 or by_chance
+        self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
+
+    def features(self) -> dict[str, str]:
+        """Return which of `exogym.core.combinations.FEATURES` there are, as name to text."""
+        found = features_of(island_size=self.island_size, deadline_s=self.deadline_s)
+        found |= {"no client_fraction": "client_fraction=1"} if self.client_fraction == 1 else {}
+        if self.asks:
+            asked = f"over_sampling={self.over_sampling}, deadline_s={self.deadline_s}, min_reports={self.min_reports}"
+            found["over_sampling, deadline_s or min_reports"] = asked
+        return found
+
+    def sizes(self, N: int) -> tuple[int, int]:
+        """Return how many of N nodes take part in a round, and how many of them are an island."""
+        clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
+        return clients, min(self.island_size or clients, clients)
+
+    def couples_every(self, H: float, N: int) -> float:
+        """Return the steps after which all of the model has been exchanged once, with rounds of H steps."""
+        clients, island = self.sizes(N)
+        rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
+        return H * rounds * N / clients
+
+    def seats(self, N: int) -> int | None:
+        """Return how many nodes act in a round at most; None: all, or there is no server that knows theta."""
+        clients, island = self.sizes(N)
+        if island < clients:
+            return None
+        if self.by_chance:  # never more in practice
+            mean = self.client_fraction * N
+            return min(N, math.ceil(mean + 8 * math.sqrt(mean) + 8))
+        return clients if clients < N else None
+
+    def clients(self, N: int, seed: int, round_: int) -> list[int]:
+        """Return the sorted ids of the clients that are drawn for a round."""
+        if self.by_chance:
+            chance = numpy_generator(seed, "private clients", round_).random(N)
+            return np.flatnonzero(chance < self.client_fraction).tolist()
+        drawn = numpy_generator(seed, "clients", round_).choice(N, self.sizes(N)[0], replace=False)
+        return sorted(drawn.tolist())
+
+    def islands(self, clients: list[int], seed: int, round_: int) -> list[list[int]]:
+        """Return the groups of a round's clients that average: disjoint, covering them."""
+        if self.island_size is None or self.island_size >= len(clients):
+            return [clients]
+        order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
+        return [sorted(order[i : i + self.island_size]) for i in range(0, len(order), self.island_size)]
+
+    def asked(
+        self, seed: int, N: int, work: Callable[[int], np.ndarray | int], step_s: np.ndarray | float,
+        availability: Availability | None = None,
+    ) -> Participation:  # fmt: skip
+        """Return the rounds of a server that asks clients, and waits for some of them."""
+        return Participation(
+            seed, N, self.sizes(N)[0], work, step_s, availability, self.over_sampling, self.deadline_s,
+            self.min_reports,
+        )  # fmt: skip
+
+    def rounds_among(self, N: int, H: int) -> AskedRounds | None:
+        """Return who is asked in each round of H steps, for `Plan.rounds`; None: all N nodes take part."""
+        if self.client_fraction == 1 or N == 1:
+            return None
+
+        def rounds(step_s: np.ndarray) -> Iterator[tuple[list[list[int]], float | None]]:
+            asked = self.asked(0, N, lambda round_: H, step_s) if self.asks else None
+            for round_ in itertools.count():
+                held = None if asked is None else asked.of(round_)
+                clients = self.clients(N, 0, round_) if held is None else held.clients
+                groups = self.islands(clients, 0, round_)
+                yield groups, None if len(groups) > 1 else 0.0 if held is None else held.end_s - held.begin_s
+
+        return rounds
