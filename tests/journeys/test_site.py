@@ -233,6 +233,7 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     assert dead_links(tmp_path) == ["a.html: #there", "a.html: b.html"]
 
 
+@pytest.mark.slow
 def test_the_whole_site(tmp_path: Path) -> None:
     """One test, since it is built once: no warning, no dead link, nothing from elsewhere, a search, mathematics."""
     done = subprocess.run([sys.executable, build.__file__, str(tmp_path)], capture_output=True, text=True)

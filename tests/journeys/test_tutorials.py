@@ -10,7 +10,11 @@ from processes import python
 
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 SHORTENED = {"tutorial_custom", "tutorial_federated", "tutorial_strategies"}  # where EXOGYM_SHORT is set
-LONG = SHORTENED | {"tutorial_real_machines", "tutorial_whisper"}  # what these show has tests of its own
+LONG = SHORTENED | {
+    "tutorial_real_machines",
+    "tutorial_whisper",
+    "tutorial_production",
+}  # what these show has tests of its own
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WITHIN = 0.15  # of a number: other processors round otherwise
 

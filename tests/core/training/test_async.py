@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from battery import each, in_turn
 from paths import ROOT
 from problems import BATCH, MixedRegressor, Regressor, distance, factory, loss_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
@@ -493,7 +494,7 @@ STRATEGIES: dict[str, tuple[Callable[[], AsyncDiLoCoStrategy], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", each(STRATEGIES, fast=("delayed", "grace")))
 def test_the_laws_hold(name: str) -> None:
     make, H = STRATEGIES[name]
     assert set(check_strategy(make, payload_bytes=lambda row, steps: row * math.ceil(steps / H))) == set(LAWS)
@@ -554,8 +555,7 @@ def stop_at(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(Interrupt, "__call__", call)
 
 
-@pytest.mark.parametrize("layouts", [(1, 1), (1, 3, 2)])
-@pytest.mark.parametrize("at", [1, 2, 7, 20, 40])
+@pytest.mark.parametrize(("at", "layouts"), in_turn([1, 2, 7, 20, 40], [(1, 3, 2), (1, 1)]))
 def test_stopping_changes_nothing(layouts: tuple[int, ...], at: int, tmp_path: Any) -> None:
     """Stopped in the middle of rounds, and gone on with in another layout."""
     stops = 0
