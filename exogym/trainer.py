@@ -225,7 +225,6 @@ class LocalTrainer(Trainer):
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
-        from exogym.core.clock import TIMELINE, save_spans
         from exogym.core.training.assembly import assemble
 
         loop = (self.assembles or assemble)(self.subject, options, device, self.max_stretch, wire)
@@ -236,6 +235,8 @@ class LocalTrainer(Trainer):
         finally:
             self.history, self.traffic = loop.history, loop.fleet.comm.ledger.traffic
             if options.timeline and options.run_dir is not None and wire.is_main and self.clock is not None:
+                from exogym.core.clock import TIMELINE, save_spans
+
                 save_spans(self.clock, Path(options.run_dir) / TIMELINE)
             self.spent = loop.spent
             loop.end()

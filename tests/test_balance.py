@@ -26,7 +26,7 @@ from exogym.core.base import rng
 from exogym.core.clock import StepTime
 from exogym.core.communicator import Communicator
 from exogym.core.engine.protocol import place
-from exogym.core.training import placement, speeds
+from exogym.core.training import dealing, speeds
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
@@ -123,7 +123,7 @@ def test_nodes_are_dealt_by_the_speeds_that_were_measured(
     assert fingerprint(measured.model) == fingerprint(alone.model)
     found = measured.description["placement"]
     assert max(found["speeds"]) == 1.0 and found["nodes"] == place(5, 2, found["speeds"])
-    monkeypatch.setattr(placement, "step_seconds", lambda worker, stream, node: [0.03, 0.01][node])
+    monkeypatch.setattr(dealing, "step_seconds", lambda worker, stream, node: [0.03, 0.01][node])
     stop = [Every(4, lambda loop: True)]
     capfd.readouterr()
     options = {"num_nodes": 5, "save_dir": tmp_path, "balance": "nodes"}

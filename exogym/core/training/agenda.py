@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exogym.callbacks import Callback
-from exogym.core.saving.keepers import Keepers
+
+if TYPE_CHECKING:
+    from exogym.core.saving.keepers import Keepers
 
 
 @dataclass

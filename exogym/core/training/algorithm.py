@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -18,10 +19,12 @@ from exogym.core.compute.spans import Compute, Losses, Span
 from exogym.core.compute.ways import way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.training.timing import Timing
 from exogym.data.stream import Stream
-from exogym.faults import Attendance
 from exogym.strategy.strategy import Inner, Run, Strategy
+
+if TYPE_CHECKING:
+    from exogym.core.training.timing import Timing
+    from exogym.faults import Attendance
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,8 +15,10 @@ from exogym.core.record.history import History
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.evaluating import Model, Models
 from exogym.core.training.standing import Standing
-from exogym.core.training.timing import Timing
 from exogym.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from exogym.core.training.timing import Timing
 
 
 class Calling:

@@ -14,7 +14,6 @@ from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.ways import WAYS
 from exogym.core.compute.worker import check_precision
 from exogym.core.engine import Ray
-from exogym.core.record.run_folder import RESUME
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
@@ -160,10 +159,12 @@ def asked_to_go_on(options: FitOptions) -> bool:
 
     So a script that was stopped can be started again, as it is, to go on.
     """
-    wanted = os.environ.get(RESUME)
-    if wanted is None or not isinstance(options.run_dir, str | os.PathLike):
+    if not isinstance(options.run_dir, str | os.PathLike):
         return options.resume
-    return options.resume or os.path.realpath(wanted) == os.path.realpath(options.run_dir)
+    from exogym.core.record.run_folder import RESUME
+
+    wanted = os.environ.get(RESUME)
+    return options.resume or (wanted is not None and os.path.realpath(wanted) == os.path.realpath(options.run_dir))
 
 
 def is_whole(value: Any) -> bool:

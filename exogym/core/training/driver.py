@@ -7,6 +7,7 @@ driver knows a plain run: who is away, who has a row, what is timed are wrappers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from torch import Tensor
 from exogym.core.compute.finite import is_finite
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet.presence import rows_of
-from exogym.core.fleet.seats import Seats
 from exogym.core.training.algorithm import Algorithm, Setting, meet
+
+if TYPE_CHECKING:
+    from exogym.core.fleet.seats import Seats
 
 
 class Driver:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from exogym.core.progress import Progress
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
-from exogym.core.saving.keepers import Keepers
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.calling import Calling
 from exogym.core.training.driver import Driver
@@ -32,7 +31,10 @@ from exogym.core.training.evaluating import Models
 from exogym.core.training.interrupt import Interrupt, leave, say_stopped, that_wait
 from exogym.core.training.reports import Reports, Totals
 from exogym.core.training.standing import Standing
-from exogym.core.training.timing import Timing
+
+if TYPE_CHECKING:
+    from exogym.core.saving.keepers import Keepers
+    from exogym.core.training.timing import Timing
 
 
 class TrainingLoop:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.seats import Seats
 from exogym.core.record.history import History
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
 from exogym.core.training.reports import Reports
-from exogym.faults import Outages
+
+if TYPE_CHECKING:
+    from exogym.core.fleet.seats import Seats
+    from exogym.faults import Outages
 
 
 class Standing:
@@ -53,7 +55,11 @@ class Standing:
     def outages(self) -> Outages | None:
         """Who was away when, where that is not planned but happens."""
         there = self.driver.attendance
-        return there.faults if there is not None and isinstance(there.faults, Outages) else None
+        if there is None:
+            return None
+        from exogym.faults import Outages
+
+        return there.faults if isinstance(there.faults, Outages) else None
 
     @property
     def seats(self) -> Seats | None:

@@ -1,0 +1,65 @@
+"""New starts from the last checkpoint, around an engine that starts its processes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from exogym.core.combinations import check, features_of
+from exogym.core.engine.protocol import Moved
+from exogym.core.progress import notice
+from exogym.core.training.options import FitOptions
+from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError
+
+Result = TypeVar("Result")
+NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyError)  # by starting again
+
+
+def restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
+    """Train; where a new start may cure what failed, again from the last checkpoint, `max_restarts` times at most."""
+    for attempt, given in enumerate(_attempts(model, options)):
+        try:
+            return _followed(given, train)
+        except NOT_CURED:
+            raise
+        except Exception as error:
+            if attempt == options.max_restarts:
+                raise
+            notice(f"{error}; starting again from the last checkpoint ({attempt + 1} of {options.max_restarts})")
+    raise AssertionError
+
+
+def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
+    """Train, in other processes as often as the run moves."""
+    while True:
+        try:
+            return train(options)
+        except Moved as moved:
+            notice(str(moved))
+            options = replace(options, resume=options.resume or moved.begun)
+
+
+def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
+    """Yield the options of the first try, and of each further one with the model as it was at first.
+
+    Raises:
+        ArgumentError: a new start from a model that is not there yet.
+    """
+    if not options.max_restarts:
+        yield options
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
+        check(features_of(max_restarts=options.max_restarts) | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
+    kept = {name: x.detach().clone() for name, x in tensors}
+    yield options
+    for _ in range(options.max_restarts):
+        with torch.no_grad():
+            for name, x in [*model.named_parameters(), *model.named_buffers()]:
+                if name in kept:
+                    x.copy_(kept[name])
+        yield replace(options, resume=True)
