@@ -198,6 +198,7 @@ def test_the_citation_is_of_the_format() -> None:
     assert all(author.keys() in ({"family-names", "given-names"}, {"name"}) for author in found["authors"])
 
 
+@pytest.mark.slow
 def test_installed_it_runs_outside_of_the_clone(built: Built, tmp_path: Path) -> None:
     """In an environment that sees the packages of this one, but its own exogym first."""
     import torch

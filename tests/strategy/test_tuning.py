@@ -271,8 +271,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("faults", [None, Faults({3: [(5, 9)]}, lost={1: [4, 6]})], ids=["whole", "faults"])
+@pytest.mark.parametrize(("name", "faults"), in_turn(CASES, [None, Faults({3: [(5, 9)]}, lost={1: [4, 6]})]))
 def test_no_layout_and_no_stop_changes_anything(name: str, faults: Faults | None, tmp_path: Any) -> None:
     def run(**options: Any) -> Any:
         bits, rows, traffic = outcome(

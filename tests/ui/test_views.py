@@ -151,6 +151,7 @@ def ran(folder: Path, *words: str, **more: Any) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300, **more)
 
 
+@pytest.mark.slow
 def test_a_script_that_was_stopped_is_gone_on_with_and_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     folder = tmp_path / "runs" / "mine"

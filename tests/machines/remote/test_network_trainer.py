@@ -284,6 +284,7 @@ def test_localhost_needs_no_ssh(
     assert json.loads((launcher.folder / "launch.json").read_text())["args"] == words
 
 
+@pytest.mark.slow
 def test_the_host_of_the_rank_that_failed_first_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The master's host ends first, of a connection that was cut: not its fault."""
     script = """
