@@ -7,6 +7,8 @@ A constructor that hands options on names them by a typed dict, which editors an
 `defined` says which callables use the options of a typed dict; their defaults come from there. `taking` gives the
 constructor the signature with all names, and refuses any other name.
 
+>>> import inspect
+>>> from typing import TypedDict, Unpack
 >>> class Brush(TypedDict, total=False):
 ...     width: int
 >>> def paint(width: int = 3): return f"{width} wide"

@@ -43,7 +43,7 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
 
     >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
-    {'H': 20, 'lr': 0.01, 'outer_lr': 0.5, 'max_norm': 1.0}
+    {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
     """
     for name in defaults:
         if name not in DEFAULTS:

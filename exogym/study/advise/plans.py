@@ -17,7 +17,7 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
         ArgumentError: an unknown strategy or option; a module that no formula is known for.
 
     >>> plan_of("diloco:H=50", 1e6, 4).traffic
-    (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0, fan=1.0),)
+    (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0.0, fan=1.0),)
     """  # noqa: E501
     strategy = parse_strategy(given) if isinstance(given, str) else given
     title = given if isinstance(given, str) else type(given).__name__
