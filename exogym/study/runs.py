@@ -391,7 +391,11 @@ def _parent(path: Path, about: Row) -> str | None:
 
 
 def what_is(path: str | os.PathLike[str]) -> tuple[str, Row]:
-    """Return "run", "comparison" or "sweep", and what its file says: {} where that is none, or cannot be read."""
+    """Return "run", "comparison" or "sweep", and what its file says: {} if there is no such file or it cannot be read.
+
+    >>> what_is("no/such/folder")
+    ('run', {})
+    """
     if sweep := read_object(Path(path) / PARENTS["sweep"]):
         return "sweep", sweep
     about = read_object(Path(path) / "run.json")

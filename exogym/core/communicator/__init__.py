@@ -36,6 +36,10 @@ Four nodes in one process, and the events of what they do:
 [3.0, 4.0]
 >>> ship(wire, {"x": x}, source=0)["x"] is x
 True
+>>> tell(wire, {"step": 3}), gather(wire, 1), hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
+({'step': 3}, [1], [0.0, 1.0])
+>>> barrier(wire)
+>>> say(wire, "not said", about="tests")
 >>> inside: Inside = wire.inside  # a node of several devices has more parts
 >>> inside.part, inside.parts
 (0, 1)
@@ -49,7 +53,7 @@ from exogym.core.communicator.ledger import Event, Ledger
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.core.communicator.secure import SecureAggregation
-from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_native, reduce_rows, tree_sum
+from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",
@@ -73,7 +77,6 @@ __all__ = [
     "described",
     "gather",
     "hand_over",
-    "reduce_native",
     "reduce_rows",
     "rule_of",
     "say",

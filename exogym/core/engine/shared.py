@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Move, Wire, barrier, reduce_native, reduce_rows
+from exogym.core.communicator import Move, Wire, barrier, reduce_rows
+from exogym.core.communicator.wire import reduce_native
 from exogym.errors import TrainingError
 
 HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Move, Wire, reduce_native, reduce_rows
+from exogym.core.communicator import Move, Wire, reduce_rows
+from exogym.core.communicator.wire import reduce_native
 
 Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> what `call()` gives
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

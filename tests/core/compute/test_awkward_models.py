@@ -259,7 +259,7 @@ def simulated(make, strategy=None):
 
     def look(loop):
         for node in range(NODES):
-            vectors, buffers = loop.model_of(node)
+            vectors, buffers = loop.models.of(node)
             named = dict(model.named_parameters()) | dict(model.named_buffers())
             for block, vector in zip(loop.fleet.blocks, vectors, strict=True):
                 named |= {slot.name: slot.of(vector) for slot in block.layout}
