@@ -150,7 +150,7 @@ class CommunicateOptimizeStrategy(Strategy):
         found |= {"corrections": f"{name}, which corrects gradients"} if corrects else {}
         found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
         for module in self.modules:
-            found |= module.features() | _of_parts(module)
+            found |= module.features()
         traffic, is_known = known_traffic(self.modules, 1000)
         kinds = {t.kind for t in traffic}
         if not is_known:
@@ -237,6 +237,9 @@ class CommunicateOptimizeStrategy(Strategy):
     def clients(self) -> Clients:
         """Who acts in a round, where modules choose clients."""
         return Clients(self.communication_modules)
+
+    def features_in_parts(self) -> dict[str, str]:
+        return {name: said for module in self.modules for name, said in _of_parts(module).items()}
 
     def seats(self, num_nodes: int) -> int | None:
         """Return how many nodes act in a round at most, where the others need no row; None: all have one."""

@@ -239,6 +239,13 @@ class Strategy:
         own = {} if self.weighted_means else {"a mean of its own": f"{name}, which averages in a way of its own"}
         return found | own
 
+    def features_in_parts(self) -> dict[str, str]:
+        """Return further features, of a run in which each of several processes has a part of a node's row.
+
+        They are asked for there alone: what an outer optimizer looks at is found by trial steps.
+        """
+        return {}
+
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
         """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
         self.model, self.rank, self.num_nodes = model, rank, num_nodes

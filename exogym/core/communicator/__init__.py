@@ -36,8 +36,10 @@ Four nodes in one process, and the events of what they do:
 [3.0, 4.0]
 >>> ship(wire, {"x": x}, source=0)["x"] is x
 True
->>> tell(wire, {"step": 3}), gather(wire, 1), hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
-({'step': 3}, [1], [0.0, 1.0])
+>>> tell(wire, {"step": 3}), gather(wire, 1)
+({'step': 3}, [1])
+>>> hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
+[0.0, 1.0]
 >>> barrier(wire)
 >>> say(wire, "not said", about="tests")
 >>> inside: Inside = wire.inside  # a node of several devices has more parts

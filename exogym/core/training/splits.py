@@ -17,5 +17,6 @@ def check_split(options: FitOptions) -> tuple[NodeMesh, ...]:
     Raises:
         ArgumentError: something that does not go with nodes of several processes.
     """
-    check(options.features() | {"node in several processes": "node= in several processes"})
+    in_parts = options.strategy.features_in_parts()
+    check(options.features() | in_parts | {"node in several processes": "node= in several processes"})
     return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()
