@@ -439,7 +439,7 @@ def test_layouts_that_cannot_be(name):
 
 def test_where_forking_is_not_safe_it_is_said(monkeypatch):
     monkeypatch.setattr("exogym.core.engine.forks.can_fork", lambda: False)
-    with pytest.raises(ArgumentError, match=r"processes=2 forks .* start the script with python -m exogym.launch"):
+    with pytest.raises(ArgumentError, match=r"processes are forked .* start the script with python -m exogym.launch"):
         train(**AVERAGES, processes=2)
 
 

@@ -17,11 +17,11 @@ from exogym.core.engine import Ray
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.faults import Faults
-from exogym.network import Network
 from exogym.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from exogym.core.mesh import NodeMesh
+    from exogym.network import Network
 
 COMPUTE = (*WAYS, "auto")
 COUNTS = (
@@ -47,7 +47,7 @@ def checked_options(asked: FitOptions) -> FitOptions:
     options = replace(
         asked, save_dir=_placed(asked, folder_of_checkpoints(asked)), run_dir=_placed(asked, asked.run_dir),
         balance=asked.shares,
-        network=None if asked.network is None else Network.of(asked.network),
+        network=None if asked.network is None else _network(asked.network),
         node=None if asked.node is None else _one_each(asked.node, asked.num_nodes),
     )  # fmt: skip
     if options.faults is not None and options.faults.bad_nodes:
@@ -55,6 +55,12 @@ def checked_options(asked: FitOptions) -> FitOptions:
     check(options.features())
     _check_counts(options)
     return options
+
+
+def _network(given: Any) -> Network:
+    from exogym.network import Network
+
+    return Network.of(given)
 
 
 def _check_kinds(options: FitOptions) -> None:
