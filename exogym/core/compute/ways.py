@@ -14,7 +14,7 @@ WAYS = {"loop": "Loop", "vmap": "way", "compiled": "way", "graphs": "way"}  # mo
 
 
 def way_of(name: str) -> Callable[..., Compute]:
-    """Return what makes a way of computing.
+    """Return what makes a way of computing: `way(worker, stream, inner, watch, bucket_bytes=None) -> Compute`.
 
     >>> way_of("loop").__name__
     'Loop'
