@@ -72,6 +72,7 @@ class NetworkTrainer(Trainer):
         outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
             the same run in simulation, bit for bit.
 
+    >>> import torch
     >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
     >>> trainer.hosts.slots
     1
