@@ -179,8 +179,8 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         self.has_server = self.samples and len(self.islands(0)) == 1
         if self.privacy is not None:
             self._check_private(fleet)
-        self.server = Server(fleet, self.privacy, self.draws.client_fraction, run.seed)
         if self.samples:
+            self.server = Server(fleet, self.privacy, self.draws.client_fraction, run.seed)
             kept = self.server.state()  # in islands there is no server, and nobody has its buffers
             self.shared_state = {n: x for n, x in kept.items() if self.has_server or n.startswith("theta.")}
 

@@ -28,12 +28,14 @@ from problems import (
 )
 from torch import Tensor, nn
 
+from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.simple_reduce import GradientAverage
+from exogym.testing import small_problem
 
 P = 57
 SIZE = P * 8
@@ -431,3 +433,18 @@ def test_nodes_cannot_rest_where_gradients_meet_at_every_step(options: dict[str,
 def test_local_steps_must_name_every_node() -> None:
     with pytest.raises(ArgumentError, match="local_steps has 2 entries for 4 nodes"):
         train(FedAvgStrategy("sgd", H=5, local_steps=[1, 2]))
+
+
+@pytest.mark.parametrize(("client_fraction", "kept"), [(1.0, False), (0.5, True)])
+def test_theta_is_kept_where_clients_are_sampled_alone(client_fraction: float, kept: bool) -> None:
+    """Else it would be one more copy of the parameters in memory."""
+    model, data = small_problem()
+    modules: list[AveragingCommunicator] = []
+
+    def look(loop: Any) -> None:
+        modules.extend(loop.driver.algorithm.strategy.communication_modules)
+
+    strategy = FedAvgStrategy("sgd", H=2, lr=0.01, client_fraction=client_fraction)
+    trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(strategy, num_nodes=4, max_steps=2, batch_size=4, callbacks=[look], processes=1)
+    assert modules and {hasattr(module, "server") for module in modules} == {kept}
