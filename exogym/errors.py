@@ -35,7 +35,7 @@ import math
 import operator
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -164,10 +164,8 @@ def checked(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = without_aliases(kwargs, names, kept=names)
         for name in [name for name in kwargs if name not in signature.parameters]:
-            if ALIASES.get(name, ("", {}))[0] in signature.parameters:
-                _take_alias(name, kwargs)
-                continue
             where = function.__qualname__.removesuffix(".__init__")
             known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
             raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
@@ -185,21 +183,31 @@ def checked(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def _take_alias(name: str, kwargs: dict[str, Any]) -> None:
-    """Put what is given by a second name under the first one.
+def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:
+    """Return the arguments `given` to a function that takes `names`, with first names in place of second ones.
+
+    Args:
+        kept: second names that stay, as the signature shows them.
 
     Raises:
         ArgumentError: a value that means nothing there, or another one under the first name.
     """
-    real, values = ALIASES[name]
-    given = kwargs.pop(name)
-    if values:
-        check_choice(name, given, values)
-    value = values[given] if values else given
-    if value is None:
-        return
-    if kwargs.setdefault(real, value) != value:
-        raise ArgumentError(f"{name}={given!r} means {real}={value!r}, but {real}={kwargs[real]!r} is given too")
+    for alias in given.keys() & ALIASES.keys() - set(kept):
+        name, values = ALIASES[alias]
+        if name not in names:
+            continue
+        asked = given[alias]
+        given = {other: value for other, value in given.items() if other != alias}
+        if values:
+            check_choice(alias, asked, values)
+        value = values[asked] if values else asked
+        if value is None:
+            continue
+        if given.get(name) is None:
+            given[name] = value
+        if given[name] != value:
+            raise ArgumentError(f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} is given too")
+    return given
 
 
 def _lacking(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

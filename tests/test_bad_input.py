@@ -269,7 +269,7 @@ STRATEGIES = [
     (lambda: SimpleReduceStrategy(max_norm=-1), "max_norm=-1 must be a positive number"),
     (lambda: SimpleReduceStrategy(lr=-0.1), r"lr=-0\.1 must be a number"),
     (lambda: SimpleReduceStrategy(lr="fast"), "lr='fast' must be a number"),
-    (lambda: SimpleReduceStrategy(lr=0.1, inner_lr=0.2), "two names of one thing"),
+    (lambda: SimpleReduceStrategy(lr=0.1, inner_lr=0.2), "inner_lr=0.2 means lr=0.2, but lr=0.1 is given too"),
     (lambda: SimpleReduceStrategy(OptimSpec("sgd", lr=0.1), lr=0.2), "lr is given twice"),
     (lambda: SimpleReduceStrategy(lr_scheduler="cosin"), "did you mean 'cosine'"),
     (lambda: SimpleReduceStrategy(warmup_steps=1.5), r"warmup_steps=1\.5"),

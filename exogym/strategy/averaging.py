@@ -23,8 +23,8 @@ from typing import Any
 
 from exogym.core.combinations import check
 from exogym.core.communicator import RULES, TRANSPORTS, Communicator, Rule, SecureAggregation, rule_of
-from exogym.errors import ArgumentError, check_choice, checked
-from exogym.strategy.options import defined, parameters_of, signature_of, without_aliases
+from exogym.errors import ArgumentError, check_choice, checked, without_aliases
+from exogym.strategy.options import defined, parameters_of, signature_of
 from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
 from exogym.strategy.tuning import Tuner, begun, tuner_of
@@ -187,13 +187,13 @@ def with_options(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs = without_aliases(kwargs, own)
+        kwargs = without_aliases(kwargs, own.parameters)
         tuner, tuning = tuned(kwargs.pop("tuner", None)), None
         later = {p.name: kwargs.pop(p.name) for p in further if p.name in kwargs}
         if tuner is not None:
             bound = own.bind(self, *args, **kwargs)
             tuning = begun(tuner, own, bound, type(self).__name__)
-            args, kwargs = bound.args[1:], without_aliases(bound.kwargs, own)
+            args, kwargs = bound.args[1:], without_aliases(bound.kwargs, own.parameters)
         init(self, *args, **kwargs)
         if later:
             self.average_by(**later)

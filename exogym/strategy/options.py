@@ -28,11 +28,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, get_args, get_origin
 
-from exogym.errors import ArgumentError, checked
+from exogym.errors import ALIASES, checked, without_aliases
 
-__all__ = ["ALIASES", "Unpack", "defined", "parameters_of", "signature_of", "split", "taking"]
+__all__ = ["Unpack", "defined", "parameters_of", "signature_of", "split", "taking"]
 
-ALIASES = {"inner_lr": "lr"}  # second names of arguments
 _OPTIONS: dict[str, inspect.Parameter] = {}  # each by its name
 
 
@@ -46,7 +45,9 @@ def defined(kind: type, *uses: Callable[..., Any]) -> None:
     """
     arguments = {name: p for use in uses for name, p in inspect.signature(use).parameters.items()}
     for name in kind.__annotations__.keys() - _OPTIONS.keys():
-        _OPTIONS[name] = arguments[ALIASES.get(name, name)].replace(name=name, kind=inspect.Parameter.KEYWORD_ONLY)
+        _OPTIONS[name] = arguments[ALIASES.get(name, (name,))[0]].replace(
+            name=name, kind=inspect.Parameter.KEYWORD_ONLY
+        )
 
 
 def parameters_of(kind: type) -> list[inspect.Parameter]:
@@ -75,29 +76,10 @@ def taking(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **without_aliases(kwargs, signature))
+        init(self, *args, **without_aliases(kwargs, signature.parameters))
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return checked(call)
-
-
-def without_aliases(kwargs: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """Return arguments under the names that they have in the constructor.
-
-    Raises:
-        ArgumentError: both names are given, with different values.
-    """
-    for alias, name in ALIASES.items():
-        if alias in kwargs and name in signature.parameters:
-            value = kwargs[alias]
-            kwargs = {given: x for given, x in kwargs.items() if given != alias}
-            if value is not None and kwargs.setdefault(name, value) is None:
-                kwargs[name] = value
-            if value is not None and kwargs[name] != value:
-                raise ArgumentError(
-                    f"{name}={kwargs[name]} and {alias}={value} are two names of one thing: give one of them"
-                )
-    return kwargs
 
 
 @functools.cache

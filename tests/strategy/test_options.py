@@ -37,7 +37,7 @@ def test_a_misspelt_option_is_named_whoever_defines_it() -> None:
 def test_an_alias_is_the_argument() -> None:
     assert FedAvgStrategy(inner_lr=0.25).inner.base_lr == FedAvgStrategy(lr=0.25, inner_lr=0.25).inner.base_lr == 0.25
     assert FedAvgStrategy(inner_lr=0.25).given_arguments == {"inner_lr": 0.25}  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"lr=0.5 and inner_lr=0.25 are two names of one thing"):
+    with pytest.raises(ArgumentError, match=r"inner_lr=0.25 means lr=0.25, but lr=0.5 is given too"):
         FedAvgStrategy(lr=0.5, inner_lr=0.25)
 
 
