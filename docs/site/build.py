@@ -139,7 +139,7 @@ def gather(folder: Path) -> None:
         text = indexed(text, {anchor: found for (there, anchor), found in words.items() if there == page})
         target.write_text(linked(written(text), page) + contents(tree.get(page, [])), "utf-8")
     shutil.copytree(DOCS / "images", folder / "images", ignore=shutil.ignore_patterns("*.py", "*.json"))
-    for name in ("conf.py", "scorer.js", "_static"):
+    for name in ("conf.py", "scorer.js", "_static", "_templates"):
         part = DOCS / "site" / name
         (shutil.copytree if part.is_dir() else shutil.copy)(part, folder / name)
 

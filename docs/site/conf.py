@@ -24,6 +24,7 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = f"ExoGym {version}"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
 html_css_files = ["site.css"]
 html_js_files = ["copy.js"]
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))

@@ -242,6 +242,8 @@ def test_the_whole_site(tmp_path: Path) -> None:
     kinds = (".html", ".css", ".js")
     files = [file for file in tmp_path.rglob("*") if file.suffix in kinds and file.name != "searchindex.js"]
     assert len(files) > 50
+    pages = [file for file in files if file.suffix == ".html" and file.name != "glossary.html"]
+    assert [file.name for file in pages if 'glossary.html">Glossary' not in file.read_text("utf-8")] == []
     assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
     assert "DiLoCoStrategy" in (tmp_path / "searchindex.js").read_text("utf-8")
     assert "api/training.html#exogym.LocalTrainer" in (tmp_path / "placement.html").read_text("utf-8")  # by its name
