@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 HOME = ROOT / "docs" / "index.md"
 ENTRY = re.compile(r"^ *- \[([^\]]+)\]\(([^)\s#]+)\)(.*)$", re.M)
 SCOPE = (
-    "A strategy is written once, for one node or for rows of the matrix that all nodes are. Nothing is downloaded while"
-    " it runs. Same seed, same bits: in one process, in several, stopped and resumed, or on real machines."
+    "You write a strategy once, for one node or for rows of the matrix of all nodes. ExoGym downloads nothing while"
+    " it runs. Same seed, same bits: in one process, in several, after a resume, or on real machines."
 )
 
 
