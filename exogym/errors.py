@@ -228,10 +228,14 @@ def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
         raise ArgumentError(f"{name}={given!r} is not one of {', '.join(map(repr, choices))}{more}")
 
 
+MOST_COUNT = 2**53  # the largest whole number that JSON readers keep exactly
+
+
 def check_count(name: str, given: Any, least: int = 1) -> None:
-    """Raise ArgumentError unless `given` is a whole number of at least `least`."""
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}")
+    """Raise ArgumentError unless `given` is a whole number of at least `least`, and at most 2^53."""
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= MOST_COUNT:
+        high = " and at most 2^53" if isinstance(given, int) and given > MOST_COUNT else ""
+        raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}{high}")
 
 
 def check_port(name: str, given: Any, least: int = 1) -> None:

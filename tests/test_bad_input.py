@@ -114,6 +114,7 @@ FIT = {
     "num_nodes True": ({"num_nodes": True}, ArgumentError, r"num_nodes=True"),
     "num_nodes text": ({"num_nodes": "4"}, ArgumentError, r"num_nodes='4'"),
     "batch_size": ({"batch_size": 0}, ArgumentError, "batch_size=0"),
+    "batch_size 10^30": ({"batch_size": 10**30}, ArgumentError, r"of at least 1 and at most 2\^53"),
     "max_steps": ({"max_steps": 0}, ArgumentError, "max_steps=0"),
     "num_epochs": ({"num_epochs": 1.5}, ArgumentError, r"num_epochs=1\.5"),
     "gradient_accumulation": ({"gradient_accumulation": 0}, ArgumentError, "gradient_accumulation=0"),
@@ -126,10 +127,12 @@ FIT = {
     "no memory": ({"max_memory_usage": 1e-12, "model": nn.Linear(6, 2)}, ArgumentError, "one example needs"),
     "no memory for 2": ({"max_memory_usage": 1e-12}, ArgumentError, "too little for 2 examples, and of 1 the model"),
     "seed": ({"seed": 1.5}, ArgumentError, r"seed=1\.5 must be a whole number"),
-    "precision": ({"precision": "fp8"}, ArgumentError, "precision='fp8' is unknown: wanted one of fp32, bf16, fp16"),
+    "precision": ({"precision": "fp8"}, ArgumentError, "precision='fp8' is not one of 'fp32', 'bf16', 'fp16'"),
+    "precision list": ({"precision": []}, ArgumentError, r"precision=\[\] is not one of"),
     "two precisions": ({"precision": "fp16", "autocast": True}, ArgumentError, "autocast=True means precision='bf16'"),
     "device": ({"device": "gpu"}, ArgumentError, "device='gpu' is unknown: wanted 'auto', 'cpu'"),
     "device None": ({"device": None}, ArgumentError, "device=None is unknown"),
+    "device 10^30": ({"device": 10**30}, ArgumentError, "device=10+ is unknown"),
     "device meta": ({"device": "meta"}, ArgumentError, "device='meta' is not supported"),
     "compute": (
         {"compute": "fast"},
@@ -141,7 +144,8 @@ FIT = {
     "strategy class": ({"strategy": SimpleReduceStrategy}, ArgumentError, r"is not a Strategy: give an instance"),
     "strategy name": ({"strategy": "diloco"}, ArgumentError, "strategy='diloco' is not .*parse_strategy"),
     "callback": ({"callbacks": EvaluateNodes}, ArgumentError, "must be a list of functions"),
-    "callback 3": ({"callbacks": [3]}, ArgumentError, "callback 3 cannot be called"),
+    "callback text": ({"callbacks": "x"}, ArgumentError, "callbacks='x' must be a list of functions"),
+    "callback 3": ({"callbacks": [3]}, ArgumentError, "callbacks: 3 cannot be called"),
     "checkpoints nowhere": ({"checkpoint_interval": 5}, ArgumentError, "checkpoint_interval=5 needs save_dir"),
     "resume nowhere": ({"resume": True}, ArgumentError, "resume=True needs save_dir"),
     "save_dir": ({"save_dir": 7}, ArgumentError, "save_dir=7 must be the path"),
@@ -155,6 +159,8 @@ FIT = {
     "partitioner": ({"partitioner": "dirichle:0.3"}, ArgumentError, "dirichle"),
     "partitioner kind": ({"partitioner": 3}, ArgumentError, "partitioner=3 is not a Partitioner"),
     "loader argument": ({"dataloader_kwargs": {"worker": 2}}, ArgumentError, "DataLoader has no argument 'worker'"),
+    "loader number": ({"dataloader_kwargs": 1}, ArgumentError, "dataloader_kwargs=1 must be a dict"),
+    "loader numbers": ({"dataloader_kwargs": [1]}, ArgumentError, r"dataloader_kwargs=\[1\] must be a dict"),
     "loader batch": ({"dataloader_kwargs": {"batch_size": 2}}, ArgumentError, "use the argument batch_size of fit"),
     "empty data": ({"data": []}, DataError, r"is empty: give at least one example"),
     "empty tensors": ({"data": TensorDataset(torch.zeros(0, 6))}, DataError, "is empty"),
@@ -197,6 +203,23 @@ def test_refused_before_training(name):
         del options["save_dir"]
     with pytest.raises(error, match=words):
         start(**options)
+
+
+STRANGE = [
+    None, 0, -1, 1, 2.5, True, "x", "", "-1", "auto", [], [1], {}, {"a": 1}, (1, 2), b"x", object(), lambda: 1,
+    float("nan"), float("inf"), 1e-300, 2**53, 10**30,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(FitOptions) if f.name not in ("max_steps", "save_dir", "run_dir")])
+def test_a_strange_value_is_taken_or_refused_by_name(name):
+    for value in STRANGE:
+        try:
+            start(**{"model": nn.Linear(6, 2), "num_nodes": 2, "max_steps": 2, name: value})
+        except ExoGymError as error:
+            refused = str(error)
+            assert name in refused or name in ("gradient_accumulation", "network", "strategy"), (value, refused)
 
 
 MISSPELT = {

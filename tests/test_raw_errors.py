@@ -326,7 +326,7 @@ def test_a_length_that_cannot_be(how, length):
 
 
 LOADER = {
-    "num_workers": ({"num_workers": -1}, "num_workers=-1 must be a whole number, 0 or more"),
+    "num_workers": ({"num_workers": -1}, "num_workers=-1 must be a whole number of at least 0"),
     "half a worker": ({"num_workers": 1.5}, "num_workers=1.5 must be"),
     "text": ({"num_workers": "2"}, "num_workers='2' must be"),
     "persistent_workers": ({"persistent_workers": True}, "persistent_workers option needs num_workers > 0"),

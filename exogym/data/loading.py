@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from exogym.core.base import draws, rng
 from exogym.core.base.torch_private import end_workers
-from exogym.errors import ArgumentError, DataError, nearest
+from exogym.errors import ArgumentError, DataError, check_count, nearest
 
 Request = tuple[int, int, np.ndarray, str]  # (data set, epoch, example indices, whose they are) of one batch
 
@@ -39,6 +39,8 @@ _OURS = {
 
 def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the DataLoader arguments if all of them are the user's to set; raise ArgumentError otherwise."""
+    if not isinstance(given, dict | None) or not all(isinstance(name, str) for name in given or {}):
+        raise ArgumentError(f"dataloader_kwargs={given!r} must be a dict of DataLoader's arguments, by name")
     known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
     for name in given or {}:
         if name in _OURS:
@@ -49,14 +51,12 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
             )
     kwargs = dict(given or {})
     workers = kwargs.get("num_workers", 0)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise ArgumentError(f"dataloader_kwargs: num_workers={workers!r} must be a whole number, 0 or more")
+    check_count("dataloader_kwargs: num_workers", workers, least=0)
     for name in ("collate_fn", "worker_init_fn"):
         if kwargs.get(name) is not None and not callable(kwargs[name]):
             raise ArgumentError(f"dataloader_kwargs: {name}={kwargs[name]!r} cannot be called: wanted a function")
-    prefetch = kwargs.get("prefetch_factor")
-    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
-        raise ArgumentError(f"dataloader_kwargs: prefetch_factor={prefetch!r} must be a whole number of at least 1")
+    if kwargs.get("prefetch_factor") is not None:
+        check_count("dataloader_kwargs: prefetch_factor", kwargs["prefetch_factor"])
     if not workers and kwargs.get("timeout"):
         raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} is for workers: give num_workers, too")
     try:

@@ -300,7 +300,7 @@ def parse_partitioner(text: str) -> Partitioner:
     name, colon, value = str(text).strip().lower().partition(":")
     forms = ", ".join(form for _, _, form in _NAMES.values())
     if name not in _NAMES:
-        raise ArgumentError(f"unknown partition {text!r}: {nearest(name, _NAMES)} (forms: {forms})")
+        raise ArgumentError(f"partitioner={text!r} is unknown: {nearest(name, _NAMES)} (forms: {forms})")
     kind, read, form = _NAMES[name]
     if not colon and name != "dirichlet":
         return kind()

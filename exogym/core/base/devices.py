@@ -27,7 +27,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ArgumentError(f"device={device!r} is unknown: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from None
     if place.type not in ("cpu", "cuda", "mps"):
         raise ArgumentError(f"device={device!r} is not supported: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'")

@@ -23,7 +23,7 @@ from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.weights import CLOSE, Weights
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, DataError
+from exogym.errors import DataError, check_choice
 
 if TYPE_CHECKING:
     from exogym.core.compute.insides import Insides
@@ -251,6 +251,5 @@ class Scaling(Stateful):
 
 def check_precision(precision: str) -> str:
     """Return `precision`, or raise ArgumentError for one that is unknown."""
-    if precision not in AUTOCAST:
-        raise ArgumentError(f"precision={precision!r} is unknown: wanted one of {', '.join(AUTOCAST)}")
+    check_choice("precision", precision, AUTOCAST)
     return precision

@@ -94,11 +94,11 @@ def _check_values(options: FitOptions) -> None:
     for name in SWITCHES:
         if not isinstance(getattr(options, name), bool):
             raise ArgumentError(f"{name}={getattr(options, name)!r} must be True or False")
-    if not isinstance(options.callbacks, Sequence):
+    if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):
         raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions of the training loop")
     for callback in options.callbacks:
         if not callable(callback):
-            raise ArgumentError(f"callback {callback!r} cannot be called: wanted a function of the training loop")
+            raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function of the training loop")
 
 
 def _check_numbers(options: FitOptions) -> None:
