@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures tutorials benchmark test test-all slow lint types format table reproductions bench dist docs clean
+.PHONY: help demo ui-demo pictures tutorials benchmark test test-all slow lint prose types format table reproductions bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -30,9 +30,13 @@ test-all: lint types ## the fast tests and the slow ones, and the share of lines
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev ## check format and lint, change nothing
+lint: $(VENV)/.stamp-dev ## check format, code and prose, change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python docs/site/prose.py
+
+prose: $(VENV)/.stamp-dev ## print words, sentence length and readability of each page
+	$(BIN)/python docs/site/prose.py --measure
 
 types: $(VENV)/.stamp-dev ## check types
 	$(BIN)/mypy exogym
