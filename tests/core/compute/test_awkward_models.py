@@ -1,9 +1,10 @@
 """Models that keep more than parameters: N nodes equal N plain loops bit for bit, or the model is refused.
 
-The table in docs/getting_started.md is held against the two batteries here.
+The lists in docs/getting_started.md are those of the two batteries here.
 """
 
 import random
+import re
 import warnings
 
 import numpy as np
@@ -214,13 +215,13 @@ RIGHT = {
     "weight norm (`torch.nn.utils.weight_norm`)": OldWeightNorm,
     "spectral norm (parametrization)": SpectralNorm,
     "spectral norm (`torch.nn.utils.spectral_norm`)": OldSpectralNorm,
-    "parametrization of one's own": OwnParametrization,
+    "custom parametrization": OwnParametrization,
     "orthogonal parametrization": Orthogonal,
     "tied weights": Tied,
     "frozen layers": Frozen,
     "LoRA, written by hand": OwnLoRA,
     "LoRA on an int8 base": Int8Base,
-    "dynamically quantised int8 layer below": dynamic_int8,
+    "dynamically quantized int8 layer": dynamic_int8,
     "`torch.compile`": compiled,
 }
 
@@ -385,9 +386,9 @@ REFUSED = {
     "running mean in an attribute": (RunningMean, "mean"),
     "previous batch in an attribute": (PreviousBatch, "before"),
     "statistics cached from the first batch": (StatisticsOfTheFirstBatch, "mean"),
-    "cached copy of weights that are trained": (CachedWeight, "first_weight"),
+    "cached copy of trained weights": (CachedWeight, "first_weight"),
     "growing list of outputs": (ListOfOutputs, "outputs"),
-    "counter in an object of one's own": (StateObject, "state"),
+    "counter in a plain object": (StateObject, "state"),
     "counter in a submodule": (Submodule, "middle.count"),
 }
 
@@ -404,7 +405,7 @@ def test_what_would_be_shared_is_refused_with_a_remedy(name):
         LocalTrainer(model, data, loss_fn=F.cross_entropy).fit(
             DiLoCoStrategy(H=2), num_nodes=2, max_steps=2, batch_size=BATCH, device="cpu"
         )
-    owner = model.state.steps if name == "counter in an object of one's own" else [0]
+    owner = model.state.steps if name == "counter in a plain object" else [0]
     after = {key: value for key, value in vars(model).items() if key not in vars(nn.Module())}
     assert repr(after) == before and owner == [0]  # the trial steps are undone
 
@@ -440,10 +441,7 @@ def test_a_list_of_harmless_attributes_that_is_none_is_refused(listed):
         simulated(Allowed)
 
 
-def test_the_table_in_the_documents_is_this_one():
-    rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| ")]
-    verdicts = {cells[0]: cells[1] for cells in ([c.strip() for c in row.strip("|").split("|")] for row in rows)}
-    for name in RIGHT:
-        assert verdicts[name] == "right"
-    for name in REFUSED:
-        assert verdicts[name] == "refused"
+def test_the_lists_in_the_documents_are_these():
+    page = " ".join(PAGE.read_text("utf-8").split())
+    ((works, refused),) = re.findall(r"- \*\*Works:\*\* (.*?)\. - \*\*Refused:\*\* (.*?)\. ##", page)
+    assert works.split("; ") == [*RIGHT] and refused.split("; ") == [*REFUSED]
