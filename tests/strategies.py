@@ -43,11 +43,13 @@ from exogym.strategy import (
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import STRATEGIES as KNOWN
-from exogym.strategy.registry import parse_strategy, table
+from exogym.strategy.registry import parse_strategy, table, table_of_identities
 from exogym.strategy.sparta import SparseCommunicator
 
 NODES, P = 4, 178
 PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
+OWN = Path(__file__).parent.parent / "docs" / "strategies/own.md"
+IDENTITIES = Path(__file__).parent.parent / "docs" / "reference/strategies.md"
 COMBINATIONS = Path(__file__).parent.parent / "docs" / "reference/combinations.md"
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
 
@@ -275,12 +277,16 @@ OF_EACH_KIND = (
 )
 
 
-def table_of_the_page():
-    """Return docs/strategies.md before its table of strategies, the table, and what follows."""
-    page = PAGE.read_text("utf-8")
-    start = page.index("| name | class |")
-    end = page.index("\n\n", start) + 1
+def table_of_the_page(page=PAGE, head="| name | payload"):
+    """Return docs/strategies.md (or `page`) before its table of strategies, the table, and what follows."""
+    page = page.read_text("utf-8")
+    start = page.index(head)
+    end = page.find("\n\n", start) + 1 or len(page)
     return page[:start], page[start:end], page[end:]
+
+
+def identities_of_the_page():
+    return table_of_the_page(IDENTITIES, "| name and class")
 
 
 def intro_of_combinations():
@@ -342,4 +348,6 @@ class Broken(PeriodicModule):
 if __name__ == "__main__":  # make table
     before, _, after = table_of_the_page()
     PAGE.write_text(before + table() + after, "utf-8")
+    before, _, after = identities_of_the_page()
+    IDENTITIES.write_text(before + table_of_identities() + after, "utf-8")
     COMBINATIONS.write_text(intro_of_combinations() + combinations_of_the_page(), "utf-8")

@@ -239,7 +239,7 @@ print(seen["placement"])
 #
 # ## Where to go from here
 #
-# - [Strategies](../docs/strategies.md#write-one-for-a-single-node): all that a node may call, and [modules on
-#   rows](../docs/strategies.md#compose-your-own).
+# - [Strategies](../docs/strategies/own.md#write-one-for-a-single-node): all that a node may call, and [modules on
+#   rows](../docs/strategies/own.md#compose-your-own).
 # - [Networks and time](tutorial_networks.py).
 # - [Production](tutorial_production.py): long runs.

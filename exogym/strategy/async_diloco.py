@@ -178,7 +178,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
 
     name, title, paper, payload = "async_diloco", "Async DiLoCo", "arXiv:2401.09135", "P b / H"
     equation = "A <- A + Delta_i as each comes; every K-th: m <- beta m + A/K and a step along it"
-    needs = "a server; nobody waits"
+    needs = "a server; no node waits"
     identities = ("equal speeds, K=N, c=0, infinite grace = diloco", "N=1 = diloco", "beta=0: theta - eta/K Delta")
 
     def __init__(

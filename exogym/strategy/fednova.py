@@ -158,7 +158,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i: the sum of the weights of client i's "
         "gradients, for plain SGD its steps"
     )
-    needs = "all nodes every H steps; with client_fraction a server and those clients"
+    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     not_taken: ClassVar = {
         "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
     }

@@ -138,7 +138,7 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "fedopt", "FedOpt", "arXiv:2003.00295", "P b / H"
     equation = "D = mean_i theta_i - theta; theta <- theta + eta m / (sqrt(v) + tau), m and v of D as in adam"
-    needs = "all nodes every H steps; with client_fraction a server and those clients"
+    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     identities = (
         "momentum, beta1=0, lr 1 = fedavg",
         "momentum = diloco with heavy ball",

@@ -121,7 +121,7 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "noloco", "NoLoCo", "arXiv:2506.10911", "2 P b / H"
     equation = "delta_i <- alpha delta_i + beta mean_G D + gamma (mean_G phi - phi_i); phi_i <- phi_i + delta_i"
-    needs = "each node one other every H steps; no all-reduce"
+    needs = "pairs of nodes every H steps; no all-reduce"
     identities = (
         "n=N = diloco with heavy ball, eta=beta, mu=alpha",
         "alpha=0, beta=gamma=1 = averages of pairs",

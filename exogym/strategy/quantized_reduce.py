@@ -66,7 +66,7 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     name, title, paper = "qreduce", "Quantised all-reduce", "arXiv:2412.01152"
     payload = "(N + 1) (ceil(ceil(P / N) bits / 8) + 4 ceil(ceil(P / N) / bucket))"
     equation = "g = Q(mean_i Q(g_i)), within half a step of its scale each; theta <- Opt(theta, clip(g))"
-    needs = "all nodes at every step, with a quarter of ddp's bytes at 8 bits"
+    needs = "all nodes at every step; at 8 bits a quarter of DDP's bytes"
     identities = ("within two halves of a scale of ddp", "numbers on the grid: = ddp")
 
     def __init__(

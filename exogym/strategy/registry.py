@@ -99,12 +99,28 @@ def unknown(name: str, *further: str) -> ArgumentError:
 
 
 def table() -> str:
-    """Return the table of this package's strategies, in Markdown: what each says of itself, and its collectives."""
-    heads = ("name", "class", "source", "equation", "payload of a node per step", "collectives", "needs", "identities")
-    lines = [heads, ("---",) * len(heads)]
-    for name, kind in sorted(STRATEGIES.items()):
-        if kind.__module__.startswith(f"{__package__}."):
-            kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
-            said = kind.paper, f"`{kind.equation}`", kind.payload, ", ".join(kinds), kind.needs
-            lines.append((f"`{name}`", f"`{kind.__name__}`", *said, "; ".join(kind.identities)))
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Return the table of this package's strategies, in Markdown: what each sends, how, and what it needs."""
+    heads = ("name", "payload of a node per step", "collectives", "needs")
+    lines = []
+    for name, kind in _ours():
+        kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
+        lines.append((f"`{name}`", kind.payload, ", ".join(kinds), kind.needs))
+    return _markdown(heads, lines)
+
+
+def table_of_identities() -> str:
+    """Return the table of this package's strategies, in Markdown: class, equation, paper and identities of each."""
+    heads = ("name and class", "paper", "equation", "equal to")
+    lines = [
+        (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))
+        for name, kind in _ours()
+    ]
+    return _markdown(heads, lines)
+
+
+def _ours() -> list[tuple[str, type[Strategy]]]:
+    return sorted((n, kind) for n, kind in STRATEGIES.items() if kind.__module__.startswith(f"{__package__}."))
+
+
+def _markdown(heads: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ("---",) * len(heads), *lines])

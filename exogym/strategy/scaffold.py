@@ -107,7 +107,7 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
-    needs = "all nodes every H steps, twice; with client_fraction a server and those clients"
+    needs = "all nodes twice every H steps; with client_fraction a server and the sampled clients"
     not_taken: ClassVar = {
         "privacy": "each client's control variate changes with all of its gradients and is sent along, and clipping "
         "and blurring it, too, is another method: take fedavg, fedopt or fedprox"

@@ -144,7 +144,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
     equation = (
         "e_i <- beta e_i + theta - theta_i; V_i = Q(top_k(e_i)); e_i <- e_i - V_i; theta <- theta - eta mean_i V_i"
     )
-    needs = "all nodes every H steps, with 1/146 of fp32; what a node gets grows with N"
+    needs = "all nodes every H steps, 1/146 of fp32; received bytes grow with N"
     identities = (
         "topk=chunk, bits=32 = diloco with outer SGD(lr)",
         "beta=1: what is sent and kept = the sum of differences",

@@ -218,7 +218,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "sparta", "SPARTA", "openreview stFPf3gzq1", "p_sparta P b"
     equation = "theta_i[I_t] <- mean_j theta_j[I_t], I_t a share p of the indices"
-    needs = "all nodes at every step, with little"
+    needs = "all nodes at every step with few bytes"
     identities = ("p=1 = fedavg with H=1", "p=0 = nodes alone", "N=1 = the inner optimizer")
 
     def __init__(
@@ -261,7 +261,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     name, title, paper = "sparta_diloco", "SPARTA+DiLoCo", "openreview stFPf3gzq1"
     payload = "p_sparta P b + P b / H"
     equation = "as sparta at each step, and as diloco every H steps"
-    needs = "all nodes at every step, with little, and every H steps"
+    needs = "all nodes at every step with few bytes, and every H steps"
     identities = ("p=0 = diloco", "p=1, SGD, outer SGD(lr=1) = ddp", "H over all steps = sparta")
 
     def __init__(

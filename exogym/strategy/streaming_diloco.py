@@ -197,7 +197,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     equation = (
         "Delta_p = mean_i Q(theta_p - theta_i,p); tau steps later: theta_p <- OuterOpt(theta_p, Delta_p), mixed in"
     )
-    needs = "all nodes every H/F steps, with P/F elements, tau steps to arrive"
+    needs = "all nodes every H/F steps; P/F elements have tau steps to arrive"
     identities = ("F=1, tau=0, alpha=0 = diloco", "equal offsets = diloco", "alpha=1 = nodes alone", "torchft's traces")
 
     def __init__(

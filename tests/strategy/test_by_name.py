@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from problems import dyadic, fleet_of, run_of
-from strategies import OURS, PAGE
+from strategies import OURS, OWN
 
 from exogym.cli import main
 from exogym.errors import ArgumentError
@@ -92,10 +92,10 @@ def test_what_papers_call_otherwise_is_said_to_be_here() -> None:
 @pytest.fixture(scope="module")
 def example():
     """Return the names that the page's example of an algorithm defines, and its lines."""
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "ElasticAverage(" in b)
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", OWN.read_text("utf-8"), re.S) if "ElasticAverage(" in b)
     known = {"PeriodicModule": PeriodicModule, "__name__": "documentation"}
     exec("from exogym.strategy import CommunicateOptimizeStrategy", known)
-    exec(compile(block, str(PAGE), "exec"), known)
+    exec(compile(block, str(OWN), "exec"), known)
     return known, [line for line in block.splitlines() if line.strip()]
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from paths import TESTS
 from processes import python
-from strategies import OURS, table_of_the_page
+from strategies import OURS, PAGE, identities_of_the_page, table_of_the_page
 
 import exogym
 from exogym.errors import StrategyError
 from exogym.strategy import DiLoCoStrategy, Strategy
-from exogym.strategy.registry import STRATEGIES, table
+from exogym.strategy.registry import STRATEGIES, table, table_of_identities
 
 HERE, PACKAGE = TESTS, Path(exogym.__path__[0])
 
@@ -75,7 +75,7 @@ from strategies import STRATEGIES
 
 from exogym import advise, compare
 from exogym.cli import main
-from exogym.strategy.registry import table
+from exogym.strategy.registry import table, table_of_identities
 from exogym.testing import LAWS
 
 print(exogym.__file__)
@@ -84,7 +84,7 @@ from exogym.strategy import MomentumAverageStrategy
 for law in LAWS:
     print("law", law, getattr(battery(name), law.replace(" ", "_"))())
 battery(name).ends_as_wanted(processes=2)
-print(table())
+print(table(), table_of_identities())
 for command in ("compare", "advise"):
     main([command, "--help"])
 result = compare.compare("digits", f"ddp,{name}:H=2", num_nodes=2, max_steps=4, seeds=1, batch_size=8, device="cpu")
@@ -122,10 +122,11 @@ def test_a_new_algorithm_is_one_file(tmp_path):
     lines = done.stdout.splitlines()
     assert Path(lines[0]).is_relative_to(tmp_path)
     assert sum(line.startswith("law ") for line in lines) == 7
-    row = [
-        line for line in lines if line.startswith("| `momentum_average` | `MomentumAverageStrategy` | none | `v <- ")
+    assert "| `momentum_average` | P b / H | all_reduce | all nodes every H steps |" in lines
+    (row,) = [
+        line for line in lines if line.startswith("| `momentum_average`, `MomentumAverageStrategy` | none | `v <- ")
     ]
-    assert len(row) == 1 and row[0].endswith("| P b / H | all_reduce | all nodes every H steps | beta=0 = fedavg |")
+    assert row.endswith(" | beta=0 = fedavg |")
     helped = re.findall(r"Names: (.*?)\.", " ".join(done.stdout.split()))
     assert len(helped) == 2 and all("momentum_average" in names.split(", ") for names in helped)
     assert "Averaging with momentum (H=2) sent 2.0" in lines  # half of what DDP sends
@@ -151,9 +152,18 @@ def test_what_is_not_said_is_not_found(algorithm, words, tmp_path):
 # What each says of itself
 
 
-def test_the_page_has_the_table():
+def test_the_pages_have_the_tables():
     assert table_of_the_page()[1] == table(), "run: make table"
+    assert identities_of_the_page()[1] == table_of_identities(), "run: make table"
     assert len(OURS) >= 25 and all(f"| `{name}` |" in table() for name in OURS)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_page_has_a_section_for_each(name):
+    kind = OURS[name]
+    (section,) = re.findall(rf"^##+ [^\n]*: `{kind.__name__}`\n(.*?)(?=^##|\Z)", PAGE.read_text("utf-8"), re.M | re.S)
+    words = " ".join(section.split())
+    assert kind.paper in words and f"**Bytes per step**: {kind.payload}" in words
 
 
 @pytest.mark.parametrize("name", OURS)
