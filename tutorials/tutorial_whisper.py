@@ -107,7 +107,7 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 #
 # It has learnt how often letters come, no more, and writes nothing that is right. Whatever the model: a loss that
 # falls is not yet understanding, so look at the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
-# ([measured](../docs/whisper.md#measured)).
+# ([measured](../docs/results.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
 #
