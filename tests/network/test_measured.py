@@ -130,7 +130,7 @@ def test_on_hosts_nothing_overlaps():
     assert [row.seconds_per_step for row in rows] == pytest.approx([10.0, 10.0 + 2 / 3])
 
 
-LATE_PAGES = ("network", "strategies", "predictions", "decisions", "understand/simulated")
+LATE_PAGES = ("network", "strategies", "predictions", "decisions/014-time", "understand/simulated")
 LATE_CODE = [
     ROOT / "exogym" / name for name in ("core/clock/clock.py", "core/training/timing.py", "strategy/traffic.py")
 ]
