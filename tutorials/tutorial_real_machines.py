@@ -13,19 +13,19 @@
 # %% [markdown]
 # # From simulation to real machines
 #
-# What you tried on simulated nodes runs on real computers with the strategy line unchanged, and ends in the same
-# bits. You can practise that at home with one computer: it plays two, with real processes, real sockets and the real
-# launcher. With a second computer only an address changes.
+# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. You practice here with
+# one computer that plays two, with real processes, sockets and the real launcher. With a second computer only an
+# address changes.
 #
 # You will learn
 #
-# - to write a training script that runs in simulation, under `torchrun` and on several hosts;
-# - to start it in all three ways, and to see that the model is the same;
-# - what a hosts file is, and what is asked of a host;
-# - to measure the network between your machines and predict with it.
+# - to write a training script for simulation, `torchrun` and several hosts;
+# - to start it in all three ways and check that the model is the same;
+# - to write a hosts file and check the hosts;
+# - to measure your network and predict with it.
 #
-# About half a minute, on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its extra
-# `[demo]`. Nothing is opened to your network: all addresses here are this computer's own. Read [Four nodes on your
+# This takes about half a minute on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its extra
+# `[demo]`. All addresses are this computer's own, so nothing opens to your network. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
 
 # %%
@@ -43,8 +43,8 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# A program that is to run on several machines must be a file: every machine starts it. So we write one here. The only
-# line that knows where it runs is the one that makes the trainer.
+# A program for several machines must be a file, because every machine starts it. So we write one here. Only the line that
+# makes the trainer knows where it runs.
 
 # %%
 TRAIN = """
@@ -95,9 +95,9 @@ start("train.py", "simulated")
 # %% [markdown]
 # ## Two processes
 #
-# `python -m exogym.launch` starts the script twice, as `torchrun` would (which works as well). The processes find
-# each other, share the four nodes out, two each, and talk through torch's gloo. On two machines you would start it on
-# each, with `--nnodes 2 --node_rank 0` and `1`, and the first one's address.
+# `python -m exogym.launch` starts the script twice; `torchrun` works as well. The processes find each other, take two nodes
+# each, and communicate through torch's gloo. With two machines, start it on each with `--nnodes 2`, `--node_rank 0` or
+# `1`, and the first machine's address.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
@@ -105,8 +105,8 @@ start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
 # %% [markdown]
 # ## Two hosts
 #
-# `NetworkTrainer` does the starting for you: from one computer, over SSH, on all that a *hosts file* names. Ours
-# names this computer twice, under two names, and it needs no SSH to reach itself.
+# `NetworkTrainer` starts the processes for you, from one computer over SSH, on all hosts in a *hosts file*. Ours lists
+# this computer twice, under two names, and needs no SSH to reach itself.
 
 # %%
 with socket.socket() as free:
@@ -120,8 +120,8 @@ hosts = {
 Path("hosts.json").write_text(json.dumps(hosts, indent=2))
 
 # %% [markdown]
-# First ask the doctor, as you would for real machines (`exogym doctor --hosts hosts.json`): is Python there, are the
-# versions the same, is the code the same, is the port free?
+# First ask the doctor, as you would for real machines (`exogym doctor --hosts hosts.json`). It checks Python, versions,
+# code, ports and more.
 
 # %%
 checks = check_hosts("hosts.json", code=False)
@@ -132,8 +132,8 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script that you start is the controller. It checks the hosts, starts itself there, brings the lines
-# they print to your terminal, and in the end the model and the history.
+# Then train. The script that you start is the controller. It checks the hosts, starts itself there, and shows their output.
+# At the end it fetches the model and the history.
 
 # %%
 start("train.py", "hosts", "hosts.json")
@@ -141,8 +141,8 @@ start("train.py", "hosts", "hosts.json")
 # %% [markdown]
 # ## The same bits
 #
-# Sums are taken in an order that does not depend on who holds which node. So the three models are equal in every bit,
-# and you can debug on your laptop what happened on a cluster.
+# The order of sums does not depend on the placement of nodes. So the three models are equal in every bit, and you can
+# debug on your laptop what happened on a cluster.
 
 # %%
 results = {name: json.loads(Path(f"result_{name}.json").read_text()) for name in ("simulated", "launched", "hosts")}
@@ -157,12 +157,12 @@ axes.legend(frameon=False)
 figure.savefig("tutorial_real_machines.png", dpi=80)
 
 # %% [markdown]
-# ![Three curves that lie on each other](../docs/images/tutorial_real_machines.png)
+# ![Three equal curves, one over the other](../docs/images/tutorial_real_machines.png)
 #
-# ## Measure the way between them
+# ## Measure the network
 #
-# The launcher can run a self-test that times collectives between the processes. What it writes stands for a network
-# wherever one is asked for.
+# The launcher can run a self-test that times collectives between the processes. Use its file wherever ExoGym takes a
+# network.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "-m", "exogym.distributed", "--json", "measured.json")
@@ -170,13 +170,12 @@ measured = Network.of("measured.json")
 print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 1e6, 2).seconds:.1f} ms")
 
 # %% [markdown]
-# `exogym advise --network measured.json --parameters 124M --nodes 2 --step-seconds 0.8` now speaks of *your*
-# machines.
+# `exogym advise --network measured.json --parameters 124M --nodes 2 --step-seconds 0.8` now describes *your* machines.
 #
 # ## A second computer
 #
-# Three things are needed on it: SSH from here without a password, the same versions of Python's packages, and the
-# folder with your script (`sync=True` copies it). Then the hosts file has its address:
+# It needs SSH from here without a password, the same versions of Python packages, and your script's folder (`sync=True`
+# copies it). Put its address into the hosts file:
 #
 # ```
 # {
@@ -185,25 +184,24 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 # }
 # ```
 #
-# and `exogym doctor --hosts hosts.json` says what is still missing. What the hosts send each other is not encrypted,
-# so do it in a network that you trust. `exogym wizard` does all of it by asking.
+# `exogym doctor --hosts hosts.json` names anything missing. Traffic between hosts is not encrypted, so use a network that
+# you trust. `exogym wizard` asks you a few questions and does all of this.
 #
 # ## Change something
 #
-# Give the worker two slots (`"slots": 2`). How many processes start, and who has which nodes? Look into `runs/`: each
-# start on hosts has a folder with the logs of every rank. Then press Ctrl-C in the middle, and see what is said.
+# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`: each
+# start on hosts has a folder with every rank's logs. Then press Ctrl-C during training, and read the messages.
 #
 # ## A question
 #
-# Why does a training script for `NetworkTrainer` call `torch.manual_seed(0)` before it makes the model, though only
-# the weights of the first process are used?
+# Why does a script for `NetworkTrainer` call `torch.manual_seed(0)` before it makes the model, although all processes
+# receive rank 0's weights?
 #
-# **Answer.** They are: at the start the weights of rank 0 go to all. But what travels is only what differs. With the
-# same seed all processes make the same weights, sums of them are compared, and nothing needs to be sent. And a run
-# you may want to repeat should not depend on chance anyway.
+# **Answer.** Only weights that differ are sent. With the same seed all processes make the same weights, compare sums of
+# them, and send nothing. A seed also lets you repeat the run.
 #
 # ## Where to go from here
 #
-# - [Real machines](../docs/real_machines.md): the hosts file, what happens when a host is lost, tunnels.
+# - [Real machines](../docs/real_machines.md): the hosts file, lost hosts, tunnels.
 # - [Security](../docs/security.md): who may talk to whom.
 # - [Clusters](../docs/clusters.md): SLURM and Kubernetes.

@@ -13,18 +13,18 @@
 # %% [markdown]
 # # Teach Whisper your voice, on several computers
 #
-# Whisper writes down what is said. Voices and words that are unlike what it learnt from make it err. Recordings of
-# your own teach it, and two or three computers at home share the work. This tutorial walks through all of it in
-# seconds, with a *tiny random model that understands nothing*. One line puts the real one in its place.
+# Whisper writes down speech. It makes mistakes on unfamiliar voices and words. Your own recordings teach it, and two or
+# three computers at home share the work. This tutorial shows every step in seconds, with a *tiny random model that
+# understands nothing*. One line replaces it with the real model.
 #
 # You will learn
 #
-# - what the data must look like;
-# - what LoRA does to the number of bytes that computers must exchange;
-# - to fine-tune with DiLoCo, and to measure the word error rate;
-# - how long it would take on your network.
+# - the format of the data;
+# - how LoRA reduces the bytes that computers exchange;
+# - to fine-tune with DiLoCo and measure the word error rate;
+# - to predict the time on your network.
 #
-# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install), its extras
+# This takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install), its extras
 # `[whisper,examples]`, and the program `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which plays
 # the speaker. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
@@ -42,11 +42,10 @@ WEIGHTS = "small-random"  # None: tiny.en, if it is here; or "openai/whisper-sma
 RECORDINGS = None  # None: espeak-ng reads Shakespeare aloud; "recordings": your folder with a manifest.csv
 
 # %% [markdown]
-# ## Clips and what is said in them
+# ## Clips and their texts
 #
-# Of your own you would have a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The
-# task reads it, resamples to 16 kHz, leaves out what is silent or too long (and says so), and holds a fifth of
-# the clips out.
+# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The task reads
+# it, resamples to 16 kHz, leaves out silent and too long clips (and says so), and holds out a fifth.
 
 # %%
 options = {"weights": WEIGHTS, "lines": 24, "held_out": 6}
@@ -62,12 +61,12 @@ left.imshow(model.log_mel(clip[None])[0].numpy(), origin="lower", aspect="auto")
 left.set(title=text, xlabel="1/100 s", ylabel="pitch")
 
 # %% [markdown]
-# The picture on the left of the one below is what Whisper sees: how loud each pitch is in each hundredth of a second.
+# The left picture below shows Whisper's input: the loudness of each pitch in each hundredth of a second.
 #
-# ## What is trained
+# ## Trained parameters
 #
-# Beside each matrix of a layer **LoRA** puts two narrow ones, and trains these alone. The rest is frozen: it is the
-# same on all computers, so nobody sends it.
+# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains only these. The rest is frozen and the same on
+# all computers, so nobody sends it.
 
 
 # %%
@@ -80,13 +79,13 @@ print(f"an average moves {4 * trained_numbers(everything):,} bytes, with LoRA {4
 # > an average moves 411,520 bytes, with LoRA 36,864
 
 # %% [markdown]
-# For tiny.en that is 151 MB against 2.2 MB.
+# For tiny.en it is 151 MB against 2.2 MB.
 #
 # ## Fine-tune on two nodes
 #
-# The two share the clips. Every eight steps they average (DiLoCo with outer rate 1 and no momentum: a fine-tuning has
-# too few rounds for momentum to settle). We train all of the random model here, since there is nothing in it that
-# would be worth freezing.
+# The two nodes share the clips and average every eight steps (DiLoCo with outer rate 1 and no momentum, because
+# fine-tuning has too few rounds for momentum). We train the whole random model, since it contains nothing worth
+# freezing.
 
 # %%
 trainer = LocalTrainer(everything, task.train, task.val)
@@ -103,15 +102,15 @@ right.set(title="fine-tuning on two nodes", xlabel="steps of each node", ylabel=
 figure.savefig("tutorial_whisper.png", dpi=80)
 
 # %% [markdown]
-# ![What Whisper sees, and its loss](../docs/images/tutorial_whisper.png)
+# ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
-# It has learnt how often letters come, no more, and writes nothing that is right. Whatever the model: a loss that
-# falls is not yet understanding, so look at the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
+# The model has learned how often letters occur, and writes nothing right. A falling loss is not yet understanding, so
+# check the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
 # ([measured](../docs/results.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
 #
-# tiny.en with LoRA has 540,672 numbers to send. On a laptop a step of two clips takes a second or so.
+# tiny.en with LoRA sends 540,672 numbers. On a laptop a step of two clips takes about a second.
 
 # %%
 for network in ("wifi", "home"):
@@ -126,7 +125,7 @@ for network in ("wifi", "home"):
 # %% [markdown]
 # ## Keep it
 #
-# `save_pretrained` writes a folder that transformers reads, with the narrow matrices multiplied in.
+# `save_pretrained` merges the narrow matrices and writes a folder for transformers.
 
 # %%
 model.save_pretrained("better")
@@ -140,19 +139,18 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first trains on this computer. The second finds the others in your network, pairs with them by a code, copies
-# the recordings there, trains and brings the model back. [Whisper](../docs/whisper.md) has all options.
+# The first command trains on this computer. The second finds other computers in your network, pairs with them by a code,
+# copies the recordings, trains, and fetches the model. [Whisper](../docs/whisper.md) has all options.
 #
 # ## Change something
 #
-# Let `H=1`, and then `H=40`. What happens to the loss, and to `tx_bytes`? Give each node a voice of its own with
+# Set `H=1`, then `H=40`. How do the loss and `tx_bytes` change? Give each node its own voice with
 # `partitioner="shards:1"`.
 #
 # ## A question
 #
-# Why is the window in the description only as long as the longest clip and a second, though Whisper was made for 30
-# seconds?
+# Why is the window only one second longer than the longest clip, although Whisper was made for 30 seconds?
 #
-# **Answer.** Its encoder computes over the whole window, and a clip of 3 s in one of 30 s is 27 s of silence that is
-# computed for nothing. The positions that are cut off are fixed sines, so nothing has to be learnt anew. The second
-# of silence at the end tells the model that the clip is over.
+# **Answer.** The encoder computes over the whole window. A clip of 3 s in a window of 30 s wastes that work on 27 s of
+# silence. The removed positions are fixed sines, so nothing must be learned again. The second of silence at the end tells
+# the model that the clip is over.
