@@ -145,7 +145,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
     payload = "ceil(P / compression_chunk^2) compression_topk (b + 2)"
     equation = "e_i <- beta e_i + gamma g_i less the top k of DCT(e_i); theta <- theta - gamma sign(IDCT(mean sent))"
     needs = "all nodes at every step; received bytes grow with N"
-    identities = ("all sent = the sign of the mean gradient", "beta=1: what is sent and kept = all gradients")
+    identities = ("all sent = the sign of the mean gradient", "beta=1: sent + kept = all gradients")
     own_rule = True
 
     def __init__(

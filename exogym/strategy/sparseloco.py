@@ -147,7 +147,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
     needs = "all nodes every H steps, 1/146 of fp32; received bytes grow with N"
     identities = (
         "topk=chunk, bits=32 = diloco with outer SGD(lr)",
-        "beta=1: what is sent and kept = the sum of differences",
+        "beta=1: sent + kept = the sum of differences",
         "H=1, beta=1, SGD, bits=32 = topk by chunks",
     )
 
