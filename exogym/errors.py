@@ -144,7 +144,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def checked(function: F) -> F:
     """Refuse unknown keyword arguments of `function` with the nearest real name.
 
-    A second name of an argument (`ALIASES`) is taken for the first.
+    A second name of an argument (`ALIASES`) is taken for the first. A value for an argument declared as `bool` must be
+    True or False: the text "no" would count as true.
 
     Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described; and
     what the class says in `not_taken`, a dict, of an argument that others of its kind take is said instead of a name.
@@ -161,6 +162,7 @@ def checked(function: F) -> F:
     """
     signature = inspect.signature(function)
     names = [n for n in signature.parameters if n != "self"]
+    switches = [n for n, p in signature.parameters.items() if p.annotation in (bool, "bool")]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,6 +178,8 @@ def checked(function: F) -> F:
             lacking = [] if "missing" not in str(error) else _lacking(signature, args, kwargs)
             what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
             raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
+        for name in bound.arguments.keys() & switches:
+            check_switch(name, bound.arguments[name])
         if function.__name__ == "__init__" and "given_arguments" not in vars(args[0]):
             vars(args[0])["given_arguments"] = {k: v for k, v in bound.arguments.items() if k != "self"}
         return function(*args, **kwargs)
@@ -236,6 +240,12 @@ def check_count(name: str, given: Any, least: int = 1) -> None:
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= MOST_COUNT:
         high = " and at most 2^53" if isinstance(given, int) and given > MOST_COUNT else ""
         raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}{high}")
+
+
+def check_switch(name: str, given: Any) -> None:
+    """Raise ArgumentError unless `given` is True or False."""
+    if not isinstance(given, bool):
+        raise ArgumentError(f"{name}={given!r} must be True or False")
 
 
 def check_port(name: str, given: Any, least: int = 1) -> None:

@@ -212,7 +212,9 @@ STRANGE = [
 
 
 @pytest.mark.filterwarnings("ignore:batch_size=")
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(FitOptions) if f.name not in ("max_steps", "save_dir", "run_dir")])
+@pytest.mark.parametrize(
+    "name", [f.name for f in dataclasses.fields(FitOptions) if f.name not in ("max_steps", "save_dir", "run_dir")]
+)
 def test_a_strange_value_is_taken_or_refused_by_name(name):
     with torch.random.fork_rng():
         model = nn.Linear(6, 2)

@@ -209,9 +209,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
             ("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf),
         )  # fmt: skip
-        for name, flag in (("dylu", dylu), ("shard_sampling", shard_sampling)):
-            if not isinstance(flag, bool):
-                raise ArgumentError(f"{name}={flag!r} must be True or False")
         if rule != "delayed_nesterov":
             check({"a rule without activation": f"rule={rule!r}"} | features_of(activation=activation or None))
         super().__init__(inner_optim, **options)

@@ -96,7 +96,9 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         check_choice("weighting", weighting, ("examples", "uniform"))
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
-        for steps in local_steps or ():
+        if not isinstance(local_steps, Sequence | np.ndarray | None):
+            raise ArgumentError(f"local_steps={local_steps!r} must be a list with the steps of each node")
+        for steps in () if local_steps is None else local_steps:
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")

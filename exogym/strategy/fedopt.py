@@ -63,10 +63,11 @@ class ServerStep(RoundModule, HasOuterModel):
         self.rule, self.lr = rule, RATES[rule] if lr is None else lr
         self.beta1 = (0.0 if rule == "adagrad" else 0.9) if beta1 is None else beta1
         self.beta2, self.tau, self.bias_correction = beta2, tau, bias_correction
+        check_number("tau", tau, least=0)
         self.initial_v = tau**2 if initial_v is None else initial_v
         for name, value in (("beta1", self.beta1), ("beta2", beta2)):
             check_number(name, value, least=0, under=1)
-        for name, value in (("server_lr", self.lr), ("tau", tau), ("initial_v", self.initial_v)):
+        for name, value in (("server_lr", self.lr), ("initial_v", self.initial_v)):
             check_number(name, value, least=0)
         self.updates = 0
 

@@ -55,7 +55,7 @@ class NoLoCoCommunicator(PeriodicModule):
         check_count("group_size", group_size)
         check_number("alpha", alpha, least=0, under=1)
         check_number("beta", beta, least=0)
-        check_number("gamma", gamma or 0.0, least=0)
+        check_number("gamma", beta if gamma is None else gamma, least=0)
         self.group_size, self.alpha, self.beta = group_size, alpha, beta
         self.gamma = beta if gamma is None else gamma
 

@@ -122,5 +122,5 @@ def _ours() -> list[tuple[str, type[Strategy]]]:
     return sorted((n, kind) for n, kind in STRATEGIES.items() if kind.__module__.startswith(f"{__package__}."))
 
 
-def _markdown(heads: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
+def _markdown(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ("---",) * len(heads), *lines])

@@ -34,7 +34,7 @@ from torch import Tensor
 from exogym.core.compress import ChunkTopK, Statistical, with_feedback
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
-from exogym.errors import check_choice, check_number
+from exogym.errors import check_choice, check_count, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
@@ -65,6 +65,8 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
         super().__init__()
         self.take_rounds(H)
         check_choice("aggregation", aggregation, ("mean", "contributors"))
+        check_count("topk", topk)
+        check_count("chunk", chunk)
         check_number("error_decay", error_decay, least=0, most=1)
         check_number("outer_lr", outer_lr, least=0)
         self.topk, self.chunk, self.bits = topk, chunk, bits

@@ -30,7 +30,7 @@ from exogym.core.combinations import refuse
 from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import check_choice, check_count, check_number, checked
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import Tunable
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
@@ -101,8 +101,7 @@ class SparseCommunicator(PeriodicModule, Tunable):
         final_average: bool = True,
     ):
         super().__init__()
-        if not 0 <= sparsification_rate <= 1:
-            raise ArgumentError(f"the share of parameters to average is {sparsification_rate!r}: wanted 0 to 1")
+        check_number("p_sparta", sparsification_rate, least=0, most=1, more=": the share of parameters to average")
         check_choice("compression_method", compression_method, METHODS)
         check_count("interval", interval)
         if quantization_bits not in (None, 32):

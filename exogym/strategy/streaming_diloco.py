@@ -77,6 +77,8 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         if fragment_sync_delay >= H:
             raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the H={H} steps of a round")
         check_number("fragment_update_alpha", fragment_update_alpha, least=0, most=1)
+        if not isinstance(offsets, Sequence | None):
+            raise ArgumentError(f"offsets={offsets!r} must be a list with a step for each fragment")
         if offsets is not None and (len(offsets) != num_fragments or not all(0 <= t < H for t in offsets)):
             raise ArgumentError(
                 f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"

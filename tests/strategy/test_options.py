@@ -34,6 +34,17 @@ def test_a_misspelt_option_is_named_whoever_defines_it() -> None:
             DiLoCoStrategy(**{given: 1})
 
 
+@pytest.mark.parametrize("name, option, value", [
+    ("sparseloco", "chunk", 0), ("sparseloco", "topk", None), ("sparta", "p_sparta", None), ("noloco", "gamma", ""),
+    ("fedopt", "tau", None), ("fedavg", "local_steps", 3), ("streaming_diloco", "offsets", 0),
+    ("topk", "error_feedback", "no"), ("fedavg", "keep_inner_state", 1), ("async_diloco", "dylu", "yes"),
+])  # fmt: skip
+def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, option: str, value: Any) -> None:
+    made: Any = OURS[name]
+    with pytest.raises(ArgumentError, match=f"{option}="):
+        made(**{option: value})
+
+
 def test_an_alias_is_the_argument() -> None:
     assert FedAvgStrategy(inner_lr=0.25).inner.base_lr == FedAvgStrategy(lr=0.25, inner_lr=0.25).inner.base_lr == 0.25
     assert FedAvgStrategy(inner_lr=0.25).given_arguments == {"inner_lr": 0.25}  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from exogym.core.compute.ways import WAYS
 from exogym.core.compute.worker import check_precision
 from exogym.core.engine import Ray
 from exogym.core.training.options import FitOptions
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import ArgumentError, check_choice, check_count, check_switch
 from exogym.faults import Faults
 from exogym.strategy.strategy import Strategy
 
@@ -92,8 +92,7 @@ def _check_values(options: FitOptions) -> None:
         if not isinstance(getattr(options, name), str | os.PathLike | None) or getattr(options, name) == "":
             raise ArgumentError(f"{name}={getattr(options, name)!r} must be the path of a folder")
     for name in SWITCHES:
-        if not isinstance(getattr(options, name), bool):
-            raise ArgumentError(f"{name}={getattr(options, name)!r} must be True or False")
+        check_switch(name, getattr(options, name))
     if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):
         raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions of the training loop")
     for callback in options.callbacks:
