@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from exogym.errors import ArgumentError, nearest
