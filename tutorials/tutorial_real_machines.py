@@ -13,8 +13,8 @@
 # %% [markdown]
 # # From simulation to real machines
 #
-# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. You practice here with
-# one computer that plays two, with real processes, sockets and the real launcher. With a second computer only an
+# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. You practice here
+# with one computer that plays two, with real processes, sockets and the real launcher. With a second computer only an
 # address changes.
 #
 # You will learn
@@ -24,8 +24,8 @@
 # - to write a hosts file and check the hosts;
 # - to measure your network and predict with it.
 #
-# This takes about half a minute on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its extra
-# `[demo]`. All addresses are this computer's own, so nothing opens to your network. Read [Four nodes on your
+# This takes about half a minute on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its
+# extra `[demo]`. All addresses are this computer's own, so nothing opens to your network. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
 
 # %%
@@ -43,8 +43,8 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# A program for several machines must be a file, because every machine starts it. So we write one here. Only the line that
-# makes the trainer knows where it runs.
+# A program for several machines must be a file, because every machine starts it. So we write one here. Only the line
+# that makes the trainer knows where it runs.
 
 # %%
 TRAIN = """
@@ -95,9 +95,9 @@ start("train.py", "simulated")
 # %% [markdown]
 # ## Two processes
 #
-# `python -m exogym.launch` starts the script twice; `torchrun` works as well. The processes find each other, take two nodes
-# each, and communicate through torch's gloo. With two machines, start it on each with `--nnodes 2`, `--node_rank 0` or
-# `1`, and the first machine's address.
+# `python -m exogym.launch` starts the script twice; `torchrun` works as well. The processes find each other, take two
+# nodes each, and communicate through torch's gloo. With two machines, start it on each with `--nnodes 2`, `--node_rank
+# 0` or `1`, and the first machine's address.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
@@ -132,8 +132,8 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script that you start is the controller. It checks the hosts, starts itself there, and shows their output.
-# At the end it fetches the model and the history.
+# Then train. The script that you start is the controller. It checks the hosts, starts itself there, and shows their
+# output. At the end it fetches the model and the history.
 
 # %%
 start("train.py", "hosts", "hosts.json")
@@ -184,13 +184,13 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 # }
 # ```
 #
-# `exogym doctor --hosts hosts.json` names anything missing. Traffic between hosts is not encrypted, so use a network that
-# you trust. `exogym wizard` asks you a few questions and does all of this.
+# `exogym doctor --hosts hosts.json` names anything missing. Traffic between hosts is not encrypted, so use a network
+# that you trust. `exogym wizard` asks you a few questions and does all of this.
 #
 # ## Change something
 #
-# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`: each
-# start on hosts has a folder with every rank's logs. Then press Ctrl-C during training, and read the messages.
+# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`:
+# each start on hosts has a folder with every rank's logs. Then press Ctrl-C during training, and read the messages.
 #
 # ## A question
 #

@@ -44,8 +44,8 @@ RECORDINGS = None  # None: espeak-ng reads Shakespeare aloud; "recordings": your
 # %% [markdown]
 # ## Clips and their texts
 #
-# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The task reads
-# it, resamples to 16 kHz, leaves out silent and too long clips (and says so), and holds out a fifth.
+# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The task
+# reads it, resamples to 16 kHz, leaves out silent and too long clips (and says so), and holds out a fifth.
 
 # %%
 options = {"weights": WEIGHTS, "lines": 24, "held_out": 6}
@@ -65,8 +65,8 @@ left.set(title=text, xlabel="1/100 s", ylabel="pitch")
 #
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains only these. The rest is frozen and the same on
-# all computers, so nobody sends it.
+# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains only these. The rest is frozen and the
+# same on all computers, so nobody sends it.
 
 
 # %%
@@ -139,8 +139,8 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first command trains on this computer. The second finds other computers in your network, pairs with them by a code,
-# copies the recordings, trains, and fetches the model. [Whisper](../docs/whisper.md) has all options.
+# The first command trains on this computer. The second finds other computers in your network, pairs with them by a
+# code, copies the recordings, trains, and fetches the model. [Whisper](../docs/whisper.md) has all options.
 #
 # ## Change something
 #
@@ -152,5 +152,5 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # Why is the window only one second longer than the longest clip, although Whisper was made for 30 seconds?
 #
 # **Answer.** The encoder computes over the whole window. A clip of 3 s in a window of 30 s wastes that work on 27 s of
-# silence. The removed positions are fixed sines, so nothing must be learned again. The second of silence at the end tells
-# the model that the clip is over.
+# silence. The removed positions are fixed sines, so nothing must be learned again. The second of silence at the end
+# tells the model that the clip is over.
