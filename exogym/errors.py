@@ -147,8 +147,9 @@ def checked(function: F) -> F:
     A second name of an argument (`ALIASES`) is taken for the first. A value for an argument declared as `bool` must be
     True or False: the text "no" would count as true.
 
-    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described; and
-    what the class says in `not_taken`, a dict, of an argument that others of its kind take is said instead of a name.
+    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described.
+    What the class, or another function, says in `not_taken`, a dict, of an argument that others of its kind take is
+    said instead of a name.
 
     Raises:
         ArgumentError: an argument that `function` does not take, or one it needs that is missing.
@@ -169,7 +170,7 @@ def checked(function: F) -> F:
         kwargs = without_aliases(kwargs, names, kept=names)
         for name in [name for name in kwargs if name not in signature.parameters]:
             where = function.__qualname__.removesuffix(".__init__")
-            known = getattr(type(args[0]), "not_taken", {}) if function.__name__ == "__init__" else {}
+            known = getattr(type(args[0]) if function.__name__ == "__init__" else function, "not_taken", {})
             raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
         try:
             bound = signature.bind(*args, **kwargs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,23 +16,24 @@ import typer
 from exogym.cli.live import LiveTable, print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.core.progress import notice
-from exogym.core.training.options import FitOptions, in_full, words_of
+from exogym.core.training.options import FitOptions, RunOptions, in_full, words_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
 from exogym.study.compare import compare as run_comparison
-from exogym.study.compare.asked import ComparisonOptions
+from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.folder import saved_in
 
-OF_PYTHON = ("problem", "out", "resume", "loss_fn", "metrics", "watch")  # in the command line otherwise, or not at all
-OPTIONS = [field.name for field in fields(ComparisonOptions) if field.name not in OF_PYTHON]
 NETWORK_HELP = f"Preset ({', '.join(PRESETS)}), a bandwidth and a latency as '100Mbps,20ms', or a .json file."
 
 # Options that several commands have, named as in `fit` and shorter on the command line.
 NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Steps of each node. [default: the task's]")]
+BatchOption = Annotated[int | None, typer.Option(help="Examples of a node's batch. [default: the task's]")]
+ValSizeOption = Annotated[int | None, typer.Option(help=f"{words_of('val_size')} [default: 500]")]
+ValIntervalOption = Annotated[int | None, typer.Option(help="Steps between evaluations. [default: 10 to 30 of them]")]
 PartitionOption = Annotated[
     str | None,
     typer.Option(
@@ -46,6 +50,34 @@ StepSecondsOption = Annotated[
 ]
 
 
+def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that are passed on to each run and have a text form, but for those that it has.
+
+    The command finds them in its context, by `options_of_runs`.
+    """
+    own = inspect.signature(command, eval_str=True).parameters
+    further = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(RunOptions, name),
+            annotation=Annotated[kind if kind is bool else kind | None, typer.Option(help=words_of(name))],
+        )
+        for name, kind in PASSED_AS_TEXT.items()
+    ]  # fmt: skip
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        command(**{name: given[name] for name in own})
+
+    call.__signature__ = inspect.Signature([*own.values(), *further])  # type: ignore[attr-defined]
+    return call
+
+
+def options_of_runs(context: typer.Context) -> dict[str, Any]:
+    """Return what a command that `also_of_runs` changed is given for each run."""
+    return {name: context.params[name] for name in PASSED_AS_TEXT}
+
+
+@also_of_runs
 def compare(
     context: typer.Context,
     dataset: Annotated[
@@ -64,12 +96,14 @@ def compare(
     ] = ",".join(DEFAULT_STRATEGIES),
     num_nodes: NodesOption = None,
     max_steps: StepsOption = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples of a node in a step. [default: the task's]")] = None,
+    batch_size: BatchOption = None,
     seeds: Annotated[int, typer.Option(help="How often to train, each time from other weights.")] = 3,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of the inner optimizer. [default: the task's]")
     ] = None,
     partitioner: PartitionOption = None,
+    val_size: ValSizeOption = None,
+    val_interval: ValIntervalOption = None,
     processes: Annotated[str, typer.Option(metavar="P", help=words_of("processes"))] = str(FitOptions.processes),
     device: DeviceOption = str(FitOptions.device),
     network: NetworkOption = None,
@@ -107,10 +141,11 @@ def compare(
     and --resume goes on. MODULE:FUNCTION is a function of yours that returns an exogym.tasks.Task; the current folder
     is looked in.
     """
-    given: dict[str, Any] = {name: context.params[name] for name in OPTIONS}
+    known = {field.name for field in fields(ComparisonOptions)} - {"out", "resume"}
+    given = {name: value for name, value in context.params.items() if name in known}
     given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
     if resume:
-        given |= _as_before(context, out)
+        given |= _as_before(context, out, given)
     for name in ("step_seconds", "speeds", "target_loss", "timeline"):
         if given[name] not in (None, False) and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
@@ -127,7 +162,7 @@ def compare(
     show(result)
 
 
-def _as_before(context: typer.Context, out: Path) -> dict[str, Any]:
+def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return those arguments of the comparison in `out` that this command line leaves open."""
 
     def is_open(option: str) -> bool:
@@ -139,8 +174,8 @@ def _as_before(context: typer.Context, out: Path) -> dict[str, Any]:
     before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
         raise ArgumentError(f"--out {out}: that comparison was started from Python: go on there, with resume=True")
-    options = {"dataset": "problem"} | {name: name for name in OPTIONS}
-    return {argument: before[argument] for option, argument in options.items() if is_open(option)}
+    options = {name: "dataset" if name == "problem" else name for name in given}
+    return {name: before[name] for name, option in options.items() if name in before and is_open(option)}
 
 
 def show(result: Comparison) -> None:

@@ -10,12 +10,17 @@ from typing import Annotated
 import typer
 
 from exogym.cli.compare import (
+    BatchOption,
     DeviceOption,
     NetworkOption,
     NodesOption,
     PartitionOption,
     StepSecondsOption,
     StepsOption,
+    ValIntervalOption,
+    ValSizeOption,
+    also_of_runs,
+    options_of_runs,
 )
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, processes_of
@@ -26,14 +31,17 @@ from exogym.study.sweep import sweep as run_sweep
 from exogym.study.sweep.run import Ended
 
 
+@also_of_runs
 def sweep(
+    context: typer.Context,
     axes: Annotated[
         list[str],
         typer.Option(
             "--sweep",
             metavar="OPTION=A,B",
             help="Values of an option; give it for several. strategy, nodes, steps, batch_size, lr, partition, network "
-            "and step_seconds are the run's, any other is the strategy's. With --search also a range, lr=1e-4..1e-1.",
+            "and step_seconds are the run's, as are precision, compute and other options that are passed on to runs; "
+            "any other is the strategy's. With --search also a range, lr=1e-4..1e-1.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the sweep: a new one, or with --resume its own.")],
@@ -44,10 +52,12 @@ def sweep(
     strategy: Annotated[str, typer.Option(help="Where it is not swept, as 'diloco:outer_lr=0.5'.")] = "diloco",
     num_nodes: NodesOption = None,
     max_steps: StepsOption = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples of a node in a step. [default: the task's]")] = None,
+    batch_size: BatchOption = None,
     seeds: Annotated[int, typer.Option(help="How often to train each cell, each time from other weights.")] = 3,
     lr: Annotated[float | None, typer.Option(help="Inner learning rate. [default: the task's]")] = None,
     partitioner: PartitionOption = None,
+    val_size: ValSizeOption = None,
+    val_interval: ValIntervalOption = None,
     processes: Annotated[
         str, typer.Option(metavar="P", help="Runs at once; auto: one a core, as far as memory reaches.")
     ] = "auto",
@@ -75,9 +85,9 @@ def sweep(
     try:
         result = run_sweep(
             dataset, _in_full(axes), strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps,
-            batch_size=batch_size, seeds=seeds, lr=lr, partitioner=partitioner, processes=processes_of(processes),
-            engine=engine, device=device, network=network, step_seconds=step_seconds, search=search, out=out,
-            resume=resume, watch=tell,
+            batch_size=batch_size, seeds=seeds, lr=lr, partitioner=partitioner, val_size=val_size,
+            val_interval=val_interval, processes=processes_of(processes), engine=engine, device=device, network=network,
+            step_seconds=step_seconds, search=search, out=out, resume=resume, watch=tell, **options_of_runs(context),
         )  # fmt: skip
     except SweepInterrupted as stopped:
         notice(

@@ -67,7 +67,8 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
         options = [option for option in commands.get_command(context, command).params if option.name not in OURS]
         forms[command] = [
             {
-                "name": option.name, "flag": option.opts[0], "help": option.help or "",
+                "name": option.name, "help": option.help or "",
+                "flag": (option.secondary_opts if option.is_flag and option.default else option.opts)[0],
                 "default": option.default if isinstance(option.default, str | int | float) else None,
                 "required": option.required, "multiple": option.multiple, "is_flag": option.is_flag,
             }

@@ -108,13 +108,17 @@ class Starter:
         command = "sweep" if kind == "sweep" else "compare"
         names = {option["name"] for option in self.forms[command]}
         given: dict[str, Any] = {name: x for name, x in in_full(saved).items() if name in names and x is not None}
+        given |= {
+            o["name"]: given[o["name"]] != o["default"]
+            for o in self.forms[command]
+            if o["is_flag"] and o["name"] in given
+        }
         given["dataset"] = saved.get("problem")
         if kind == "sweep":
             given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
             raise ArgumentError(f"{path.name} was started from Python: go on there, with resume=True")
-        given = {name: x for name, x in given.items() if x is not False}
         if isinstance(given.get("speeds"), list):
             given["speeds"] = ",".join(map(str, given["speeds"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])

@@ -1,7 +1,8 @@
 """The options of a run: names, types, defaults and words, written here once.
 
-`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes`); the
-command line takes defaults and words of the options that it shares with `fit` (`words_of`).
+`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes`). Comparisons
+and sweeps pass the options of `RunOptions` on to each of their runs. The command line takes types, defaults and words
+of the options that it shares with `fit` (`written_as`, `words_of`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -50,23 +51,18 @@ def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
     return {LONG.get(name, name): value for name, value in options.items()}
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """What `fit` was asked.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that `fit`, `compare` and `sweep` take alike: the last two pass them on to each of their runs.
 
     Args:
-        strategy: What nodes do and tell each other.
-        num_nodes: Nodes of the fleet, N.
         node: Each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node has its
             own split. Under `python -m exogym.launch` or torchrun each process is one device. In one process the result
             is that of one device per node, computed in the micro-batches of its devices; `inside_bytes` in the history
             counts what the devices of a node would send each other. In several processes only the main one has the
             final model; in the others its parameters are on the meta device.
-        num_epochs, max_steps: Length of the run. Neither: one epoch; `max_steps` alone: as many epochs as it takes;
-            both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
-        batch_size, gradient_accumulation: A step of a node consumes their product in examples; a node that has fewer
-            takes all it has. The step's gradient is the mean over `gradient_accumulation` batches, whatever the loss.
-            Where targets are below 0, a batch counts as many as it has of the others.
+        gradient_accumulation: Batches whose gradients make a step. The step's gradient is their mean, whatever the
+            loss. Where targets are below 0, a batch counts as many as it has of the others.
         minibatch_size: Examples computed at once. This changes memory, not results beyond rounding: before training a
             few examples are computed together and in parts, and a loss that is not a mean over examples (a sum, class
             weights, pairs inside a batch) is refused where these show it. Torch's `CrossEntropyLoss` and `NLLLoss` as
@@ -74,17 +70,79 @@ class FitOptions:
             its statistics, and dropout its draws, in each minibatch.
         max_memory_usage: Fraction of the memory (0 to 1) to stay in. A minibatch_size that fits is found and said.
             Where batches must be split, losses are refused as for `minibatch_size`.
-        shuffle, partitioner: Who gets which examples. Without a partitioner (see `exogym.data`) they are dealt anew
-            each epoch.
-        val_size: Evaluate on at most so many examples.
-        val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
-        precision: "fp32", or "bf16", "fp16" autocast; `autocast=True` is bf16.
-        seed: It fixes everything; the caller's random state is left as it was.
-        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU where there is one (CUDA, then
-            Apple's MPS).
+        shuffle: Deal the examples in a random order.
+        precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` is bf16.
         compute: "loop" (one node after another, exact), "vmap" (rows at once), "compiled" (steps as one graph by
             torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs), "auto" (tries the first
             three and says which ends this run soonest).
+        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+        balance: Share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
+            "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
+        faults: Nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`). The
+            docstring of each strategy says what it does then. A node that is away has no row in the history.
+        on_nonfinite: "raise", "skip" or "ignore" a gradient or an update that is not finite, before others see it.
+            "skip": the node gives nothing to the round, as one that is away, then takes all that another holds, and has
+            no row in the history for such steps. "ignore": only losses are looked at. Infs that fp16's scaling handles
+            are no errors.
+        final_sync: Synchronise steps left over at the end, and count it.
+        log_interval: Steps between records.
+        max_restarts: So often, where training fails or one of several processes dies, all start again from the last
+            checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
+        hang_s: Seconds that a step of a node may take (of a micro-batch, where steps are split) with several processes.
+            A process that takes longer counts as hung: it is killed, and handled like one that died (`max_restarts`).
+            The start, the first step, each batch of an evaluation, a checkpoint and a callback (between two
+            `loop.beat()`) may take six times as long. None: never, as when a debugger holds a process.
+        client_state_memory: Bytes that each process may hold of the state that sampled clients keep while they do not
+            act (optimizers, control variates). The rest lies in files under `save_dir`. None: all in memory. While a
+            checkpoint is written all of it is in memory.
+        dataloader_kwargs: For torch's DataLoader (num_workers, collate_fn, ...).
+    """
+
+    node: NodeMesh | Sequence[NodeMesh] | None = None
+    gradient_accumulation: int = 1
+    minibatch_size: int | None = None
+    max_memory_usage: float | None = None
+    shuffle: bool = True
+    precision: str = "fp32"
+    compute: str = "loop"
+    reduction: str = "tree"
+    balance: Balance | str | None = None
+    faults: Faults | None = None
+    on_nonfinite: str = "raise"
+    final_sync: bool = True
+    log_interval: int = 1
+    max_restarts: int = 0
+    hang_s: float | None = 600.0
+    client_state_memory: float | None = None
+    dataloader_kwargs: dict[str, Any] | None = None
+
+    def changed(self) -> dict[str, Any]:
+        """Return those that have not their defaults.
+
+        >>> RunOptions(precision="bf16", shuffle=True).changed()
+        {'precision': 'bf16'}
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
+        return {name: value for name, value in given.items() if value != getattr(RunOptions, name)}
+
+
+@dataclass(frozen=True)
+class FitOptions(RunOptions):
+    """What `fit` was asked.
+
+    Args:
+        strategy: What nodes do and tell each other.
+        num_nodes: Nodes of the fleet, N.
+        num_epochs, max_steps: Length of the run. Neither: one epoch; `max_steps` alone: as many epochs as it takes;
+            both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
+        batch_size: Examples of a batch. A step of a node consumes `gradient_accumulation` batches; a node that has
+            fewer examples takes all it has.
+        partitioner: Who gets which examples. None (see `exogym.data`): they are dealt anew each epoch.
+        val_size: Evaluate on at most so many examples.
+        val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
+        seed: It fixes everything; the caller's random state is left as it was.
+        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU where there is one (CUDA, then
+            Apple's MPS).
         processes: Processes that share the nodes, or "auto". They are forked from this one (Linux, CPU); the result has
             the same bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
             torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
@@ -92,86 +150,48 @@ class FitOptions:
             (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or where the
             processes are that run this script together.
         cpus_per_process: Processors that Ray gives to each process.
-        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        balance: Share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
-            "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
-        faults: Nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`). The
-            docstring of each strategy says what it does then. A node that is away has no row in the history.
-        on_nonfinite: What to do where a gradient or an update is not finite, before others see it. "raise"; "skip": the
-            node gives nothing to the round, as one that is away, then takes all that another holds, and has no row in
-            the history for such steps; "ignore": only losses are looked at. Infs that fp16's scaling handles are no
-            errors.
         network: Predict the time on this network. Text ("wifi", "100Mbps,20ms") or a `Network` (see `exogym.network`).
             `time_s` in the history and `trainer.clock` say how long the run would take there.
         step_seconds: Seconds of a node's step there. A number, text ("80ms"), one per node or a `StepTime`; None: as
             measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
         timeline: Keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
-        final_sync: Synchronise steps left over at the end, and count it.
         logger: A logger, several, or callables (see `exogym.logger`).
-        log_interval: Steps between records.
         progress: Show a progress bar; None: if stderr is a terminal.
         callbacks: Functions of the training loop (see `exogym.callbacks`).
         save_dir, checkpoint_interval, keep_checkpoints: Where and how often to checkpoint (also at the end), and how
             many are kept.
         resume: Go on from the newest good checkpoint of `save_dir`, or start where there is none. Another number of
             processes will do.
-        max_restarts: So often, where training fails or one of several processes dies, all start again from the last
-            checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
-        hang_s: Seconds that a step of a node may take (of a micro-batch, where steps are split) with several processes.
-            A process that takes longer counts as hung: it is killed, and handled like one that died (`max_restarts`).
-            The start, the first step, each batch of an evaluation, a checkpoint and a callback (between two
-            `loop.beat()`) may take six times as long. None: never, as when a debugger holds a process.
         run_dir: Write what the run is, does and comes to into this folder (see `core.record.run_folder`). It is a new
             folder, or with `resume` the folder of the run that goes on. Without `save_dir` checkpoints go there too,
             where `checkpoint_interval` or `resume` asks for them.
-        client_state_memory: Bytes that each process may hold of the state that sampled clients keep while they do not
-            act (optimizers, control variates). The rest lies in files under `save_dir`. None: all in memory. While a
-            checkpoint is written all of it is in memory.
-        dataloader_kwargs: For torch's DataLoader (num_workers, collate_fn, ...).
     """
 
     strategy: Strategy
     _: KW_ONLY
     num_nodes: int = 1
-    node: NodeMesh | Sequence[NodeMesh] | None = None
     num_epochs: int | None = None
     max_steps: int | None = None
     batch_size: int = 32
-    gradient_accumulation: int = 1
-    minibatch_size: int | None = None
-    max_memory_usage: float | None = None
-    shuffle: bool = True
     partitioner: Partitioner | str | None = None
     val_size: int | None = None
     val_interval: int | None = None
-    precision: str = "fp32"
     seed: int = 0
     device: str | torch.device = "auto"
-    compute: str = "loop"
     processes: int | str = 1
     engine: str | Engine | None = None
     cpus_per_process: int = 1
-    reduction: str = "tree"
-    balance: Balance | str | None = None
-    faults: Faults | None = None
-    on_nonfinite: str = "raise"
     network: Network | str | None = None
     step_seconds: Any = None
     timeline: bool = False
-    final_sync: bool = True
     logger: Any = None
-    log_interval: int = 1
     progress: bool | None = None
     callbacks: Sequence[Callable[..., Any]] = ()
     save_dir: str | Path | None = None
     checkpoint_interval: int | None = None
     keep_checkpoints: int = 2
     resume: bool = False
-    max_restarts: int = 0
-    hang_s: float | None = 600.0
     run_dir: str | Path | None = None
-    client_state_memory: float | None = None
-    dataloader_kwargs: dict[str, Any] | None = None
 
     def features(self) -> dict[str, str]:
         """Return which of `exogym.core.combinations.FEATURES` this run has, the strategy's among them."""
@@ -310,6 +330,7 @@ class takes(Generic[P, V]):
         if "\nArgs:" not in text:
             text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{_told(self.options)}\n", text, count=1)
         call.__doc__ = text
+        call.not_taken = getattr(self.options, "not_taken", {})  # type: ignore[attr-defined]
         return checked(call)
 
     def _argument(self, option: inspect.Parameter) -> inspect.Parameter:
@@ -336,6 +357,18 @@ def words_of(name: str) -> str:
     found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
     assert found is not None, name
     return found[1]
+
+
+@functools.cache
+def written_as(name: str) -> type | None:
+    """Return the type of an option that can be written as text: int, float, bool or str; None: no text says it.
+
+    >>> written_as("max_restarts"), written_as("hang_s"), written_as("balance"), written_as("faults")
+    (<class 'int'>, <class 'float'>, <class 'str'>, None)
+    """
+    (annotation,) = (field.type for field in fields(FitOptions) if field.name == name)
+    parts = str(annotation).split(" | ")
+    return next((kind for kind in (int, float, bool, str) if kind.__name__ in parts), None)
 
 
 def describe(value: Any) -> Any:

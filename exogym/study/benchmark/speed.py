@@ -6,14 +6,13 @@ Methods take turns, as often as there are seeds. So each has a spread, and what 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from exogym.callbacks import Every
 from exogym.errors import TrainingError
 from exogym.study.benchmark.parts import Part
 from exogym.study.compare.entries import Entry
-from exogym.study.compare.session import FirstShard, Session
+from exogym.study.compare.session import Session
 from exogym.study.reproduce import Reproduction
 from exogym.trainer import LocalTrainer
 
@@ -54,14 +53,8 @@ def _rate(session: Session, entry: Entry) -> float:
         marks.append((loop.step, time.perf_counter()))
         return len(marks) > 1 and marks[-1][1] - marks[0][1] > LEAST_S
 
-    timing: Mapping[str, Any] = {}
-    if session.forecast is not None:
-        timing = session.forecast.fit_options(entry.alone, timeline=False)
     trainer = LocalTrainer(session.task.make_model(), session.train, loss_fn=session.loss_fn)
-    trainer.fit(
-        entry.strategy, num_nodes=nodes, max_steps=1000 * ROUND, batch_size=setting.batch_size, device=session.place,
-        partitioner=FirstShard(session.split, setting.nodes) if entry.alone else session.split,
-        processes=1 if entry.alone else session.processes, progress=False, callbacks=[Every(ROUND, enough)], **timing,
-    )  # fmt: skip
+    options = session.fit_options(entry) | {"max_steps": 1000 * ROUND, "val_interval": None}
+    trainer.fit(entry.strategy, callbacks=[Every(ROUND, enough)], **options)
     (first, start), (last, end) = marks[0], marks[-1]
     return (last - first) * nodes * setting.batch_size / (end - start)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from exogym.core.training.options import FitOptions
+from exogym.core.training.options import FitOptions, RunOptions, written_as
 from exogym.study.compare.comparison import SINGLE
 
 if TYPE_CHECKING:
@@ -24,9 +24,27 @@ if TYPE_CHECKING:
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # what `compare` trains if nothing is said
 
 
+# The options that are passed on to each run and can be written as text, with their types.
+PASSED_AS_TEXT = {f.name: kind for f in fields(RunOptions) if (kind := written_as(f.name)) is not None}
+OF_A_STEP = ("gradient_accumulation", "minibatch_size", "max_memory_usage", "precision", "dataloader_kwargs")
+# These change no result: with others of them a comparison or sweep goes on.
+OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory")
+IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
+_SAVED = "give out: each run has a folder there, is saved in it once a minute, and resume=True goes on"
+NOT_TAKEN = {
+    "num_epochs": "all runs take as many steps: give max_steps",
+    "seed": "give seeds, how many or which",
+    "logger": "give out: the records of each run are in its folder there, and exogym.runs reads them",
+    "progress": "give watch, a function that is told how far it is",
+    "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
+    **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
+    "cpus_per_process": "a run on Ray, sweep(engine='ray'), has one processor",
+}
+
+
 @dataclass(frozen=True)
-class StudyOptions:
-    """What comparisons and sweeps are asked alike.
+class StudyOptions(RunOptions):
+    """What comparisons and sweeps are asked alike: what they pass on to each run, and these.
 
     Args:
         problem: A `Task`; the name of one ("digits"), or "module:function" of one's own, as for `load_task`; or
@@ -36,12 +54,16 @@ class StudyOptions:
             None: the task's (without one 4, 300, 32, 0.001).
         seeds: How many, from 0, or which. A seed fixes weights, shards, order and every other choice.
         partitioner: Who gets which examples, as text or `Partitioner`. None: the task's, or "iid".
+        val_size: Evaluate on at most so many validation examples, evenly spread. None: 500.
+        val_interval: Steps between evaluations. None: 10 to 30 evaluations a run.
         device: As `LocalTrainer.fit`.
         network: Predict the time on this network, a `Network` or text as "wifi" or "100Mbps,20ms".
         step_seconds: Seconds of a node's step there: a number, text as "80ms", one per node, or a `StepTime`.
             "measured" or None: what `measured_step_s` finds here, once, for all strategies alike.
         loss_fn, metrics: As `LocalTrainer`.
     """
+
+    not_taken: ClassVar = NOT_TAKEN
 
     problem: Task | str | tuple[Callable[[], nn.Module], Any, Any]
     _: KW_ONLY
@@ -52,6 +74,8 @@ class StudyOptions:
     seeds: int | Sequence[int] = 3
     lr: float | None = None
     partitioner: Partitioner | str | None = None
+    val_size: int | None = None
+    val_interval: int | None = None
     device: str | torch.device = FitOptions.device
     network: Network | str | None = None
     step_seconds: Any = None
@@ -68,7 +92,7 @@ class ComparisonOptions(StudyOptions):
     Args:
         strategies: Texts for `parse_strategy` or "single", in a sequence or with commas between; or name to text or
             `Strategy`.
-        processes: As `LocalTrainer.fit`; `single` always has one process.
+        processes: As `LocalTrainer.fit`; `single` always has one process, no `faults` and no `balance`.
         speeds: Speeds of the nodes, over 0; a node of speed 0.5 takes twice the step_seconds. `single` is node 0, with
             its speed.
         target_loss: The validation loss whose time of arrival is predicted. None: DDP's final validation loss / 0.95,
@@ -84,6 +108,11 @@ class ComparisonOptions(StudyOptions):
             and once a minute. Else it starts again.
         watch: Called with a `Standing` after each evaluation.
     """
+
+    not_taken: ClassVar = NOT_TAKEN | {
+        "strategy": "give strategies",
+        "engine": "the nodes of a comparison are on this machine; sweep(engine='ray') has its runs on a Ray cluster",
+    }
 
     strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES
     _: KW_ONLY

@@ -18,6 +18,10 @@ from exogym.study.tasks import Task
 # costs two thirds of one trained, and a step of a node no less than 16 trained.
 MOST_EVALUATIONS, LEAST_EVALUATIONS, SHARE, COST, STEP_EXAMPLES = 30, 10, 0.1, 2 / 3, 16
 
+# `single` is node 0 of the fleet by itself. What a node is and computes stays: `node`, `precision`, `compute`, ... Left
+# out is what only several nodes have: who is away or slow (`faults`), and who takes a larger share (`balance`).
+OF_SEVERAL_NODES = ("faults", "balance")
+
 
 @dataclass(frozen=True)
 class Setting:

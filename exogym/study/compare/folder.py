@@ -89,12 +89,7 @@ class Folder:
                 lists what.
         """
         saved = saved_in(out)
-        unlike = differences({key: saved.get(key) for key in asked}, json.loads(json.dumps(asked)))
-        if unlike:
-            raise ArgumentError(
-                f"out={os.fspath(out)!r} is of a comparison that differs, and only one that is the same can be gone on "
-                "with:\n  " + "\n  ".join(unlike)
-            )
+        check_same(out, "comparison", saved, asked)
         path = Path(out).expanduser()
         return cls(path, labels, lock=lock_of(path))
 
@@ -167,6 +162,20 @@ class Folder:
             with contextlib.suppress(OSError):
                 above.rmdir()
         return True
+
+
+def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse to go on in a folder with what was asked otherwise there.
+
+    Raises:
+        ArgumentError: the message lists what differs.
+    """
+    before = {key: saved.get(key) for key in (*asked, "options")}  # "options" are there if any has not its default
+    if unlike := differences(before, json.loads(json.dumps(asked))):
+        raise ArgumentError(
+            f"out={os.fspath(out)!r} is of a {kind} that differs, and only one that is the same can be gone on "
+            "with:\n  " + "\n  ".join(unlike)
+        )
 
 
 def lock_of(path: Path) -> Lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,7 @@ def measured_step_s(
     batch_size: int | None = None,
     device: str | torch.device = "auto",
     loss_fn: Callable[..., Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> float:
     """Return the median seconds that a training step of one node takes here, from a run of half a second or so.
 
@@ -143,6 +144,7 @@ def measured_step_s(
     Args:
         batch_size: examples of the step; None: the task's.
         device, loss_fn: as `LocalTrainer`.
+        options: of `LocalTrainer.fit`, further ones that change a step.
 
     Raises:
         ArgumentError, DataError, ModelError: the task cannot be trained.
@@ -163,7 +165,7 @@ def measured_step_s(
     trainer = LocalTrainer(task.make_model(), task.train, loss_fn=loss_fn)
     trainer.fit(
         silent, max_steps=MOST_STEPS, batch_size=size, network=NO_TRAFFIC, device=device, progress=False,
-        callbacks=[Every(1, enough)],
+        callbacks=[Every(1, enough)], **(options or {}),
     )  # fmt: skip
     _, ends_s = trainer.history.column("time_s")
     return float(statistics.median(np.diff(ends_s)[WARM_UP - 1 :]))

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,12 @@ from torch.utils.data import Subset
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
 from exogym.core.engine.protocol import place as place_rows
-from exogym.core.training.options import describe, takes
+from exogym.core.training.checking import checked_options
+from exogym.core.training.options import FitOptions, RunOptions, describe, takes
 from exogym.data.partition import IID, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
 from exogym.errors import ArgumentError, TrainingError, check_count
-from exogym.study.compare.asked import ComparisonOptions
+from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import (
     Comparison,
     ComparisonInterrupted,
@@ -32,7 +33,7 @@ from exogym.study.compare.comparison import (
     target_of,
     write,
 )
-from exogym.study.compare.entries import entries_of, setting_of
+from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
 from exogym.study.compare.folder import Folder, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.plots import check_matplotlib
@@ -47,8 +48,8 @@ def compare(asked: ComparisonOptions) -> Comparison:
     """Train the same model from the same weights on the same data under several strategies, and compare.
 
     Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, its
-    shard, its batches in their order, DDP's inner optimizer, and never a byte. All have the same inner optimizer and
-    learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
+    shard, its batches in their order, DDP's inner optimizer, and never a byte, faults or balance. All have the same
+    inner optimizer and learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
 
     There are 10 to 30 evaluations a run, on 500 validation examples at most, evenly spread. A run whose loss ceases
     to be a number is left out, and `notes` says so.
@@ -66,6 +67,8 @@ def compare(asked: ComparisonOptions) -> Comparison:
         check_matplotlib()
     elif asked.resume:
         raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
+    elif given := [name for name in IN_A_FOLDER if name in asked.changed()]:
+        raise ArgumentError(f"{given[0]} needs a folder: give it as out, for example out='runs'")
     saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
     decisive = asked_of(session, asked.target_loss)
@@ -103,28 +106,42 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     split = asked.partitioner or task.partitioner or IID()
     split = parse_partitioner(split) if isinstance(split, str) else split
     place = resolve_device(asked.device)
-    train, val = check_dataset(task.train), _evenly(check_dataset(task.val), VAL_EXAMPLES)
+    for name in ("val_size", "val_interval"):
+        if getattr(asked, name) is not None:
+            check_count(name, getattr(asked, name))
+    train, val = check_dataset(task.train), _evenly(check_dataset(task.val), asked.val_size or VAL_EXAMPLES)
     for seed in setting.seeds:
         split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
     if asked.processes != "auto":
         check_count("processes", asked.processes)
         place_rows(setting.nodes, int(asked.processes))
     check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss, asked.timeline)
+    passed = {field.name: getattr(asked, field.name) for field in fields(RunOptions)}
     forecast = None
     if asked.network is not None:
-        like_ours = replace(task, lr=setting.lr)
+        like_ours, of_a_step = replace(task, lr=setting.lr), {name: passed[name] for name in OF_A_STEP}
         forecast = forecast_of(
             asked.network, asked.step_seconds, asked.speeds, setting.nodes,
-            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, asked.loss_fn),
+            lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, asked.loss_fn, of_a_step),
         )  # fmt: skip
-    return Session(
-        task, setting, entries, split, train, val, setting.val_interval(len(val)), place, asked.processes, forecast,
-        asked.timeline, asked.loss_fn, asked.metrics, asked.watch, None,
+    val_interval = asked.val_interval or setting.val_interval(len(val))
+    session = Session(
+        task, setting, entries, split, train, val, val_interval, place, asked.processes, forecast, asked.timeline,
+        asked.loss_fn, asked.metrics, asked.watch, None, passed,
     )  # fmt: skip
+    for label, entry in entries.items():
+        try:
+            checked_options(FitOptions(entry.strategy, **session.fit_options(entry, asked.timeline), save_dir="."))
+        except ArgumentError as error:
+            raise ArgumentError(f"{label}: {error}" if len(entries) > 1 else f"{error}") from error
+    return session
 
 
 def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
-    """Return as JSON what decides the results: in a comparison that goes on it must be the same."""
+    """Return as JSON what decides the results: in a comparison that goes on it must be the same.
+
+    Options that all runs take are in it where they have not their defaults, so that a new one is no difference.
+    """
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
         timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
@@ -133,7 +150,17 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
         "setting": session.setting.as_dict(), "partition": repr(session.split), "val_interval": session.val_interval,
         "device": str(session.place), "timing": timing,
-    }  # fmt: skip
+    } | decisive_of(RunOptions(**session.passed))  # fmt: skip
+
+
+def decisive_of(options: RunOptions) -> dict[str, Any]:
+    """Return as JSON those options that change results and have not their defaults, under "options"; {} without any.
+
+    >>> decisive_of(RunOptions(precision="bf16", hang_s=1.0)), decisive_of(RunOptions())
+    ({'options': {'precision': 'bf16'}}, {})
+    """
+    given = {name: describe(value) for name, value in options.changed().items() if name not in OF_NO_RESULT}
+    return {"options": given} if given else {}
 
 
 def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
@@ -195,10 +222,11 @@ def _result(session: Session, description: dict[str, Any], target_loss: float | 
 
 def heading_of(session: Session) -> str:
     """Return in a line what is trained, but for the strategies."""
-    setting = session.setting
+    setting, further = session.setting, RunOptions(**session.passed).changed()
     return (
         f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
-        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), seeds "
+        f"{session.split!r}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), "
+        f"{''.join(f'{name}={value!r}, ' for name, value in further.items())}seeds "
         f"{', '.join(map(str, setting.seeds))}"
     )
 
@@ -211,7 +239,8 @@ def said_of(session: Session) -> dict[str, tuple[str, str]]:
         errors = [outcome.error for outcome in found if outcome.error]
         trouble = f"{len(errors)} of {len(seeds)} runs failed: {errors[-1]}" if errors else ""
         missing = f"{len(found)} of {len(seeds)} runs have ended" if len(found) < len(seeds) else ""
-        said[label] = entry.title, "; ".join(filter(None, (entry.notes, missing, trouble)))
+        without = [f"no {name}" for name in OF_SEVERAL_NODES if entry.alone and session.passed[name] is not None]
+        said[label] = entry.title, "; ".join(filter(None, (entry.notes, *without, missing, trouble)))
     return said
 
 

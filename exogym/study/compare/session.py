@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -16,9 +16,10 @@ from torch import Tensor
 from exogym.core.progress import GOING_ON, without_notices
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Metric
+from exogym.core.training.options import RunOptions
 from exogym.data.partition import Partitioner
 from exogym.errors import TrainingError
-from exogym.study.compare.entries import Entry, Setting
+from exogym.study.compare.entries import OF_SEVERAL_NODES, Entry, Setting
 from exogym.study.compare.folder import Folder, Outcome
 from exogym.study.compare.forecast import Forecast
 from exogym.study.compare.pace import Pace
@@ -67,6 +68,7 @@ class Session:
     """What all runs share, and those that have ended.
 
     Attributes:
+        passed: options of `fit` that each run takes as they are.
         callbacks: of every run, beside those that keep and tell.
         outcomes: (label, seed) to what came out, in the order of the runs.
     """
@@ -86,6 +88,7 @@ class Session:
     metrics: dict[str, Metric] | None
     watch: Callable[[Standing], object] | None
     folder: Folder | None
+    passed: Mapping[str, Any]
     callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
     _pace: Pace = field(default_factory=lambda: Pace(unknown=max))  # dear strategies mostly come last
@@ -127,24 +130,36 @@ class Session:
     def strips(self) -> dict[str, Strip]:
         return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
 
+    def fit_options(self, entry: Entry, timed: bool = False) -> dict[str, Any]:
+        """Return what `fit` is given to train a strategy, from any seed; `timed`: with a timeline."""
+        nodes = self.setting.nodes
+        given: dict[str, Any] = {
+            **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
+            "val_interval": self.val_interval, "device": self.place, "partitioner": self.split,
+            "processes": self.processes, "progress": False,
+        }  # fmt: skip
+        if self.forecast is not None:
+            given |= self.forecast.fit_options(entry.alone, timed)
+        if entry.alone:
+            given |= {name: getattr(RunOptions, name) for name in OF_SEVERAL_NODES}
+            given |= {"num_nodes": 1, "partitioner": FirstShard(self.split, nodes), "processes": 1}
+            given |= {"node": given["node"][0]} if isinstance(given["node"], Sequence) else {}
+        return given
+
     def _train(self, label: str, entry: Entry, number: int, seed: int) -> Outcome:
         """Train one strategy from one seed."""
         timed = self.timeline and number == 1
         trainer = LocalTrainer(
             self.task.make_model(seed), self.train, self.val, loss_fn=self.loss_fn, metrics=self.metrics
         )
-        timing = {} if self.forecast is None else self.forecast.fit_options(entry.alone, timed)
         # A timeline is in no checkpoint, and a class of the user's may have a state that none can hold.
         saved = self.folder is not None and not timed and entry.strategy.registered
         saving = {} if self.folder is None else self.folder.run_options(label, seed, saved)
         start, error = time.perf_counter(), None
         try:
             trainer.fit(
-                entry.strategy, num_nodes=1 if entry.alone else self.setting.nodes, max_steps=self.setting.steps,
-                seed=seed, batch_size=self.setting.batch_size, val_interval=self.val_interval, device=self.place,
-                partitioner=FirstShard(self.split, self.setting.nodes) if entry.alone else self.split,
-                processes=1 if entry.alone else self.processes, progress=False,
-                callbacks=[*self.callbacks, _At(self, label, number, saved)], **timing, **saving,
+                entry.strategy, seed=seed, callbacks=[*self.callbacks, _At(self, label, number, saved)],
+                **self.fit_options(entry, timed), **saving,
             )  # fmt: skip
             _check_finite(trainer.history, seed)
         except TrainingError as failure:

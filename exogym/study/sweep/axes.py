@@ -11,9 +11,13 @@ from typing import Any
 
 from exogym.core.training.options import LONG
 from exogym.errors import ArgumentError
+from exogym.study.compare.asked import PASSED_AS_TEXT
 
-WHOLE, REAL = ("num_nodes", "max_steps", "batch_size"), ("lr",)
-OF_THE_RUN = (*WHOLE, *REAL, "partitioner", "network", "step_seconds")  # any other is an option of the strategy
+# Options of the run and their types; any other is an option of the strategy.
+OF_THE_RUN: dict[str, type] = PASSED_AS_TEXT | {
+    "num_nodes": int, "max_steps": int, "batch_size": int, "lr": float, "partitioner": str, "network": str,
+    "step_seconds": str,
+}  # fmt: skip
 STRATEGY = "strategy"
 LOGARITHMIC = 10  # a range over 0 whose ends are so far apart is searched by factors
 _RANGE = re.compile(r"\s*(-?[\d.]+(?:e[-+]?\d+)?)\.\.(-?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
@@ -136,18 +140,20 @@ def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str,
     text, run = cell.get(STRATEGY, strategy), dict[str, Any]()
     for name, value in cell.items():
         if name in OF_THE_RUN:
-            run[name] = _number(name, value)
+            run[name] = _value(name, value)
         elif name != STRATEGY:
             text += f":{name}={value}"
     return text, run
 
 
-def _number(name: str, value: str) -> Any:
+def _value(name: str, text: str) -> Any:
+    """Return the value of an option of the run that is written as text."""
+    kind, words = OF_THE_RUN[name], {"true": True, "false": False}
     try:
-        return int(value) if name in WHOLE else float(value) if name in REAL else value
-    except ValueError:
-        kind = "a whole number" if name in WHOLE else "a number"
-        raise ArgumentError(f"sweep: {name}={value!r} should be {kind}") from None
+        return words[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+        raise ArgumentError(f"sweep: {name}={text!r} should be {wanted}") from None
 
 
 def as_number(value: str) -> float | None:

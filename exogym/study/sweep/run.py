@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import replacing, temporary_folder
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
+from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_object
-from exogym.core.saving.checkpoint import differences
-from exogym.core.training.options import FitOptions, takes
+from exogym.core.training.options import FitOptions, RunOptions, describe, in_full, takes
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.logger import check_writable
-from exogym.study.compare.asked import ComparisonOptions, StudyOptions
+from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.comparison import MEASURES, TIMED, summarise
-from exogym.study.compare.folder import Folder, Outcome, lock_of
+from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.run import asked_of, session_of, task_of, versions_here
+from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of, versions_here
 from exogym.study.compare.session import Session
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.on_ray import train_all_on_ray
@@ -64,7 +64,8 @@ class SweepOptions(StudyOptions):
 
     Args:
         axes: Option to values, or texts as "H=5,10". `strategy`, `num_nodes`, `max_steps`, `batch_size`, `lr`,
-            `partitioner`, `network` and `step_seconds` are the run's; any other is an option of the strategy.
+            `partitioner`, `network`, `step_seconds` and what is passed on and can be written as text (`precision`,
+            `compute`, ...) are the run's; any other is an option of the strategy.
         strategy: Where it is not swept, as text, "diloco:outer_lr=0.5".
         processes: So many runs at once. "auto": one for each core, as far as memory reaches.
         engine: "ray": the runs are tasks of a Ray cluster (that of RAY_ADDRESS, or one started here), one a core.
@@ -75,6 +76,11 @@ class SweepOptions(StudyOptions):
             never was. A search may be given more cells.
         watch: Called with an `Ended` after each run.
     """
+
+    not_taken: ClassVar = NOT_TAKEN | {
+        "strategies": "give strategy, or sweep it: axes={'strategy': ['ddp', 'diloco']}",
+        "timeline": "compare(timeline=True) draws what nodes do when",
+    }
 
     axes: Mapping[str, Any] | Sequence[str]
     _: KW_ONLY
@@ -87,7 +93,8 @@ class SweepOptions(StudyOptions):
 
 # of all runs alike; the other options say where they are kept, or how they are carried out
 SHARED = tuple(f.name for f in fields(StudyOptions) if f.name not in ("problem", "data", "out", "resume"))
-DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_fn", "metrics")))
+PASSED_ON = tuple(field.name for field in fields(RunOptions))
+DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_fn", "metrics", *PASSED_ON)))
 
 
 @takes(SweepOptions)
@@ -124,7 +131,7 @@ def sweep(asked: SweepOptions) -> Swept:
             "axes": {name: values if isinstance(values, list) else str(values) for name, values in swept.items()},
             "given": json.loads(json.dumps({name: getattr(asked, name) for name in DECISIVE}, default=str)),
             "is_search": search is not None, "cells_asked": run.asked if search is None else {},
-        }  # fmt: skip
+        } | decisive_of(asked)  # fmt: skip
         if out is None:
             if asked.resume:
                 raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/sweep'")
@@ -137,7 +144,8 @@ def sweep(asked: SweepOptions) -> Swept:
         problem = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
         run.description = decisive | {
             "versions": versions_here(),
-            "arguments": decisive["given"] | {"problem": problem, "axes": decisive["axes"], "search": search},
+            "arguments": decisive["given"] | {name: describe(value) for name, value in asked.changed().items()}
+            | {"problem": problem, "axes": decisive["axes"], "search": search},
             "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         try:
@@ -190,11 +198,8 @@ def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
         return
     if not before:
         raise ArgumentError(f"out={str(path)!r} holds no sweep to go on with: give the folder of one")
-    if unlike := differences({key: before.get(key) for key in asked}, json.loads(json.dumps(asked))):
-        raise ArgumentError(
-            f"out={str(path)!r} is of a sweep that differs, and only one that is the same can be gone on with:\n  "
-            + "\n  ".join(unlike)
-        )
+    given = in_full(before.get("given") or {})  # of a sweep that began under an option's earlier name
+    check_same(path, "sweep", before | {"given": given}, asked)
 
 
 class _Sweep:
@@ -206,9 +211,16 @@ class _Sweep:
         self.lock: Lock | None = None
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
-        self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.asked: dict[str, Any] = {}
         self.measured_s: float | None = None  # seconds of a step, as an earlier start has measured them
+
+    @property
+    def outcomes(self) -> dict[tuple[str, int], Outcome]:
+        return {key: found for session in self.sessions.values() for key, found in session.outcomes.items()}
+
+    @property
+    def histories(self) -> dict[tuple[str, int], History]:
+        return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -259,7 +271,7 @@ class _Sweep:
                 if known is None:
                     jobs.append((session, label, seed))
                 else:
-                    self.outcomes[label, seed] = known
+                    session.outcomes[label, seed] = known
         self.path.mkdir(parents=True, exist_ok=True)
         self.describe("running")
         carry(jobs, self._ended)
@@ -268,7 +280,7 @@ class _Sweep:
         session, label, seed = job
         outcome = session.known(label, seed)
         assert outcome is not None
-        self.outcomes[label, seed] = outcome
+        session.outcomes[label, seed] = outcome
         if self.options.watch is not None:
             loss = None if outcome.history is None else outcome.history.last["val_loss"]
             self.options.watch(Ended(label, seed, len(self.outcomes), self.total, loss))
@@ -290,12 +302,8 @@ class _Sweep:
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return a row for each cell."""
-        histories = {key: found.history for key, found in self.outcomes.items() if found.history is not None}
-        said = {}
-        for label, session in self.sessions.items():
-            errors = [o.error for (cell, _), o in self.outcomes.items() if cell == label and o.error]
-            trouble = f"{len(errors)} of {len(self.seeds)} runs failed: {errors[-1]}" if errors else ""
-            said[label] = label, "; ".join(filter(None, (session.entries[label].notes, trouble)))
+        said = {label: (label, said_of(session)[label][1]) for label, session in self.sessions.items()}
+        histories = self.histories
         rows = []
         measures = [m for m in (*MEASURES, *TIMED) if m not in LEFT_OUT]
         timed = any("time_s" in history.columns for history in histories.values())
@@ -309,8 +317,7 @@ class _Sweep:
         return rows
 
     def result(self, is_kept: bool) -> Swept:
-        rows = self._rows()
-        histories = {key: found.history for key, found in self.outcomes.items() if found.history is not None}
+        rows, histories = self._rows(), self.histories
         if not histories:
             self.describe("failed")
             raise TrainingError(next(found.error for found in self.outcomes.values() if found.error))
