@@ -13,18 +13,18 @@
 # %% [markdown]
 # # Four nodes on your laptop
 #
-# You know how to train a network on one machine. This tutorial trains one on **four nodes**, without a second
-# machine. ExoGym plays all four in one process. The mathematics is that of real nodes: each has its own weights, its
-# own data and its own optimizer, and knows of the others only what they send.
+# You know how to train a network on one machine. This tutorial trains one on **four nodes**, without a second machine.
+# ExoGym simulates all four in one process. The mathematics is real: each node has its own weights, data and optimizer, and
+# knows of the others only the messages that they send.
 #
 # You will learn
 #
-# - what a *node*, a *step*, a *round* and a *strategy* are;
-# - how to train with data parallelism (DDP) and with DiLoCo;
-# - where the losses, the bytes and the final model are.
+# - the words *node*, *step*, *round* and *strategy*;
+# - to train with data parallelism (DDP) and with DiLoCo;
+# - where to find losses, bytes and the final model.
 #
-# A few seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`:
-# the data set and the plots.
+# It takes a few seconds on one core. You need ExoGym [installed](../docs/getting_started.md#install) with the extra
+# `[demo]`, which brings the data set and the plots. The [glossary](../docs/glossary.md) explains all words.
 
 # %%
 import copy
@@ -40,8 +40,8 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 # %% [markdown]
 # ## A model and its data
 #
-# 1,797 handwritten digits of 8x8 pixels, and a small network. Nothing here is ExoGym's: any `nn.Module` will do, and
-# any data set that torch's `DataLoader` takes.
+# 1,797 handwritten digits of 8x8 pixels, and a small network. Any `nn.Module` works, and any data set that torch's
+# `DataLoader` takes.
 
 # %%
 source = digits()
@@ -52,17 +52,17 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 # %% [markdown]
-# ## A node alone
+# ## One node
 #
-# First a fleet of one. `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: how nodes
-# learn from each other. One node has nobody to learn from, so under any strategy it is plain training.
+# Start with one node. `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: the method by which
+# nodes learn from each other. With one node, every strategy is plain training.
 #
-# `fit` changes the model that it is given. We want to start from the same weights again, so each trainer gets a copy.
+# `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
 
 # %%
 def train(strategy, num_nodes, **options):
-    """Train a copy of the model for 200 steps; say what came out."""
+    """Train a copy of the model for 200 steps; print the result."""
     trainer = LocalTrainer(copy.deepcopy(model), source.train, source.val, loss_fn=nn.functional.cross_entropy)
     trainer.fit(strategy, num_nodes=num_nodes, max_steps=200, batch_size=8, val_interval=20, **options)
     last = trainer.history.last
@@ -74,22 +74,21 @@ alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # > loss 0.29, accuracy 93%, 0.00 MB per node
 
 # %% [markdown]
-# `history.last` is the newest row of the *history*: all that is known after the last step. Losses, bytes, how far
-# nodes are apart, the learning rate, the seconds.
+# `history.last` is the newest row of the *history*: losses, bytes, distance between nodes, learning rate, seconds.
 #
-# ## Four nodes that meet at every step
+# ## Four nodes that synchronize at every step
 #
-# In **data parallel training** (DDP) every node computes a gradient on a batch of its own. The nodes average their
-# gradients, and all take the same step. So their weights stay alike, bit for bit.
+# In **data parallel training** (DDP), each node computes a gradient on its own batch. The nodes average their gradients and
+# take the same step. So their weights stay equal, bit for bit.
 
 # %%
 ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# Four nodes saw four times as many digits in the same number of steps, and the loss is lower. The price is
-# communication. The model has 2,410 parameters of 4 bytes, and in each step a node sends 2 (N - 1) / N times that. So
-# much does a ring of N nodes need for an average. Over 200 steps:
+# Four nodes saw four times as many digits in the same number of steps, and the loss is lower. The price is communication.
+# The model has 2,410 parameters of 4 bytes. In each step, a node sends 2 (N - 1) / N times these bytes: a ring of N nodes
+# needs that for an average. Over 200 steps:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -98,24 +97,24 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # > 2410 parameters; by the formula 2892000 bytes, counted 2892000
 
 # %% [markdown]
-# For this model that is nothing. With a billion parameters each node sends 6 GB *per step*. A home connection that
-# sends 20 Mbit/s needs forty minutes for it.
+# This is little for a small model. With a billion parameters each node sends 6 GB *per step*. A home connection that sends
+# 20 Mbit/s needs forty minutes for that.
 #
-# ## Four nodes that meet now and then
+# ## Four nodes that synchronize now and then
 #
-# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average
-# how far they have moved, and an *outer optimizer* applies that to the weights they all started from. H steps and the
-# meeting after them are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy changes.
+# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average how far
+# they have moved, and an *outer optimizer* applies this average to their common starting weights. H steps and this
+# synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy changes:
 
 # %%
 diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4), num_nodes=4)
 # > loss 0.19, accuracy 94%, 0.14 MB per node
 
 # %% [markdown]
-# ## What the nodes did in between
+# ## Drift between nodes
 #
-# Between two meetings the nodes drift apart, since each sees other digits. `consensus_distance` says how far: the
-# root mean squared distance of the nodes to their mean, taken just before they meet.
+# Between two synchronizations the nodes drift apart, because each sees other digits. `consensus_distance` measures it: the
+# root mean squared distance of the nodes to their mean, just before they synchronize.
 
 # %%
 for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
@@ -127,8 +126,8 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 # %% [markdown]
 # ## A picture
 #
-# `history.rows(node=None)` are the rows of the averaged model. Against steps the two fleets look much alike. Against
-# bytes they do not.
+# `history.rows(node=None)` are the averaged model's rows. Plotted against steps, the two runs look alike. Plotted against
+# bytes, they do not.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -145,10 +144,10 @@ figure.savefig("tutorial_basic.png", dpi=80)
 # %% [markdown]
 # ![Validation loss against steps, and against megabytes sent](../docs/images/tutorial_basic.png)
 #
-# ## The model you get
+# ## The model
 #
-# `fit` returns the model, and `trainer.model` is the same one. It is an ordinary module again: the average of the
-# nodes, or under DiLoCo the outer model.
+# `fit` returns the model, which is also `trainer.model`. It is an ordinary module: the nodes' average, or with DiLoCo the
+# outer model.
 
 # %%
 images, labels = source.val.tensors
@@ -160,20 +159,19 @@ print(f"{(guesses == labels).float().mean():.0%} of the validation digits are ri
 # %% [markdown]
 # ## Change something
 #
-# Give each node digits of few kinds: `partitioner="dirichlet:0.3"` as one more option of `train(...)`. How far apart
-# are the nodes of DiLoCo after 100 steps now, and what does it do to the loss? Then try `H=5`.
+# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. How far apart are DiLoCo's nodes
+# after 100 steps now? What happens to the loss? Then try `H=5`.
 #
 # ## A question
 #
-# DiLoCo sent a twentieth of DDP's bytes. FedAvg averages the weights of the nodes every 20 steps and has no outer
-# optimizer. Does it send less than DiLoCo, as much, or more?
+# DiLoCo sent a twentieth of DDP's bytes. FedAvg averages the nodes' weights every 20 steps, without an outer optimizer.
+# Does it send less than DiLoCo, as much, or more?
 #
-# **Answer.** As much. Both send one row of parameters in a round. The outer optimizer works on what has arrived, and
-# each node can do that for itself. Count it: `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` of
-# `exogym.strategy`.
+# **Answer.** As much. Both send one row of parameters per round. Each node can run the outer optimizer itself, on the
+# average that it received. Count it: `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from `exogym.strategy`.
 #
-# ## Where to go from here
+# ## Next
 #
-# - [Comparing strategies](tutorial_strategies.py): several of them on the same problem, and how sure we are.
+# - [Comparing strategies](tutorial_strategies.py): several strategies on the same problem, with their uncertainty.
 # - [Your own strategy](tutorial_custom.py).
-# - [Getting started](../docs/getting_started.md): what a model may return, how data are dealt, all of the history.
+# - [Getting started](../docs/getting_started.md): models, data, and the whole history.

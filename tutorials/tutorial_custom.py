@@ -13,19 +13,19 @@
 # %% [markdown]
 # # Your own strategy
 #
-# We write a strategy that no line of ExoGym knows: each node sends only the largest 5 % of its gradient and remembers
-# the rest (top-k with error feedback). Then we hold it against laws, compare it with DiLoCo on a model of our own,
-# and ask how long it would take on Wi-Fi.
+# This tutorial writes a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest (top-k
+# with error feedback). Then it checks the strategy, compares it with DiLoCo on another model, and predicts its time on
+# Wi-Fi.
 #
 # You will learn
 #
-# - to write a strategy as the program of one node, as with `torch.distributed`;
-# - what `check_strategy` finds before you believe your curves;
-# - to compare and to predict with it, as with the built-in ones;
-# - to write one for all nodes at once, which is shorter and faster.
+# - to write a strategy as one node's program, as with `torch.distributed`;
+# - to find mistakes with `check_strategy` before you believe your curves;
+# - to compare and predict, as with built-in strategies;
+# - to write a strategy for all nodes at once, which is shorter and faster.
 #
-# About fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
-# Read [Four nodes on your laptop](tutorial_basic.py) first.
+# It takes about fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
+# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -41,7 +41,7 @@ from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, Strateg
 from exogym.strategy.communicate import all_gather
 from exogym.testing import check_strategy
 
-SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps: it shows that all runs, and its numbers mean nothing
+SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
 CHECKED = {"steps": 8} if SHORT else {}
 
 # %% [markdown]
@@ -51,15 +51,15 @@ CHECKED = {"steps": 8} if SHORT else {}
 #
 #     e_i <- e_i + g_i
 #     send the k largest entries of |e_i|, and where they are; set them to zero in e_i
-#     g <- (1 / N) sum over all nodes of what they sent
+#     g <- (1 / N) sum over all nodes of the sent entries
 #     theta <- Opt(theta, g)
 #
-# What is not sent now is not lost. It waits in e_i until it is large enough.
+# Entries that are not sent wait in e_i until they are large enough.
 #
-# ## The program of a node
+# ## One node's program
 #
-# A `Strategy` is written as if for one node of many. `self.model` is the node's, gradients are in `.grad`, and
-# collectives wait for all. `_init_node` is called once, when the node is there; `step` after each backward.
+# Write a `Strategy` for one node. `self.model` is the node's model, `.grad` holds gradients, and collectives wait for all
+# nodes. ExoGym calls `_init_node` once, when the node exists, and `step` after each backward pass.
 
 
 # %%
@@ -75,33 +75,31 @@ class TopK(Strategy):
     def step(self):
         for p, memory in zip(self.model.parameters(), self.memory, strict=True):
             memory += p.grad
-            flat = memory.flatten()  # the same memory, seen as a vector
+            flat = memory.flatten()  # the same memory, as a vector
             where = flat.abs().topk(max(1, round(self.density * len(flat)))).indices
-            values = torch.cat(all_gather(flat[where]))  # of all nodes
+            values = torch.cat(all_gather(flat[where]))  # from all nodes
             places = torch.cat(all_gather(where.int())).long()
             flat[where] = 0
             p.grad.zero_().view(-1).index_add_(0, places, values / self.num_nodes)
-        self.update_parameters()  # clips, if asked to, and steps the inner optimizer on what is in .grad
-        super().step()  # ends the step, and moves the learning rate on
+        self.update_parameters()  # clips if asked, and steps the inner optimizer on .grad
+        super().step()  # ends the step, and advances the learning rate
 
 
 # %% [markdown]
-# There is one instance per node. What it holds in attributes (tensors, numbers, optimizers) goes into checkpoints by
-# itself.
+# Each node has its own instance. Checkpoints save its attributes (tensors, numbers, optimizers) automatically.
 #
-# ## Hold it against the laws
+# ## Check it
 #
-# A curve that goes down proves little. `check_strategy` trains small models and asks: do two runs end in the same
-# bits? Also one that was stopped and resumed, at any step? Does a node alone send nothing? Is the number of bytes
-# what you think? Does it learn?
+# A falling curve proves little. `check_strategy` trains small models and checks: do two runs end in the same bits? Also a
+# run that was stopped at any step and resumed? Does a single node send nothing? Are the bytes as you expect? Does it learn?
 #
-# How many bytes should it be? Five percent of the entries, each a number of 4 bytes and a place of 4 bytes. Each
-# tensor is rounded by itself, so we count them.
+# How many bytes should it send? Five percent of the entries, each a number of 4 bytes and an index of 4 bytes. The strategy
+# rounds for each tensor, so count the tensors.
 
 
 # %%
 def payload_bytes(row_bytes, steps):
-    """Bytes that a node hands over in all; the model of the check has these tensors."""
+    """Return the payload of a node; the check's model has these tensors."""
     sizes = [6 * 16, 16, 16, 16, 16 * 2, 2]
     assert sum(sizes) * 4 == row_bytes
     return steps * sum(max(1, round(0.05 * size)) for size in sizes) * 8
@@ -118,8 +116,8 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > learns: validation loss from 1.0487 to 0.0533
 
 # %% [markdown]
-# And does it find mistakes? A strategy that keeps its memory outside of itself looks the same in a plot. The law of
-# stopping and going on sees it.
+# Does the check find mistakes? This strategy keeps its memory in a global dict. Its plot looks the same. The law of stopping
+# and resuming fails:
 
 # %%
 OUTSIDE = {}
@@ -144,11 +142,11 @@ except StrategyError as error:
 # > law 'stopping'
 
 # %% [markdown]
-# ## Compare it, on a model of your own
+# ## Compare it on your own model
 #
-# `(make_model, train, val)` is your model and your data. `make_model()` is called anew for each run, with torch's
-# generator seeded, so all strategies start from the same weights. Strategies of your own stand in the dict as
-# objects. `network="wifi"` adds the predicted time on four computers joined by Wi-Fi, if a step takes 20 ms on each.
+# `(make_model, train, val)` is your model and data. `compare` seeds torch and calls `make_model()` for each run, so all
+# strategies start from the same weights. Pass your own strategies as objects in the dict. `network="wifi"` adds the
+# predicted time on four computers with Wi-Fi, here with 20 ms per step.
 
 # %%
 source = digits(flat=False)
@@ -174,9 +172,9 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# A fifth of the bytes, and four times as long! Ours meets at every step, as DDP does, and it gathers twice for each
-# of the six tensors: twelve meetings in a row, each with Wi-Fi's latency. Bytes are not time. One pair of gathers for
-# all tensors together would help. That is left to you below.
+# A fifth of the bytes, but four times as long! `TopK` communicates at every step, as DDP does, and gathers twice for each of
+# the six tensors. That is twelve collectives in a row, each with Wi-Fi's latency. Bytes are not time. One pair of gathers
+# for all tensors would help; see below.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -192,10 +190,9 @@ figure.savefig("tutorial_custom.png", dpi=80)
 #
 # ## All nodes at once
 #
-# The built-in strategies are not written for one node. They act on a matrix: `block.params` is (rows, P), a row for
-# each node. Often that is shorter. Here is gossip on a hypercube: every 5 steps each node averages with *one*
-# partner, in round r with the node whose number differs in bit r. After log2 N rounds without training all nodes
-# would be equal.
+# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. This is often shorter. Here is
+# gossip on a hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number differs in
+# bit r. Without training, all nodes would be equal after log2 N rounds.
 
 
 # %%
@@ -214,32 +211,32 @@ def gossip():
     return CommunicateOptimizeStrategy("adamw", [Hypercube()], lr=0.02)
 
 
-# The last meeting, at the end of the training, is counted too: rounds are rounded up.
+# The final synchronization counts too, so round up.
 seen = check_strategy(gossip, **CHECKED, payload_bytes=lambda row_bytes, steps: row_bytes * -(-steps // 5))
 print(seen["placement"])
 # > rows in one block, in two and each apart give the same bits
 
 # %% [markdown]
-# For a strategy on rows there is one more law, *placement*: all rows in one process, in two, or each on its own
-# machine end in the same bits. That is why what you tried here runs on real machines unchanged.
+# A strategy on rows has one more law, *placement*: all rows in one process, in two, or each on its own machine end in the
+# same bits. So this strategy runs on real machines unchanged.
 #
 # ## Change something
 #
-# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), choose the largest of
+# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), choose the largest entries of
 # all layers together, and gather twice instead of twelve times. Check it, and compare the predicted time.
 #
 # ## A question
 #
-# Double the nodes to eight. DDP's ring sends 2 (N - 1) / N rows per node, nearly the same as before. What happens to
-# what a node of `TopK` receives?
+# Double the nodes to eight. DDP's ring sends 2 (N - 1) / N rows per node, nearly the same as before. What happens to the
+# bytes that a node of `TopK` receives?
 #
-# **Answer.** It doubles: from each of the other seven nodes come 5 % of the entries with their places. All-gather
-# grows with N; all-reduce does not, since sums are made on the way. At 5 % and 8 bytes an entry, 20 nodes receive
-# about as much as DDP's. This is why `exogym advise` prices each collective by itself.
+# **Answer.** They more than double: seven other nodes, instead of three, each send 5 % of their entries with indices.
+# All-gather grows with N. All-reduce does not, because it sums on the way. At 5 % and 8 bytes per entry, a node among 20
+# receives about as much as with DDP. This is why `exogym advise` prices each collective separately.
 #
-# ## Where to go from here
+# ## Next
 #
-# - [Strategies](../docs/strategies/own.md#write-one-for-a-single-node): all that a node may call, and [modules on
+# - [Write your own strategy](../docs/strategies/own.md#write-one-for-a-single-node): all calls for one node, and [modules on
 #   rows](../docs/strategies/own.md#compose-your-own).
 # - [Networks and time](tutorial_networks.py).
 # - [Production](tutorial_production.py): long runs.

@@ -13,17 +13,17 @@
 # %% [markdown]
 # # Runs you can rely on
 #
-# A run of a minute may fail: you start it again. A run of a week must survive its machine, tell you how it is doing,
-# and be the same run afterwards. This tutorial practises that on a run of seconds.
+# A run of a minute may fail: you start it again. A run of a week must survive its machine, report its progress, and be the
+# same run afterward. This tutorial practices with runs of seconds.
 #
 # You will learn
 #
-# - to stop a run and go on, and why the bits are the same;
-# - to follow it from another program, also when it was killed;
-# - what happens to the others when a node is lost or sends rubbish;
-# - to stop early, to keep the best numbers, and to hand over the model.
+# - to stop a run and resume it in the same bits;
+# - to watch it from another program, even after it was killed;
+# - what a lost node, or a node with bad numbers, does to the others;
+# - to stop early, to keep the best numbers, and to pass on the model.
 #
-# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
+# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra `[demo]`.
 # Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
@@ -47,7 +47,7 @@ from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint
 
 source = digits()
-shutil.rmtree("runs/production", ignore_errors=True)  # of an earlier start of this tutorial
+shutil.rmtree("runs/production", ignore_errors=True)  # left by an earlier run of this tutorial
 
 
 def make_trainer():
@@ -60,14 +60,14 @@ def strategy():
     return DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, max_norm=1.0)
 
 
-COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "shards:3"}  # few digits each
+COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "shards:3"}  # few digits per node
 
 # %% [markdown]
-# ## Stop, and go on
+# ## Stop and resume
 #
-# `save_dir` is where checkpoints go. Each is written beside the last one and then renamed, so a power cut never
-# leaves half of one. First the run that nobody disturbs, 120 steps. Then the same one, which ends at step 70, in the
-# middle of a round. In a new process you would write exactly the third line.
+# Checkpoints go to `save_dir`. ExoGym writes each beside the last one and then renames it, so a power failure never leaves
+# half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70, and a third call
+# resumes it. In a new process you would write exactly that third call.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -78,8 +78,8 @@ print("the same model:", fingerprint(whole) == fingerprint(resumed))
 # > the same model: True
 
 # %% [markdown]
-# The same bits: weights, the momentum of four optimizers and of the outer one, the place in the data, random numbers.
-# An option that would change the run is refused, so that you never go on with something else by mistake:
+# The same bits: weights, the momentum of four inner optimizers and the outer optimizer, the position in the data, random
+# numbers. ExoGym refuses options that would change the run, so you never resume with other settings by mistake:
 
 # %%
 try:
@@ -89,13 +89,13 @@ except CheckpointError as error:
 # > seed: saved 0, now 1
 
 # %% [markdown]
-# Ctrl-C saves and then stops. So does the SIGTERM of a cluster's scheduler, if you start the script with `python -m
-# exogym.launch` or one of the [job files](../docs/clusters.md).
+# Ctrl-C saves and then stops. A cluster scheduler's SIGTERM does the same if you start the script with `python -m
+# exogym.launch` or a [job file](../docs/clusters.md).
 #
-# ## Follow it, and find out that it died
+# ## Watch it, and notice its death
 #
-# `run_dir` writes what happens into a folder of plain JSON. Here a second Python trains, and we kill it the hard way,
-# so that it cannot say a word.
+# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it so that it cannot
+# write anything more.
 
 # %%
 script = """
@@ -116,7 +116,7 @@ trainer.fit(
 """
 folder = Path("runs/production/long")
 with subprocess.Popen([sys.executable, "-c", script]) as process:
-    while process.poll() is None and not list(folder.glob("checkpoints/step_*")):  # until it has saved once
+    while process.poll() is None and not list(folder.glob("checkpoints/step_*")):  # until its first checkpoint
         pass
     os.kill(process.pid, signal.SIGKILL)
 run = runs.load(folder)
@@ -124,14 +124,14 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# `lost` stands in no file, for who would have written it? The reader finds out: the file says `running`, and the
-# process is not there. `exogym runs list` shows all runs so, and `exogym ui` in the browser. The script above would
-# go on from its last checkpoint if you started it again, since it says `resume=True`.
+# No file says `lost`: the killed process could not write it. The reader concludes it, because the file says `running` and
+# the process no longer exists. `exogym runs list` shows this for all runs, as does `exogym ui` in the browser. If you
+# started the script again, it would continue from its last checkpoint, because it says `resume=True`.
 #
-# ## A node that is lost, and one that sends rubbish
+# ## A lost node, and a node with bad numbers
 #
-# Before you buy or borrow machines: what would an outage cost? `Faults` plays it. Node 3 is away from step 40 to step
-# 90, and forgets what it knew.
+# What would an outage cost? `Faults` simulates it before you buy or borrow machines. Node 3 is absent from step 40 to step
+# 90, and forgets its state.
 
 # %%
 calm, outage, rubbish = make_trainer(), make_trainer(), make_trainer()
@@ -139,15 +139,15 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The others go on without it, and it takes their weights when it is back. Here each node has digits of three kinds,
-# as the farms or clinics of a real fleet would, so what node 3 alone has seen is forgotten for a while. The loss
-# shows it below. A node whose numbers are not numbers is another matter. By default the run ends with an error that
-# names node and step. With `on_nonfinite="skip"` the node is left out of that round instead.
+# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds, like the
+# farms or clinics of a real fleet. So the model forgets for a while the digits that only node 3 has seen; the loss below
+# shows it. By default, a node with a NaN ends the run with an error that names node and step. With `on_nonfinite="skip"` the
+# node misses that round instead.
 
 
 # %%
 class Poisoned(nn.Module):
-    """A model whose loss becomes nan when it sees a digit that is marked."""
+    """A model whose loss becomes nan on a marked digit."""
 
     def __init__(self):
         super().__init__()
@@ -185,10 +185,10 @@ figure.savefig("tutorial_production.png", dpi=80)
 # %% [markdown]
 # ![Validation loss with an outage and with a broken file](../docs/images/tutorial_production.png)
 #
-# ## End it in time
+# ## Stop early
 #
-# A callback is a function of the running training, called after each evaluation. If it returns True, the run ends as
-# at any end: what is left is synchronised and evaluated.
+# A callback is a function of the running training, called after each evaluation. If it returns True, the run ends as usual:
+# with a final synchronization and an evaluation.
 
 
 # %%
@@ -202,10 +202,10 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # > ended before step 500: True
 
 # %% [markdown]
-# ## Hand over
+# ## Pass it on
 #
-# The model is an ordinary module, and the numbers are in the run folder for whoever asks in a year: what was run,
-# with which versions, on what, and every record.
+# The model is an ordinary module. The run folder has the numbers for anybody who asks in a year: settings, versions, data,
+# and every record.
 
 # %%
 torch.save(early.model.state_dict(), "runs/production/model.pt")
@@ -214,28 +214,26 @@ described = json.loads(Path("runs/production/early/run.json").read_text())
 print(", ".join(described))
 
 # %% [markdown]
-# ## A list for before a long run
+# ## Checklist for a long run
 #
 # | | |
 # | --- | --- |
-# | it goes on by itself | `save_dir` or `run_dir`, `checkpoint_interval`, `resume=True` in the script from the start |
-# | a process that dies or hangs | `max_restarts=3`; `hang_s` finds what hangs |
-# | gradients that explode | `max_norm=1.0` in the strategy |
-# | hosts that come and go | `NetworkTrainer(..., min_hosts=2)`, see [real machines](../docs/real_machines.md) |
-# | who may read what is sent | [security](../docs/security.md): `torch.distributed` does not encrypt |
-# | how long it will take | `exogym advise`, see [networks and time](tutorial_networks.py) |
+# | it continues by itself | `save_dir` or `run_dir`, `checkpoint_interval`, `resume=True` from the start |
+# | a process dies or hangs | `max_restarts=3`; `hang_s` finds processes that hang |
+# | gradients explode | `max_norm=1.0` in the strategy |
+# | hosts come and go | `NetworkTrainer(..., min_hosts=2)`, see [real machines](../docs/real_machines.md) |
+# | others may read the traffic | `torch.distributed` does not encrypt, see [security](../docs/security.md) |
+# | the duration | `exogym advise`, see [networks and time](tutorial_networks.py) |
 #
 # ## Change something
 #
-# Let two nodes be away at the same time, for ever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the
-# loss then? And with `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1],
-# attack="scale")`?
+# Let two nodes be absent at the same time, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss
+# then? And with `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1], attack="scale")`?
 #
 # ## A question
 #
-# The run that ended at step 70 synchronised its nodes there, since a run ends with a synchronisation. The undisturbed
-# one met at 70, too, because H is 10. What if it had ended at step 75? Would the resumed run still have the same
-# bits?
+# The run that ended at step 70 synchronized its nodes there, because a run ends with a synchronization. The undisturbed run
+# also synchronized at 70, because H is 10. What if it had ended at step 75? Would the resumed run still have the same bits?
 #
-# **Answer.** Yes. The checkpoint is taken where each node stands, before the last synchronisation. That one only
-# makes the model that you get at step 75. Try it.
+# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization. The final synchronization
+# only makes the model that you get at step 75. Try it.
