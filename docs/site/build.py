@@ -112,8 +112,10 @@ def indexed(text: str, words: dict[str, list[str]]) -> str:
 
     def below(head: re.Match[str]) -> str:
         anchor = re.sub(r"[^\w\- ]", "", head[2].lower()).replace(" ", "-") if len(head[1]) > 1 else ""
-        entries = ", ".join(f"!{word}" for word in words.pop(anchor, []))
-        return f"{head[0]}\n\n```{{index}} {entries}\n```" if entries else head[0]
+        found = words.pop(anchor, [])
+        lines = [", ".join(f"!{word}" for word in found if "," not in word)]
+        lines += [f"!single: {word}" for word in found if "," in word]  # else a comma would end the entry
+        return head[0] + "".join(f"\n\n```{{index}} {line}\n```" for line in lines if line)
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)  # code stays as it is
     page = "".join(

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.server
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+import threading
 import typing
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
+from browsing import CHROMIUM, DRIVER, opened, until
 from codespell_lib import main as codespell
 from paths import ROOT
 
@@ -151,6 +157,9 @@ def test_what_is_called_otherwise_elsewhere_is_in_the_index() -> None:
     )
     with pytest.raises(ValueError, match="leads to"):
         build.indexed(page, {"stop": ["early stopping"]})
+    assert build.indexed("# T\n", {"": ["a", "1,000 b"]}) == (
+        "# T\n\n```{index} !a\n```\n\n```{index} !single: 1,000 b\n```\n"
+    )
     assert build.called()[ROOT / "docs" / "recipes.md", "stop-early"] == ["early stopping", "patience"]
 
 
@@ -233,25 +242,88 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     assert dead_links(tmp_path) == ["a.html: #there", "a.html: b.html"]
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The whole site, built once, and how the build ended."""
+    folder = tmp_path_factory.mktemp("site")
+    return folder, subprocess.run([sys.executable, build.__file__, str(folder)], capture_output=True, text=True)
+
+
 @pytest.mark.slow
-def test_the_whole_site(tmp_path: Path) -> None:
-    """One test, since it is built once: no warning, no dead link, nothing from elsewhere, a search, mathematics."""
-    done = subprocess.run([sys.executable, build.__file__, str(tmp_path)], capture_output=True, text=True)
+def test_the_whole_site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """One test, since it is built once: no warning, no dead link, nothing from elsewhere, an index, mathematics."""
+    site, done = built
     assert (done.returncode, done.stderr) == (0, "")
-    assert dead_links(tmp_path) == []
+    assert dead_links(site) == []
     kinds = (".html", ".css", ".js")
-    files = [file for file in tmp_path.rglob("*") if file.suffix in kinds and file.name != "searchindex.js"]
+    files = [file for file in site.rglob("*") if file.suffix in kinds and file.name != "searchindex.js"]
     assert len(files) > 50
     pages = [file for file in files if file.suffix == ".html" and file.name != "glossary.html"]
     assert [file.name for file in pages if 'glossary.html">Glossary' not in file.read_text("utf-8")] == []
     assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
-    assert "DiLoCoStrategy" in (tmp_path / "searchindex.js").read_text("utf-8")
-    assert "api/training.html#exogym.LocalTrainer" in (tmp_path / "placement.html").read_text("utf-8")  # by its name
-    custom = (tmp_path / "tutorials" / "tutorial_custom.html").read_text("utf-8")
+    assert "DiLoCoStrategy" in (site / "searchindex.js").read_text("utf-8")
+    assert "api/training.html#exogym.LocalTrainer" in (site / "placement.html").read_text("utf-8")  # by its name
+    custom = (site / "tutorials" / "tutorial_custom.html").read_text("utf-8")
     assert "exogym.strategy.Strategy" in custom and "exogym.compress.TopK" not in custom  # its own class of that name
-    assert len(list((tmp_path / "_downloads").rglob("tutorial_*.py"))) == len(list((ROOT / "tutorials").glob("*.py")))
-    assert '"early stopping":[[' in (tmp_path / "searchindex.js").read_text("utf-8")
-    assert "<math" in (tmp_path / "understand" / "local_steps.html").read_text("utf-8")
+    assert len(list((site / "_downloads").rglob("tutorial_*.py"))) == len(list((ROOT / "tutorials").glob("*.py")))
+    assert '"early stopping":[[' in (site / "searchindex.js").read_text("utf-8")
+    assert "<math" in (site / "understand" / "local_steps.html").read_text("utf-8")
+
+
+# Search: what readers type, and the pages that answer it
+
+QUESTIONS = {
+    "How do I install it on three Macs": {"getting_started", "real_machines", "wizard"},
+    "resume after a crash": {"placement"},
+    "gradient accumulation": {"understand/hardware", "understand/batch_and_scale", "recipes"},
+    "mixed precision bf16": {"mixed_precision", "understand/hardware"},
+    "my own model": {"getting_started"},
+    "Hugging Face model with LoRA": {"hugging_face"},
+    "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
+    "consensus distance": {"getting_started", "glossary"},
+    "log to W&B": {"getting_started"},
+    "TensorBoard": {"getting_started"},
+    "which method for 50 Mbit/s": {"understand/choosing", "network"},
+    "1,000 clients non-IID": {"federated"},
+    "what does payload mean": {"glossary"},
+    "run on a GPU": {"understand/hardware"},
+}
+HITS = "[...document.querySelectorAll('#search-results ul.search > li > a')].map((one) => one.getAttribute('href'))"
+SUMMARY = "document.querySelector('#search-results .search-summary')?.textContent"
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of a folder; the search loads pages, which a browser does from no file."""
+
+    class Silent(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    handler = functools.partial(Silent, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs Chromium and its driver")
+def test_the_search_answers_what_readers_type(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    """One of the right pages is among the first three hits; a word on no page has none."""
+    hits: dict[str, list[str]] = {}
+    with served(built[0]) as address, opened("about:blank") as browser:
+        for question in [*QUESTIONS, "xyzzyplugh"]:
+            browser.get(f"{address}/search.html?q={quote(question)}")
+            until(browser, SUMMARY, lambda said: bool(said) and "Searching" not in said and "Preparing" not in said)
+            hits[question] = [link.partition(".html")[0] for link in browser.execute_script(f"return {HITS}")]
+    assert hits["xyzzyplugh"] == [] and "glossary" not in hits["TensorBoard"][:3]
+    assert {
+        question: hits[question][:3] for question, pages in QUESTIONS.items() if not pages & {*hits[question][:3]}
+    } == {}
 
 
 # Words
