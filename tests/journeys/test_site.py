@@ -275,8 +275,8 @@ def test_the_whole_site(built: tuple[Path, subprocess.CompletedProcess[str]]) ->
 QUESTIONS = {
     "How do I install it on three Macs": {"getting_started", "real_machines", "wizard"},
     "resume after a crash": {"placement"},
-    "gradient accumulation": {"understand/hardware", "understand/batch_and_scale", "recipes"},
-    "mixed precision bf16": {"mixed_precision", "understand/hardware"},
+    "gradient accumulation": {"understand/batch_and_scale", "distributed"},
+    "mixed precision bf16": {"mixed_precision"},
     "my own model": {"getting_started"},
     "Hugging Face model with LoRA": {"hugging_face"},
     "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
