@@ -14,8 +14,8 @@
 # # Four nodes on your laptop
 #
 # You know how to train a network on one machine. This tutorial trains one on **four nodes**, without a second machine.
-# ExoGym simulates all four in one process. The mathematics is real: each node has its own weights, data and optimizer, and
-# knows of the others only the messages that they send.
+# ExoGym simulates all four in one process. The mathematics is real: each node has its own weights, data and optimizer,
+# and knows of the others only the messages that they send.
 #
 # You will learn
 #
@@ -54,8 +54,8 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # %% [markdown]
 # ## One node
 #
-# Start with one node. `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: the method by which
-# nodes learn from each other. With one node, every strategy is plain training.
+# Start with one node. `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: the method by
+# which nodes learn from each other. With one node, every strategy is plain training.
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
@@ -78,17 +78,17 @@ alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 #
 # ## Four nodes that synchronize at every step
 #
-# In **data parallel training** (DDP), each node computes a gradient on its own batch. The nodes average their gradients and
-# take the same step. So their weights stay equal, bit for bit.
+# In **data parallel training** (DDP), each node computes a gradient on its own batch. The nodes average their gradients
+# and take the same step. So their weights stay equal, bit for bit.
 
 # %%
 ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# Four nodes saw four times as many digits in the same number of steps, and the loss is lower. The price is communication.
-# The model has 2,410 parameters of 4 bytes. In each step, a node sends 2 (N - 1) / N times these bytes: a ring of N nodes
-# needs that for an average. Over 200 steps:
+# Four nodes saw four times as many digits in the same number of steps, and the loss is lower. The price is
+# communication. The model has 2,410 parameters of 4 bytes. In each step, a node sends 2 (N - 1) / N times these bytes:
+# a ring of N nodes needs that for an average. Over 200 steps:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -97,13 +97,13 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # > 2410 parameters; by the formula 2892000 bytes, counted 2892000
 
 # %% [markdown]
-# This is little for a small model. With a billion parameters each node sends 6 GB *per step*. A home connection that sends
-# 20 Mbit/s needs forty minutes for that.
+# This is little for a small model. With a billion parameters each node sends 6 GB *per step*. A home connection that
+# sends 20 Mbit/s needs forty minutes for that.
 #
 # ## Four nodes that synchronize now and then
 #
-# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average how far
-# they have moved, and an *outer optimizer* applies this average to their common starting weights. H steps and this
+# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average how
+# far they have moved, and an *outer optimizer* applies this average to their common starting weights. H steps and this
 # synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy changes:
 
 # %%
@@ -113,8 +113,8 @@ diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4),
 # %% [markdown]
 # ## Drift between nodes
 #
-# Between two synchronizations the nodes drift apart, because each sees other digits. `consensus_distance` measures it: the
-# root mean squared distance of the nodes to their mean, just before they synchronize.
+# Between two synchronizations the nodes drift apart, because each sees other digits. `consensus_distance` measures it:
+# the root mean squared distance of the nodes to their mean, just before they synchronize.
 
 # %%
 for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
@@ -126,8 +126,8 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 # %% [markdown]
 # ## A picture
 #
-# `history.rows(node=None)` are the averaged model's rows. Plotted against steps, the two runs look alike. Plotted against
-# bytes, they do not.
+# `history.rows(node=None)` are the averaged model's rows. Plotted against steps, the two runs look alike. Plotted
+# against bytes, they do not.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -146,8 +146,8 @@ figure.savefig("tutorial_basic.png", dpi=80)
 #
 # ## The model
 #
-# `fit` returns the model, which is also `trainer.model`. It is an ordinary module: the nodes' average, or with DiLoCo the
-# outer model.
+# `fit` returns the model, which is also `trainer.model`. It is an ordinary module: the nodes' average, or with DiLoCo
+# the outer model.
 
 # %%
 images, labels = source.val.tensors
@@ -159,8 +159,8 @@ print(f"{(guesses == labels).float().mean():.0%} of the validation digits are ri
 # %% [markdown]
 # ## Change something
 #
-# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. How far apart are DiLoCo's nodes
-# after 100 steps now? What happens to the loss? Then try `H=5`.
+# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. How far apart are DiLoCo's
+# nodes after 100 steps now? What happens to the loss? Then try `H=5`.
 #
 # ## A question
 #

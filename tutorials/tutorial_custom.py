@@ -13,9 +13,9 @@
 # %% [markdown]
 # # Your own strategy
 #
-# This tutorial writes a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest (top-k
-# with error feedback). Then it checks the strategy, compares it with DiLoCo on another model, and predicts its time on
-# Wi-Fi.
+# This tutorial writes a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest
+# (top-k with error feedback). Then it checks the strategy, compares it with DiLoCo on another model, and predicts its
+# time on Wi-Fi.
 #
 # You will learn
 #
@@ -58,8 +58,8 @@ CHECKED = {"steps": 8} if SHORT else {}
 #
 # ## One node's program
 #
-# Write a `Strategy` for one node. `self.model` is the node's model, `.grad` holds gradients, and collectives wait for all
-# nodes. ExoGym calls `_init_node` once, when the node exists, and `step` after each backward pass.
+# Write a `Strategy` for one node. `self.model` is the node's model, `.grad` holds gradients, and collectives wait for
+# all nodes. ExoGym calls `_init_node` once, when the node exists, and `step` after each backward pass.
 
 
 # %%
@@ -90,11 +90,12 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# A falling curve proves little. `check_strategy` trains small models and checks: do two runs end in the same bits? Also a
-# run that was stopped at any step and resumed? Does a single node send nothing? Are the bytes as you expect? Does it learn?
+# A falling curve proves little. `check_strategy` trains small models and checks: do two runs end in the same bits? Also
+# a run that was stopped at any step and resumed? Does a single node send nothing? Are the bytes as you expect? Does it
+# learn?
 #
-# How many bytes should it send? Five percent of the entries, each a number of 4 bytes and an index of 4 bytes. The strategy
-# rounds for each tensor, so count the tensors.
+# How many bytes should it send? Five percent of the entries, each a number of 4 bytes and an index of 4 bytes. The
+# strategy rounds for each tensor, so count the tensors.
 
 
 # %%
@@ -116,8 +117,8 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > learns: validation loss from 1.0487 to 0.0533
 
 # %% [markdown]
-# Does the check find mistakes? This strategy keeps its memory in a global dict. Its plot looks the same. The law of stopping
-# and resuming fails:
+# Does the check find mistakes? This strategy keeps its memory in a global dict. Its plot looks the same. The law of
+# stopping and resuming fails:
 
 # %%
 OUTSIDE = {}
@@ -172,9 +173,9 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# A fifth of the bytes, but four times as long! `TopK` communicates at every step, as DDP does, and gathers twice for each of
-# the six tensors. That is twelve collectives in a row, each with Wi-Fi's latency. Bytes are not time. One pair of gathers
-# for all tensors would help; see below.
+# A fifth of the bytes, but four times as long! `TopK` communicates at every step, as DDP does, and gathers twice for
+# each of the six tensors. That is twelve collectives in a row, each with Wi-Fi's latency. Bytes are not time. One pair
+# of gathers for all tensors would help; see below.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -190,9 +191,9 @@ figure.savefig("tutorial_custom.png", dpi=80)
 #
 # ## All nodes at once
 #
-# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. This is often shorter. Here is
-# gossip on a hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number differs in
-# bit r. Without training, all nodes would be equal after log2 N rounds.
+# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. This is often shorter. Here
+# is gossip on a hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number
+# differs in bit r. Without training, all nodes would be equal after log2 N rounds.
 
 
 # %%
@@ -217,26 +218,26 @@ print(seen["placement"])
 # > rows in one block, in two and each apart give the same bits
 
 # %% [markdown]
-# A strategy on rows has one more law, *placement*: all rows in one process, in two, or each on its own machine end in the
-# same bits. So this strategy runs on real machines unchanged.
+# A strategy on rows has one more law, *placement*: all rows in one process, in two, or each on its own machine end in
+# the same bits. So this strategy runs on real machines unchanged.
 #
 # ## Change something
 #
-# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), choose the largest entries of
-# all layers together, and gather twice instead of twelve times. Check it, and compare the predicted time.
+# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), choose the largest
+# entries of all layers together, and gather twice instead of twelve times. Check it, and compare the predicted time.
 #
 # ## A question
 #
-# Double the nodes to eight. DDP's ring sends 2 (N - 1) / N rows per node, nearly the same as before. What happens to the
-# bytes that a node of `TopK` receives?
+# Double the nodes to eight. DDP's ring sends 2 (N - 1) / N rows per node, nearly the same as before. What happens to
+# the bytes that a node of `TopK` receives?
 #
 # **Answer.** They more than double: seven other nodes, instead of three, each send 5 % of their entries with indices.
-# All-gather grows with N. All-reduce does not, because it sums on the way. At 5 % and 8 bytes per entry, a node among 20
-# receives about as much as with DDP. This is why `exogym advise` prices each collective separately.
+# All-gather grows with N. All-reduce does not, because it sums on the way. At 5 % and 8 bytes per entry, a node among
+# 20 receives about as much as with DDP. This is why `exogym advise` prices each collective separately.
 #
 # ## Next
 #
-# - [Write your own strategy](../docs/strategies/own.md#write-one-for-a-single-node): all calls for one node, and [modules on
-#   rows](../docs/strategies/own.md#compose-your-own).
+# - [Write your own strategy](../docs/strategies/own.md#write-one-for-a-single-node): all calls for one node, and
+#   [modules on rows](../docs/strategies/own.md#compose-your-own).
 # - [Networks and time](tutorial_networks.py).
 # - [Production](tutorial_production.py): long runs.

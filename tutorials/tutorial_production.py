@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Runs you can rely on
 #
-# A run of a minute may fail: you start it again. A run of a week must survive its machine, report its progress, and be the
-# same run afterward. This tutorial practices with runs of seconds.
+# A run of a minute may fail: you start it again. A run of a week must survive its machine, report its progress, and be
+# the same run afterward. This tutorial practices with runs of seconds.
 #
 # You will learn
 #
@@ -23,8 +23,8 @@
 # - what a lost node, or a node with bad numbers, does to the others;
 # - to stop early, to keep the best numbers, and to pass on the model.
 #
-# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra `[demo]`.
-# Read [Four nodes on your laptop](tutorial_basic.py) first.
+# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
+# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -65,9 +65,9 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. ExoGym writes each beside the last one and then renames it, so a power failure never leaves
-# half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70, and a third call
-# resumes it. In a new process you would write exactly that third call.
+# Checkpoints go to `save_dir`. ExoGym writes each beside the last one and then renames it, so a power failure never
+# leaves half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70, and a third
+# call resumes it. In a new process you would write exactly that third call.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -78,8 +78,8 @@ print("the same model:", fingerprint(whole) == fingerprint(resumed))
 # > the same model: True
 
 # %% [markdown]
-# The same bits: weights, the momentum of four inner optimizers and the outer optimizer, the position in the data, random
-# numbers. ExoGym refuses options that would change the run, so you never resume with other settings by mistake:
+# The same bits: weights, the momentum of four inner optimizers and the outer optimizer, the position in the data,
+# random numbers. ExoGym refuses options that would change the run, so you never resume with other settings by mistake:
 
 # %%
 try:
@@ -94,8 +94,8 @@ except CheckpointError as error:
 #
 # ## Watch it, and notice its death
 #
-# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it so that it cannot
-# write anything more.
+# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it so that it
+# cannot write anything more.
 
 # %%
 script = """
@@ -124,14 +124,14 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# No file says `lost`: the killed process could not write it. The reader concludes it, because the file says `running` and
-# the process no longer exists. `exogym runs list` shows this for all runs, as does `exogym ui` in the browser. If you
-# started the script again, it would continue from its last checkpoint, because it says `resume=True`.
+# No file says `lost`: the killed process could not write it. The reader concludes it, because the file says `running`
+# and the process no longer exists. `exogym runs list` shows this for all runs, as does `exogym ui` in the browser. If
+# you started the script again, it would continue from its last checkpoint, because it says `resume=True`.
 #
 # ## A lost node, and a node with bad numbers
 #
-# What would an outage cost? `Faults` simulates it before you buy or borrow machines. Node 3 is absent from step 40 to step
-# 90, and forgets its state.
+# What would an outage cost? `Faults` simulates it before you buy or borrow machines. Node 3 is absent from step 40 to
+# step 90, and forgets its state.
 
 # %%
 calm, outage, rubbish = make_trainer(), make_trainer(), make_trainer()
@@ -139,10 +139,10 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds, like the
-# farms or clinics of a real fleet. So the model forgets for a while the digits that only node 3 has seen; the loss below
-# shows it. By default, a node with a NaN ends the run with an error that names node and step. With `on_nonfinite="skip"` the
-# node misses that round instead.
+# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds, like
+# the farms or clinics of a real fleet. So the model forgets for a while the digits that only node 3 has seen; the loss
+# below shows it. By default, a node with a NaN ends the run with an error that names node and step. With
+# `on_nonfinite="skip"` the node misses that round instead.
 
 
 # %%
@@ -187,8 +187,8 @@ figure.savefig("tutorial_production.png", dpi=80)
 #
 # ## Stop early
 #
-# A callback is a function of the running training, called after each evaluation. If it returns True, the run ends as usual:
-# with a final synchronization and an evaluation.
+# A callback is a function of the running training, called after each evaluation. If it returns True, the run ends as
+# usual: with a final synchronization and an evaluation.
 
 
 # %%
@@ -204,8 +204,8 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # %% [markdown]
 # ## Pass it on
 #
-# The model is an ordinary module. The run folder has the numbers for anybody who asks in a year: settings, versions, data,
-# and every record.
+# The model is an ordinary module. The run folder has the numbers for anybody who asks in a year: settings, versions,
+# data, and every record.
 
 # %%
 torch.save(early.model.state_dict(), "runs/production/model.pt")
@@ -227,13 +227,15 @@ print(", ".join(described))
 #
 # ## Change something
 #
-# Let two nodes be absent at the same time, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss
-# then? And with `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1], attack="scale")`?
+# Let two nodes be absent at the same time, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the
+# loss then? And with `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1],
+# attack="scale")`?
 #
 # ## A question
 #
-# The run that ended at step 70 synchronized its nodes there, because a run ends with a synchronization. The undisturbed run
-# also synchronized at 70, because H is 10. What if it had ended at step 75? Would the resumed run still have the same bits?
+# The run that ended at step 70 synchronized its nodes there, because a run ends with a synchronization. The undisturbed
+# run also synchronized at 70, because H is 10. What if it had ended at step 75? Would the resumed run still have the
+# same bits?
 #
-# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization. The final synchronization
-# only makes the model that you get at step 75. Try it.
+# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization. The final
+# synchronization only makes the model that you get at step 75. Try it.

@@ -14,7 +14,8 @@
 # # Comparing strategies
 #
 # Which strategy is best? It depends on the bytes that you can afford, on how different the nodes' data are, and on the
-# model. So compare them on *your* problem. This tutorial compares on a small problem, and shows how to read the results.
+# model. So compare them on *your* problem. This tutorial compares on a small problem, and shows how to read the
+# results.
 #
 # You will learn
 #
@@ -23,8 +24,8 @@
 # - how H, the steps between two synchronizations, trades bytes for loss;
 # - the effect of data that differ between nodes.
 #
-# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra `[demo]`.
-# Read [Four nodes on your laptop](tutorial_basic.py) first.
+# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
+# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -47,9 +48,9 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 # %% [markdown]
 # ## A comparison
 #
-# `compare` takes a task's name, or your own `(make_model, train, val)`. A seed gives all strategies the same first weights
-# and the same data in the same order. `single` is one of the four nodes alone with its share of the data; communication
-# must beat it. We use two seeds. Use five for real decisions.
+# `compare` takes a task's name, or your own `(make_model, train, val)`. A seed gives all strategies the same first
+# weights and the same data in the same order. `single` is one of the four nodes alone with its share of the data;
+# communication must beat it. We use two seeds. Use five for real decisions.
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
@@ -61,8 +62,8 @@ print(result.to_markdown())
 # %% [markdown]
 # Read the columns:
 #
-# - **validation loss**: the averaged (or outer) model's loss after the last step, mean and standard deviation over seeds.
-#   Ignore differences smaller than the spread.
+# - **validation loss**: the averaged (or outer) model's loss after the last step, mean and standard deviation over
+#   seeds. Ignore differences smaller than the spread.
 # - **quality**: DDP's loss divided by the strategy's. 100 % is as good as DDP.
 # - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by these.
 #
@@ -79,8 +80,8 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # %% [markdown]
 # ## How long may nodes train alone?
 #
-# H is the most important option. Train DiLoCo with several values, on two kinds of data. `iid` deals the digits alike to all
-# nodes. With `dirichlet:0.3` each node mostly sees a few of the ten digits; a smaller number means less alike.
+# H is the most important option. Train DiLoCo with several values, on two kinds of data. `iid` deals the digits alike
+# to all nodes. With `dirichlet:0.3` each node mostly sees a few of the ten digits; a smaller number means less alike.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -106,8 +107,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # %% [markdown]
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
-# Two observations. The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of steps,
-# has nothing to smooth and overshoots. And unlike data cost more if nodes train alone for longer.
+# Two observations. The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of
+# steps, has nothing to smooth and overshoots. And unlike data cost more if nodes train alone for longer.
 #
 # This holds for this problem, this learning rate and 120 steps. [Results](../docs/results.md) has longer runs on text.
 #
@@ -117,21 +118,21 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5
 # ```
 #
-# writes the table, the curves and everything to repeat the comparison into a folder below `runs/`. `exogym sweep` trains
-# grids of options, and resumes interrupted sweeps.
+# writes the table, the curves and everything to repeat the comparison into a folder below `runs/`. `exogym sweep`
+# trains grids of options, and resumes interrupted sweeps.
 #
 # ## Change something
 #
-# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which of the two tolerates rare synchronizations
-# better? Then pass `num_nodes=8`.
+# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which of the two tolerates rare
+# synchronizations better? Then pass `num_nodes=8`.
 #
 # ## A question
 #
 # SPARTA with `p_sparta=0.01` sends one number in a hundred in each step. Why is its reduction not 100?
 #
-# **Answer.** At the end the nodes still differ, so they average all parameters once, to get one model. Each of the 120 steps
-# sends 0.01 P numbers, 1.2 P in total, and the final synchronization sends P: 120 / 2.2 = 55. In a run of 10,000 steps this
-# is negligible. `fit(final_sync=False)` omits it.
+# **Answer.** At the end the nodes still differ, so they average all parameters once, to get one model. Each of the 120
+# steps sends 0.01 P numbers, 1.2 P in total, and the final synchronization sends P: 120 / 2.2 = 55. In a run of 10,000
+# steps this is negligible. `fit(final_sync=False)` omits it.
 #
 # ## Next
 #
