@@ -28,22 +28,22 @@ def needs_packages() -> None:
 
 def agent(
     name: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What others see. [default: the name of this computer]")
+        str | None, typer.Option(metavar="TEXT", help="Name that others see. [default: this computer's name]")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="IP", help="Of this computer, where to listen. [default: the only one]")
+        str | None, typer.Option(metavar="IP", help="This computer's address to listen at. [default: its only one]")
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="To listen on; 0: any that is free.")] = PORT,
-    ssh_port: Annotated[int, typer.Option(metavar="N", help="Of this computer's SSH server.")] = 22,
+    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any free port.")] = PORT,
+    ssh_port: Annotated[int, typer.Option(metavar="N", help="Port of this computer's SSH server.")] = 22,
     authorized_keys: Annotated[
-        str, typer.Option(metavar="FILE", help="Where the keys of those stand who may log in.")
+        str, typer.Option(metavar="FILE", help="File that receives the keys of paired computers.")
     ] = "~/.ssh/authorized_keys",
     debug: Debug = False,
 ) -> None:
     """Let this computer be found by exogym discover and exogym wizard, until Ctrl-C.
 
-    Others are told its name, and nothing more. Who types the code that is shown here may log in over SSH as this user,
-    and is told device, memory, speed and versions.
+    Other computers see only its name. A computer where somebody types the code shown here may log in over SSH as this
+    user, and learns device, memory, speed and versions.
     """
     needs_packages()
     from exogym.machines.discovery import Agent, announced, facts

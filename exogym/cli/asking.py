@@ -1,4 +1,4 @@
-"""Questions in the terminal, each of which an option answers too."""
+"""Questions in the terminal. An option answers each of them, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_WIDTH = 160  # where there is no terminal
 
 
 def console_on(file: TextIO) -> Console:
-    """Return a console for tables, wide and without colours where `file` is no terminal."""
+    """Return a console for tables, wide and without colors if `file` is no terminal."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH, color_system=None)
 
@@ -57,7 +57,7 @@ class Asker:
 
         listed = [questionary.Choice(text, value=value, checked=True) for value, text in choices.items()]
         answer: list[T] = questionary.checkbox(
-            question, choices=listed, validate=lambda found: bool(found) or "choose one at least, with the space bar"
+            question, choices=listed, validate=lambda found: bool(found) or "choose at least one, with the space bar"
         ).unsafe_ask()
         return answer
 
@@ -86,7 +86,7 @@ class Asker:
 
     def _without(self, flag: str, question: str, default: Any) -> Any:
         if default is None:
-            raise ArgumentError(f"{question} There is no terminal to ask in: give {flag}")
+            raise ArgumentError(f"{question} Without a terminal, give {flag}")
         notice(f"{flag} {default}")
         return default
 
@@ -95,13 +95,13 @@ def count(text: str) -> int:
     """Return a whole number of at least 1.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: `text` is something else.
 
     >>> count(" 300 ")
     300
     """
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ArgumentError(f"{text.strip()!r} is no whole number of at least 1")
+        raise ArgumentError(f"{text.strip()!r} must be a whole number of at least 1")
     return int(text)
 
 
@@ -109,7 +109,7 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     """Return the texts NAME=VALUE of an option by name.
 
     Raises:
-        ArgumentError: one is none.
+        ArgumentError: a text without "=".
 
     >>> pairs("--code", ["den=123-456"])
     {'den': '123-456'}

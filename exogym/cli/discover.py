@@ -32,12 +32,12 @@ def discover(
     seconds: Annotated[float, typer.Option(metavar="S", help="How long to listen.")] = 3.0,
     at: At = None,
     pair_with: Annotated[
-        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this one; needs the code it shows.")
+        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this computer. Needs the code it shows.")
     ] = None,
     code: Annotated[
-        str | None, typer.Option(metavar="CODE", help="That it shows. [default: asked for in the terminal]")
+        str | None, typer.Option(metavar="CODE", help="Code that it shows. [default: ask in the terminal]")
     ] = None,
-    hosts: Annotated[Path, typer.Option(metavar="FILE", help="The hosts file in which those paired stand.")] = Path(
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file with the paired computers.")] = Path(
         "distributed_hosts.json"
     ),
     key: KeyFile = KEY_FILE,
@@ -45,26 +45,27 @@ def discover(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List the computers on which exogym agent runs. Those in the hosts file are asked over SSH what they are.
+    """List the computers that run exogym agent, or pair with one.
 
-    With --pair the computer of that name goes into the hosts file, once you have typed the code that it shows.
+    Computers in the hosts file report their device and versions over SSH. --pair adds the computer of that name to the
+    hosts file, after you type the code that it shows.
     """
     needs_packages()
     if seconds <= 0:
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:
-        raise ArgumentError("--code needs --pair: say which computer shows it")
+        raise ArgumentError("--code needs --pair: name the computer that shows it")
     from exogym.machines.discovery import enrol, pair
 
     found = agents(seconds, at or [])
     if pair_with is not None:
         target = chosen(found, pair_with)
         if code is None and not sys.stdin.isatty():
-            raise ArgumentError(f"--pair {pair_with} needs --code CODE where there is no terminal to ask in")
+            raise ArgumentError(f"--pair {pair_with} needs --code CODE without a terminal")
         typed = code or typer.prompt(f"Code that {target.name} at {target.address} shows")
         paired = pair(target.address, target.port, typed, key)
         enrol(paired, hosts, key, ssh_config)
-        print(f"paired with {paired.name}: {described(paired.facts)}; it stands in {hosts}")
+        print(f"paired with {paired.name}: {described(paired.facts)}; added to {hosts}")
         return
     known = {host.address: host for host in HostsConfig.load(hosts).hosts} if os.path.exists(hosts) else {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -104,14 +105,12 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
     for place in places:
         address, _, number = place.partition(":")
         if number and not (number.isdecimal() and 0 < int(number) < 65536):
-            raise ArgumentError(f"--at={place!r}: wanted an address, and a port behind it if it is not {PORT}")
+            raise ArgumentError(f"--at={place!r}: wanted ADDRESS or ADDRESS:PORT (default {PORT})")
         port = int(number or PORT)
         try:
             found.append(Found(name_at(address, port), address, port, True))
         except OSError as error:
-            raise ExoGymError(
-                f"{address} port {port} does not answer ({error}): is exogym agent running there?"
-            ) from None
+            raise ExoGymError(f"{address} port {port} does not answer ({error}): start exogym agent there") from None
     return found
 
 
@@ -119,15 +118,17 @@ def chosen(found: Sequence[Found], name: str) -> Found:
     """Return the one agent of that name, or at that address.
 
     Raises:
-        ArgumentError: there is none, or more than one.
+        ArgumentError: no computer or several have that name.
     """
     alike = [one for one in found if one.answers and name in (one.name, one.address)]
     if len(alike) > 1:
         places = ", ".join(one.address for one in alike)
-        raise ArgumentError(f"several computers call themselves {name}: give the address of yours: {places}")
+        raise ArgumentError(f"several computers are called {name}: give your computer's address: {places}")
     if not alike:
         names = [one.name for one in found if one.answers]
-        hint = nearest(name, names) if names else "none was found: start exogym agent there, or give --at ADDRESS"
+        hint = (
+            nearest(name, names) if names else "no computer was found: start exogym agent there, or give --at ADDRESS"
+        )
         raise ArgumentError(f"there is no computer {name!r}: {hint}")
     return alike[0]
 
@@ -147,18 +148,18 @@ def described(facts: dict[str, Any]) -> str:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of what was found."""
+    """Print a table of the computers."""
     console = console_on(sys.stdout)
     if not rows:
         console.print(
-            "none found: start exogym agent on the other computers of this network; where mDNS does not reach (guest "
-            "networks, firewalls on UDP 5353) give --at ADDRESS", soft_wrap=True,
+            "no computer was found: start exogym agent on the other computers of this network. If mDNS does not reach them "
+            "(guest networks, firewalls on UDP 5353), give --at ADDRESS", soft_wrap=True,
         )  # fmt: skip
         return
     table = Table("name", "address", "", box=None, pad_edge=False)
     table.columns[2].overflow = "fold"
     for row in rows:
-        state = "is there; exogym discover --pair to use it" if row["answers"] else "announced, and does not answer"
+        state = "ready; exogym discover --pair to use it" if row["answers"] else "announced, but does not answer"
         if row["paired"]:
             state = f"paired: {described(row['facts'])}"
         elif row["trouble"]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 FIND_S = 3.0
 TRIES = 3  # at typing a code
 NONE_FOUND = (
-    "no computer was found. On each of the others: install the same exogym there, run exogym agent, and leave it open. "
-    "They must be in this network; guest networks keep computers apart, and firewalls may hold back UDP port 5353: "
-    "then start again with --at ADDRESS, which exogym agent shows"
+    "no computer was found. On each of the others, install the same exogym, run exogym agent, and leave it open. "
+    "All must be in this network. If it is a guest network, or a firewall blocks UDP port 5353, start again with "
+    "--at ADDRESS, the address that exogym agent shows"
 )
 READ, LOOK = "read", "look"
 
@@ -42,18 +42,18 @@ class Finder:
         """Ask which computers to use, and pair with those that the hosts file does not have.
 
         Raises:
-            ArgumentError: none was found, or one that was named is not there, or shows a code that nobody typed.
+            ArgumentError: no computer was found, a named computer does not answer, or its code is missing.
         """
         if self.file.exists() and computers is None:
             known = [host.address for host in HostsConfig.load(self.file).hosts]
-            choices = {READ: f"those of {self.file}: {', '.join(known)}", LOOK: "look for others, too"}
+            choices = {READ: f"the hosts in {self.file}: {', '.join(known)}", LOOK: "look for others"}
             if self.asker.choose("--hosts", "Which computers?", choices, READ) == READ:
                 return
         needs_packages()
         for one in self._chosen(computers, places):
             if one.address not in self._known():
                 self._pair(one, codes)
-        asked = "Shall this computer train, too?"
+        asked = "Train on this computer, too?"
         if here is None:
             here = self.asker.sure(asked) if self.asker.can_ask else True
         if here:
@@ -78,7 +78,7 @@ class Finder:
         if computers is not None:
             return [chosen(found, name.strip()) for name in computers.split(",")]
         names = {one.address: f"{one.name} at {one.address}" for one in found}
-        wanted = self.asker.several("--computers", f"{len(found)} found. Which shall train?", names)
+        wanted = self.asker.several("--computers", f"{len(found)} found. Which do you want to use?", names)
         return [one for one in found if one.address in wanted]
 
     def _pair(self, one: Found, codes: Mapping[str, str]) -> None:
@@ -105,4 +105,4 @@ class Finder:
 
         address = own_address(self.address)
         write_entry(self.file, own_entry(address), None)
-        say(f"this computer takes part as {address} ({socket.gethostname()}); all stand in {os.fspath(self.file)}")
+        say(f"this computer takes part as {address} ({socket.gethostname()}); hosts file: {os.fspath(self.file)}")

@@ -36,10 +36,12 @@ SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its pr
 LABELS = {"val_wer": "word error rate"}
 GENERAL = "general"  # of the options of Whisper: what to copy along, since it lies on this computer
 FIREWALL = (
-    "a firewall may stand between: the computers must reach each other on the ports from 1024 on. Debian and Ubuntu: "
+    "perhaps a firewall is in the way: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
 )
-VERSIONS = "each computer needs the same exogym and torch: install there what is here, then start exogym agent again"
+VERSIONS = (
+    "each computer needs the same exogym and torch: install this computer's versions there, then restart exogym agent"
+)
 HELP = {"way to the others": FIREWALL, "port": FIREWALL, "torch": VERSIONS, "exogym": VERSIONS}
 
 
@@ -48,68 +50,71 @@ def wizard(
         str | None, typer.Option("--task", metavar="NAME", help=f"What to train: {', '.join(DATASETS)}.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Its data; copied to the computers. [default: the usual places]")
+        Path | None,
+        typer.Option(metavar="PATH", help="The task's data, copied to the computers. [default: the usual places]"),
     ] = None,
     task_options: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of the task, as 'lora_rank=8, lines=40'.")
+        str | None, typer.Option(metavar="TEXT", help="Options of the task, as 'lora_rank=8, lines=40'.")
     ] = None,
     hosts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A hosts file; those paired with go into it.")
+        Path | None, typer.Option(metavar="FILE", help="Hosts file. Paired computers are added to it.")
     ] = None,
     computers: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Of those found, to use, as studio,den; or all.")
+        str | None, typer.Option(metavar="NAMES", help="Computers to use, as studio,den; or all.")
     ] = None,
     code: Annotated[
-        list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="That a computer shows; may be given again.")
+        list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="Code that a computer shows. Repeatable.")
     ] = None,
     at: At = None,
     here: Annotated[
-        bool | None, typer.Option("--here/--not-here", help="Whether this computer trains, too. [default: it does]")
+        bool | None, typer.Option("--here/--not-here", help="Train on this computer, too. [default: yes]")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of each node. [default: the task's]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each node. [default: the task's]")] = None,
     strategy: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="As 'diloco:H=50'. [default: what suits the network]")
+        str | None, typer.Option(metavar="TEXT", help="Strategy, as 'diloco:H=50'. [default: fits the network]")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Of each node. [default: the task's]")] = None,
-    lr: Annotated[float | None, typer.Option(help="[default: the task's]")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples per node and batch. [default: the task's]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the task's]")] = None,
     balance: Annotated[
-        str | None, typer.Option(metavar="HOW", help="Share the load out by speed: nodes, batch or steps.")
+        str | None, typer.Option(metavar="HOW", help="Divide the load by speed: nodes, batch or steps.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     save_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Checkpoints go here, five in a run, to go on from after a loss.")
+        str | None, typer.Option(metavar="DIR", help="Folder for five checkpoints, to resume from after a loss.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For all files of this run. [default: exogym-TASK]")
+        Path | None, typer.Option(metavar="DIR", help="Folder for all files of this run. [default: exogym-TASK]")
     ] = None,
     path_on_hosts: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where the folder is copied to there. [default: ~/exogym/NAME]")
+        str | None, typer.Option(metavar="DIR", help="Folder on the other computers. [default: ~/exogym/NAME]")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What was measured before; nothing is measured then.")
+        Path | None, typer.Option(metavar="FILE", help="Use this earlier measurement instead of measuring.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="IP", help="Of this computer, as the others reach it. [default: the only one]")
+        str | None, typer.Option(metavar="IP", help="This computer's address for the others. [default: its only one]")
     ] = None,
     key: KeyFile = KEY_FILE,
     ssh_config: SSHConfig = None,
     yes: Annotated[bool, typer.Option("--yes", help="Measure and train without asking.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train on the computers of this network: what, on which, how long. Everything else is proposed.
+    """Train on the computers of your network, after a few questions.
 
-    Finds computers on which exogym agent runs, or reads a hosts file; looks at them, measures the network and a step,
-    proposes strategy, H and batch with the time they should take, and trains after your yes. Every question has an
-    option, so all of it runs without a terminal, too; there --yes is the yes.
+    Finds computers that run exogym agent, or reads a hosts file. Checks them, and measures the network and a step.
+    Then it proposes strategy, H, batch size and time, and trains after your yes. Every question has an option, so the
+    command also runs without a terminal; --yes is the yes.
     """
     needs("questionary", "wizard")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
-    what = task or asker.choose("--task", "What shall be trained?", {name: name for name in DATASETS})
+    what = task or asker.choose("--task", "What do you want to train?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
     if what == "whisper" and data is not None and data.is_file():
-        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder of clips, with the manifest in it")
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder with the clips and the manifest")
     profile = RunProfile(
         what, strategy or "diloco", steps=steps, batch_size=batch_size, lr=lr, balance=balance, seed=seed,
         save_dir=save_dir, retries=RETRIES,
@@ -127,7 +132,7 @@ def wizard(
     if not run.look():
         raise typer.Exit(1)
     if measured is None and not run.may_measure():
-        say("nothing was done: --yes measures and trains")
+        say("nothing was done: give --yes to measure and train")
         return
     plan = run.agree(measured)
     if plan is None:
@@ -139,7 +144,7 @@ def wizard(
 
 
 def _steps(asker: Asker, task: Task) -> int:
-    return asker.text("--steps", "How many steps shall each computer train?", count, str(task.max_steps))
+    return asker.text("--steps", "How many steps on each computer?", count, str(task.max_steps))
 
 
 def general_of(options: str | None) -> Path | None:
@@ -153,7 +158,7 @@ def general_of(options: str | None) -> Path | None:
         return None
     path = Path(str(given)).expanduser()
     if not path.exists():
-        raise ArgumentError(f"--task-options general={given}: there is no such file or folder here")
+        raise ArgumentError(f"--task-options general={given}: no such file or folder on this computer")
     return path
 
 
@@ -183,7 +188,7 @@ class RunPlace:
         """Raises ArgumentError where the hosts file is wrong, or has one computer only."""
         config = HostsConfig.load(hosts_file)
         if config.slots < 2:
-            raise ArgumentError(f"{hosts_file} has one computer only: a fleet needs two; see exogym discover --pair")
+            raise ArgumentError(f"{hosts_file} has only one computer: add a second with exogym discover --pair")
         fields = json.loads(hosts_file.read_text("utf-8")) | {"project_path": there or f"~/exogym/{folder.name}"}
         for entry in [fields["master"], *fields.get("workers", [])]:
             if isinstance(entry, dict):
@@ -239,7 +244,7 @@ class Preparing:
     def look(self) -> bool:
         """Look at the hosts until all is well; False: it is not, and that is all for now."""
         while True:
-            say(f"looking at {_several(len(self.config.hosts), 'computer')} ...")
+            say(f"checking {_several(len(self.config.hosts), 'computer')} ...")
             checks = check_hosts(self.config, sync=True, code=False)
             failed = [check for check in checks if not check.ok]
             if not failed:
@@ -256,17 +261,17 @@ class Preparing:
         there = self.place.hosts["project_path"]
         data = "" if self.place.data is None else " with the data"
         say(
-            f"next: time the network and a step of {self.profile.task} on each computer, about half a minute; the "
-            f"folder {self.place.folder}{data} is copied to {there} on each"
+            f"next: measure the network and a step of {self.profile.task} on each computer, about half a minute. This "
+            f"copies the folder {self.place.folder}{data} to {there} on each"
         )
         return self.yes or self.asker.sure("Measure now?")
 
     def agree(self, measured: Path | None) -> Proposal | None:
-        """Return the plan that was agreed to, if one was; `measured`: a file of what was measured there before."""
+        """Return the plan that the user agreed to, or None; `measured`: the file of an earlier measurement."""
         if measured is not None:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:
-                raise ArgumentError(f"--measured={os.fspath(measured)!r} is no file of exogym doctor --measure")
+                raise ArgumentError(f"--measured={os.fspath(measured)!r} was not written by exogym doctor --measure")
             network.measurement.check_hosts(self.config.addresses)
             self._network, self._batch = network, self.profile.batch_size
         while True:
@@ -289,7 +294,7 @@ class Preparing:
             json.dump(self._network.measurement.describe(), file, indent=1)
         session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
         say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
-        say(f"the same run again, in that folder: {session.command}; or python {SCRIPT}")
+        say(f"to repeat the run, in that folder: {session.command}; or python {SCRIPT}")
         return session
 
     def _fields(self, plan: Proposal) -> dict[str, Any]:
@@ -301,7 +306,7 @@ class Preparing:
         return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
 
     def leave(self) -> None:
-        """Remove what was made here before anybody agreed."""
+        """Remove the folder that was made before the user agreed."""
         if self._made:
             shutil.rmtree(self.place.folder, ignore_errors=True)
         say("nothing was trained")
@@ -332,12 +337,12 @@ class Preparing:
         if self.yes:
             return START
         if not self.asker.can_ask:
-            say("nothing was trained: --yes starts it")
+            say("nothing was trained: give --yes to start")
             return STOP
         choices = {
             START: "start training", CHANGE: "change something", FILES: "only write the files", STOP: "stop",
         }  # fmt: skip
-        return self.asker.choose("--yes", "Shall it start?", choices, START)
+        return self.asker.choose("--yes", "Start training?", choices, START)
 
     def _change(self, plan: Proposal) -> None:
         """Ask what else may be chosen."""
@@ -347,10 +352,10 @@ class Preparing:
         steps = asker.text("--steps", "How many steps?", count, str(plan.steps))
         batch_size = asker.text("--batch-size", "How many examples in a batch?", count, str(plan.batch_size))
         shares = {
-            "": "each does the same", "nodes": "nodes: the faster ones train more nodes",
-            "batch": "batch: larger batches for the faster ones", "steps": "steps: fewer steps for the slower ones",
+            "": "equally", "nodes": "nodes: more nodes on faster computers",
+            "batch": "batch: larger batches on faster computers", "steps": "steps: fewer steps on slower computers",
         }  # fmt: skip
-        balance = asker.choose("--balance", "How is the load shared out?", shares, self.profile.balance or "")
+        balance = asker.choose("--balance", "How should the load be divided?", shares, self.profile.balance or "")
         self.profile = replace(self.profile, steps=steps, batch_size=batch_size, balance=balance or None)
 
 

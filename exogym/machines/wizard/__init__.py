@@ -16,7 +16,7 @@ A plan for two measured computers, and the folder that repeats it:
 ...     session.command
 'exogym distributed-train wizard --sync'
 >>> print(Taken(estimated_s=10.0, seconds=5.0, total_s=20.0))
-training took 5 s where 10 s were estimated, 50 % less; 20 s with starting and copying
+training took 5 s, estimated 10 s, 50 % less; 20 s with starting and copying
 """
 
 from typing import TYPE_CHECKING

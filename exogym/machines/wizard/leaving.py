@@ -21,7 +21,7 @@ TOKENS = ("language", "timestamps")
 def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
     """Return what to tell the user of a trained model: how to use it, and what it lost.
 
-    Of the task "whisper" the model is written to a folder beside `file`, as transformers reads it, with its adapters
+    The model of the task "whisper" is written to a folder beside `file`, as transformers reads it, with its adapters
     merged and its whole window of 30 s. It is then held against running speech (`general` of `whisper_task`).
 
     Args:
@@ -62,7 +62,7 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
     folder = file.parent / MODEL
     trained.save_pretrained(folder)
     lines = [
-        f"the model alone, adapters merged, as transformers reads it: {folder}", "to use it, in Python:",
+        f"the model for transformers, adapters merged: {folder}", "to use it, in Python:",
         "    import transformers, exogym.data.speech",
         f"    hear = transformers.pipeline('automatic-speech-recognition', {str(folder)!r})",
         "    print(hear(exogym.data.speech.read_audio('recording.wav')[0])['text'])",
@@ -91,15 +91,15 @@ def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) 
         texts = heard if sample.texts is None else sample.texts
         was, now = WordErrors.of(texts, heard).rate, after.errors_on(sample.clips, texts).rate
     except ExoGymError as error:
-        return [f"whether it still understands running speech was not checked: {error}"]
+        return [f"running speech was not checked: {error}"]
     found = f"running speech ({sample.origin}), word error rate: {was:.4f} before, {now:.4f} after"
     if sample.texts is None:
-        found = f"running speech ({sample.origin}): {now:.1%} of the words are others than before training"
+        found = f"running speech ({sample.origin}): {now:.1%} of the words differ from before training"
     if now <= was + WORSE:
         return [found]
     return [
         found,
         "warning: the model lost running speech while it learned your clips. Mix running speech into them "
-        "(--task-options 'general=FOLDER, replay=0.5', a folder with a manifest), take a lower rate (--lr, a third of "
-        "this one), or fewer steps",
+        "(--task-options 'general=FOLDER, replay=0.5', a folder with a manifest), lower the rate (--lr, to a third), "
+        "or train fewer steps",
     ]

@@ -27,7 +27,7 @@ class Proposal:
     Attributes:
         strategy: as on the command line, with its H.
         steps, batch_size: of each node.
-        seconds: of training, evaluations among it: not the start, and not what is copied.
+        seconds: of training with evaluations, without the start and copies.
         alone_s: that the fastest host would take for as many examples by itself.
         speedup, speedup_range: of the steps, over the fastest host alone; as predicted, and its likely least and most.
         because: why this strategy and this batch.
@@ -50,8 +50,8 @@ class Proposal:
         least, most = self.speedup_range
         lines = [
             f"strategy {self.strategy}, {self.steps} steps of {self.batch_size} examples on each node",
-            f"about {readable_seconds(self.seconds)} of training, after some {START} to start; the fastest computer "
-            f"alone would train about {readable_seconds(self.alone_s)} for as many examples; without evaluations "
+            f"about {readable_seconds(self.seconds)} of training, plus {START} to start; the fastest computer alone "
+            f"would need about {readable_seconds(self.alone_s)} for as many examples; without evaluations "
             f"{self.speedup:.3g} times as fast, likely {least:.3g} to {most:.3g}",
             *(f"because {text}" for text in self.because),
         ]
@@ -72,9 +72,9 @@ def propose(
 ) -> Proposal:
     """Return a plan for hosts that were measured.
 
-    The strategy is what `exogym advise` recommends: of those under which the slowest node computes nine tenths of its
-    time the one that exchanges the whole model most often, or the fastest where there is none. The batch is the task's,
-    for which its learning rate was chosen.
+    The strategy is the recommendation of `exogym advise`: among strategies under which the slowest node computes nine
+    tenths of its time, the strategy that exchanges the whole model most often; otherwise the fastest. The batch is the
+    task's, for which its learning rate was chosen.
 
     Args:
         network: measured, with a step of each node.
@@ -95,7 +95,7 @@ def propose(
     nodes = network.num_nodes
     seconds = step_s if step_s is not None or measurement is None else measurement.step_s
     if seconds is None or nodes is None:
-        raise ArgumentError("the network is no measurement of hosts with a step of the task: measure them with it")
+        raise ArgumentError("network= holds no measured step of the task: run exogym doctor --measure --task NAME")
     periods = [H for H in PERIODS if steps // H >= LEAST_ROUNDS]
     compared = [*EVERY_STEP, *(f"diloco:H={H}" for H in periods or [max(1, steps // LEAST_ROUNDS)])]
     if strategy is not None and strategy not in compared:
@@ -106,22 +106,22 @@ def propose(
     )  # fmt: skip
     row = advice.recommended if strategy is None else _row_of(advice, strategy)
     if row is None:
-        raise ArgumentError("no strategy can be recommended: give one with --strategy")
+        raise ArgumentError("no strategy can be recommended: choose one with --strategy")
     known = None if measurement is None else measurement.evaluation_s
     forward_s = [evaluated / batch_size * s * FORWARD for s in seconds]
     evaluation_s = [evaluations * s for s in (forward_s if known is None else known)]
     because = [advice.because if strategy is None else "you chose it", _sent(row)]
-    because.append(f"{batch_size} examples in a batch are what the task's learning rate was chosen for")
+    because.append(f"the task's learning rate was chosen for {batch_size} examples in a batch")
     hints = []
     if max(seconds) > UNEQUAL * min(seconds):
         hints.append(
             f"the slowest computer takes {max(seconds) / min(seconds):.2g} times as long for a step as the fastest: "
-            "--balance steps shares the load out"
+            "--balance steps divides the load by speed"
         )
     if known is None and evaluations:
-        hints.append("an evaluation was not measured, and is taken for a third of a step for as many examples")
+        hints.append("no evaluation was measured; the estimate takes a third of a step for as many examples")
     if row.speedup < 1:
-        hints.append("the fastest computer alone would be faster than all of them together")
+        hints.append("the fastest computer alone would be faster than all computers together")
     return Proposal(
         row.strategy, steps, batch_size, steps * row.seconds_per_step + evaluation_s[0],
         steps * nodes * min(seconds) + evaluation_s[int(np.argmin(seconds))], row.speedup,
@@ -135,4 +135,4 @@ def _row_of(advice: Advice, strategy: str) -> Row:
 
 def _sent(row: Row) -> str:
     sent = readable_bytes(row.tx_bytes_per_step)
-    return f"each node computes {row.utilisation:.0%} of its time, and sends {sent} a step"
+    return f"each node computes {row.utilisation:.0%} of its time and sends {sent} a step"

@@ -62,7 +62,7 @@ def make_session(
     """Write a session's files, and return it.
 
     Args:
-        fields: of the profile, but for `hosts_config`; None is left out.
+        fields: of the profile, without `hosts_config`; None is left out.
         hosts: content of a hosts file.
 
     Raises:
@@ -71,7 +71,7 @@ def make_session(
     place = Path(folder)
     there = [name for name in (CONFIG, SCRIPT) if (place / name).exists()]
     if there:
-        raise ArgumentError(f"{place} has a {there[0]} already: give another folder with --folder")
+        raise ArgumentError(f"{place} already has a {there[0]}: choose another --folder")
     parser = configparser.ConfigParser(interpolation=None)
     given = {name: str(value) for name, value in fields.items() if value is not None}
     parser[PREFIX + PROFILE] = given | {"hosts_config": HOSTS}
@@ -97,7 +97,7 @@ def make_session(
 
 @dataclass(frozen=True)
 class Taken:
-    """How long a run took, from its run folder, beside what was estimated.
+    """How long a run took, from its run folder, beside the estimate.
 
     Attributes:
         seconds: from the start of training to its end; of the last start, where it was started again.
@@ -126,9 +126,9 @@ class Taken:
         """Return it in words.
 
         >>> print(Taken(estimated_s=40.0, seconds=50.0, total_s=59.0))
-        training took 50 s where 40 s were estimated, 25 % more; 59 s with starting and copying
+        training took 50 s, estimated 40 s, 25 % more; 59 s with starting and copying
         """
         off = self.seconds / self.estimated_s - 1
         more = f"{abs(off):.0%}".replace("%", " %") + (" more" if off >= 0 else " less")
         took, wanted, total = map(readable_seconds, (self.seconds, self.estimated_s, self.total_s))
-        return f"training took {took} where {wanted} were estimated, {more}; {total} with starting and copying"
+        return f"training took {took}, estimated {wanted}, {more}; {total} with starting and copying"
