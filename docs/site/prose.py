@@ -314,9 +314,10 @@ def main(arguments: list[str] | None = None) -> int:
     listed = unread()
     if given.prune:
         bad = {one for one in listed if any(not c.is_note for c in complaints(ROOT / one))} if listed else set()
-        kept = [line for line in UNREAD.read_text("utf-8").splitlines() if line.startswith("#") or line in bad]
+        lines = dict.fromkeys(UNREAD.read_text("utf-8").splitlines())  # a merge may have doubled some
+        kept = [line for line in lines if line.startswith("#") or line in bad]
         UNREAD.write_text("\n".join(kept) + "\n", "utf-8")
-        print(f"{len(listed) - len(bad)} files taken off the list, {len(bad)} left")
+        print(f"{len({*listed}) - len(bad)} files taken off the list, {len(bad)} left")
         return 0
     checked = given.files or [file for file in files() if name(file) not in listed]
     found = [one for file in checked for one in complaints(file) if given.files or not one.is_note]
