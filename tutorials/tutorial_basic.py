@@ -13,18 +13,12 @@
 # %% [markdown]
 # # Four nodes on your laptop
 #
-# You know how to train a network on one machine. This tutorial trains one on **four nodes**, without a second machine.
-# ExoGym simulates all four in one process. The mathematics is real: each node has its own weights, data and optimizer,
-# and knows of the others only the messages that they send.
+# Train a network on **four nodes** without a second machine, with data parallelism (DDP) and with DiLoCo. ExoGym
+# simulates all nodes in one process. The mathematics is real: each node has its own weights, data and optimizer, and
+# knows of the others only the messages that they send.
 #
-# You will learn
-#
-# - the words *node*, *step*, *round* and *strategy*;
-# - to train with data parallelism (DDP) and with DiLoCo;
-# - where to find losses, bytes and the final model.
-#
-# It takes a few seconds on one core. You need ExoGym [installed](../docs/getting_started.md#install) with the extra
-# `[demo]`, which brings the data set and the plots. The [glossary](../docs/glossary.md) explains all words.
+# It takes a few seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`, for
+# the data set and plots. The [glossary](../docs/glossary.md) explains all words.
 
 # %%
 import copy
@@ -40,8 +34,7 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 # %% [markdown]
 # ## A model and its data
 #
-# 1,797 handwritten digits of 8x8 pixels, and a small network. Any `nn.Module` works, and any data set that torch's
-# `DataLoader` takes.
+# 1,797 handwritten digits of 8x8 pixels, and a small network. Any `nn.Module` and any torch data set work.
 
 # %%
 source = digits()
@@ -54,8 +47,8 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # %% [markdown]
 # ## One node
 #
-# Start with one node. `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: the method by
-# which nodes learn from each other. With one node, every strategy is plain training.
+# `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: how nodes learn from each other.
+# With one node, every strategy is plain training.
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
@@ -86,9 +79,9 @@ ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# Four nodes saw four times as many digits in the same number of steps, and the loss is lower. The price is
-# communication. The model has 2,410 parameters of 4 bytes. In each step, a node sends 2 (N - 1) / N times these bytes:
-# a ring of N nodes needs that for an average. Over 200 steps:
+# Four nodes saw four times as many digits in the same steps, and the loss is lower. The price is communication. The
+# model has 2,410 parameters of 4 bytes. To average on a ring of N nodes, a node sends 2 (N - 1) / N times these bytes
+# per step. Over 200 steps:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -97,8 +90,8 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # > 2410 parameters; by the formula 2892000 bytes, counted 2892000
 
 # %% [markdown]
-# This is little for a small model. With a billion parameters each node sends 6 GB *per step*. A home connection that
-# sends 20 Mbit/s needs forty minutes for that.
+# With a billion parameters each node sends 6 GB *per step*. A home connection that sends 20 Mbit/s needs forty minutes
+# for that.
 #
 # ## Four nodes that synchronize now and then
 #
@@ -126,8 +119,7 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 # %% [markdown]
 # ## A picture
 #
-# `history.rows(node=None)` are the averaged model's rows. Plotted against steps, the two runs look alike. Plotted
-# against bytes, they do not.
+# `history.rows(node=None)` are the averaged model's rows. The runs look alike against steps, but not against bytes.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -164,14 +156,14 @@ print(f"{(guesses == labels).float().mean():.0%} of the validation digits are ri
 #
 # ## A question
 #
-# DiLoCo sent a twentieth of DDP's bytes. FedAvg averages the nodes' weights every 20 steps, without an outer optimizer.
-# Does it send less than DiLoCo, as much, or more?
+# FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does it send less than DiLoCo, as much,
+# or more?
 #
 # **Answer.** As much. Both send one row of parameters per round. Each node can run the outer optimizer itself, on the
 # average that it received. Count it: `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from `exogym.strategy`.
 #
 # ## Next
 #
-# - [Comparing strategies](tutorial_strategies.py): several strategies on the same problem, with their uncertainty.
-# - [Your own strategy](tutorial_custom.py).
-# - [Getting started](../docs/getting_started.md): models, data, and the whole history.
+# - [Comparing strategies](tutorial_strategies.py)
+# - [Your own strategy](tutorial_custom.py)
+# - [Getting started](../docs/getting_started.md)

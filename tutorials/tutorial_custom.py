@@ -13,16 +13,9 @@
 # %% [markdown]
 # # Your own strategy
 #
-# This tutorial writes a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest
-# (top-k with error feedback). Then it checks the strategy, compares it with DiLoCo on another model, and predicts its
-# time on Wi-Fi.
-#
-# You will learn
-#
-# - to write a strategy as one node's program, as with `torch.distributed`;
-# - to find mistakes with `check_strategy` before you believe your curves;
-# - to compare and predict, as with built-in strategies;
-# - to write a strategy for all nodes at once, which is shorter and faster.
+# Write a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest (top-k with error
+# feedback). Check it, compare it with DiLoCo on another model, and predict its time on Wi-Fi. Then write a strategy for
+# all nodes at once.
 #
 # It takes about fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -58,8 +51,8 @@ CHECKED = {"steps": 8} if SHORT else {}
 #
 # ## One node's program
 #
-# Write a `Strategy` for one node. `self.model` is the node's model, `.grad` holds gradients, and collectives wait for
-# all nodes. ExoGym calls `_init_node` once, when the node exists, and `step` after each backward pass.
+# Write a `Strategy` for one node, as with `torch.distributed`. `self.model` is the node's model, `.grad` holds
+# gradients, and collectives wait for all nodes. ExoGym calls `_init_node` once, and `step` after each backward pass.
 
 
 # %%
@@ -90,12 +83,10 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# A falling curve proves little. `check_strategy` trains small models and checks: do two runs end in the same bits? Also
-# a run that was stopped at any step and resumed? Does a single node send nothing? Are the bytes as you expect? Does it
-# learn?
+# A falling curve proves little. `check_strategy` trains small models: do two runs end in the same bits? A resumed run
+# too? Does a single node send nothing? Are the bytes as you expect? Does it learn?
 #
-# How many bytes should it send? Five percent of the entries, each a number of 4 bytes and an index of 4 bytes. The
-# strategy rounds for each tensor, so count the tensors.
+# It should send five percent of the entries, each a number of 4 bytes and an index of 4 bytes, rounded for each tensor.
 
 
 # %%
@@ -145,9 +136,9 @@ except StrategyError as error:
 # %% [markdown]
 # ## Compare it on your own model
 #
-# `(make_model, train, val)` is your model and data. `compare` seeds torch and calls `make_model()` for each run, so all
-# strategies start from the same weights. Pass your own strategies as objects in the dict. `network="wifi"` adds the
-# predicted time on four computers with Wi-Fi, here with 20 ms per step.
+# Pass your model and data as `(make_model, train, val)`. `compare` seeds torch and calls `make_model()` for each run,
+# so all strategies start from the same weights. `network="wifi"` adds the predicted time on four computers with Wi-Fi,
+# here with 20 ms per step.
 
 # %%
 source = digits(flat=False)
@@ -237,7 +228,6 @@ print(seen["placement"])
 #
 # ## Next
 #
-# - [Write your own strategy](../docs/strategies/own.md#write-one-for-a-single-node): all calls for one node, and
-#   [modules on rows](../docs/strategies/own.md#compose-your-own).
-# - [Networks and time](tutorial_networks.py).
-# - [Production](tutorial_production.py): long runs.
+# - [Write your own strategy](../docs/strategies/own.md)
+# - [Networks and time](tutorial_networks.py)
+# - [Runs you can rely on](tutorial_production.py)

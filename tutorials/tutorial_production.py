@@ -13,15 +13,8 @@
 # %% [markdown]
 # # Runs you can rely on
 #
-# A run of a minute may fail: you start it again. A run of a week must survive its machine, report its progress, and be
-# the same run afterward. This tutorial practices with runs of seconds.
-#
-# You will learn
-#
-# - to stop a run and resume it in the same bits;
-# - to watch it from another program, even after it was killed;
-# - what a lost node, or a node with bad numbers, does to the others;
-# - to stop early, to keep the best numbers, and to pass on the model.
+# A run of a week must survive its machine and report its progress. Practice with runs of seconds: stop and resume in
+# the same bits, watch a run and notice its death, lose a node, meet bad numbers, stop early, and pass on the model.
 #
 # It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -65,9 +58,9 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. ExoGym writes each beside the last one and then renames it, so a power failure never
-# leaves half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70, and a third
-# call resumes it. In a new process you would write exactly that third call.
+# Checkpoints go to `save_dir`. ExoGym writes each beside the last and then renames it, so a power failure never leaves
+# half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70. The third call
+# resumes it, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -204,8 +197,7 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # %% [markdown]
 # ## Pass it on
 #
-# The model is an ordinary module. The run folder has the numbers for anybody who asks in a year: settings, versions,
-# data, and every record.
+# The model is an ordinary module. The run folder keeps the settings, versions, data and every record.
 
 # %%
 torch.save(early.model.state_dict(), "runs/production/model.pt")
@@ -227,9 +219,8 @@ print(", ".join(described))
 #
 # ## Change something
 #
-# Let two nodes be absent at the same time, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the
-# loss then? And with `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1],
-# attack="scale")`?
+# Let two nodes be absent, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then? And with
+# `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1], attack="scale")`?
 #
 # ## A question
 #

@@ -13,16 +13,8 @@
 # %% [markdown]
 # # Comparing strategies
 #
-# Which strategy is best? It depends on the bytes that you can afford, on how different the nodes' data are, and on the
-# model. So compare them on *your* problem. This tutorial compares on a small problem, and shows how to read the
-# results.
-#
-# You will learn
-#
-# - to compare strategies from the same weights on the same data, over several seeds;
-# - what *quality* and *reduction* mean;
-# - how H, the steps between two synchronizations, trades bytes for loss;
-# - the effect of data that differ between nodes.
+# The best strategy depends on the bytes that you can afford, on the nodes' data, and on the model. So compare on *your*
+# problem. This tutorial compares strategies over several seeds, and shows how H and unlike data change the loss.
 #
 # It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -64,7 +56,7 @@ print(result.to_markdown())
 #
 # - **validation loss**: the averaged (or outer) model's loss after the last step, mean and standard deviation over
 #   seeds. Ignore differences smaller than the spread.
-# - **quality**: DDP's loss divided by the strategy's. 100 % is as good as DDP.
+# - **quality**: DDP's loss divided by the strategy's.
 # - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by these.
 #
 # The rows are plain dicts:
@@ -118,8 +110,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5
 # ```
 #
-# writes the table, the curves and everything to repeat the comparison into a folder below `runs/`. `exogym sweep`
-# trains grids of options, and resumes interrupted sweeps.
+# writes the table, the curves and everything to repeat them into a folder below `runs/`. `exogym sweep` trains grids of
+# options.
 #
 # ## Change something
 #
@@ -136,6 +128,6 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # ## Next
 #
-# - [Your own strategy](tutorial_custom.py).
-# - [Networks and time](tutorial_networks.py): from bytes to seconds.
-# - [Sweeps](../docs/sweeps.md) and [recipes](../docs/recipes.md).
+# - [Your own strategy](tutorial_custom.py)
+# - [Networks and time](tutorial_networks.py)
+# - [Sweeps](../docs/sweeps.md) and [recipes](../docs/recipes.md)
