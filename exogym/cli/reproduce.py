@@ -50,7 +50,7 @@ def reproduce(
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Train claims of papers again in small, over three seeds, and write up which come out.
+    """Train claims of papers again in small, over three seeds, and write which are confirmed.
 
     Says first what there is to train and how long it will take. Each run is kept when it has ended, and claims share
     those they have in common: the same command goes on after Ctrl-C, and trains nothing twice.

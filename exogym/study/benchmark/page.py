@@ -13,7 +13,7 @@ from exogym.study.benchmark.plots import draw_scaling, draw_task, middle_of
 from exogym.study.benchmark.results import COUNTS, DEVICE, NETWORKS, SHARED, WIRE
 from exogym.study.compare.comparison import SINGLE, Comparison, markdown, spread_text
 
-# What the project's first plan said of its methods, before anything was measured.
+# Our estimates before measuring: reduction, quality, and the use that each method suits.
 PLANNED = {
     "ddp": ("1×", "100%", "fast networks"), "diloco": ("10-100×", "95-99%", "moderate limits"),
     "sparta": ("100-1000×", "90-95%", "severe limits"), "fedavg": ("variable", "85-95%", "private data"),
@@ -22,17 +22,21 @@ PLANNED = {
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 IN_HARDWARE = (0, 2)  # of SHARED
 ABOUT = """\
-The same model from the same weights on the same data, under several methods, with more and more nodes. All nodes
-together take the same number of examples in a step, whatever their number. So a table over numbers of nodes says what
-it costs to divide the work. **Reduction** is DDP's bytes sent over the method's. **Quality** is DDP's validation loss
-over the method's, with the same nodes: over 100 % is better than DDP. `single` is one of the nodes alone, with its
-share of the data. At the end all nodes meet once more, which is counted: in a short run that is much of what SPARTA
-sends. Numbers are mean ± standard deviation over {seeds}.
+Compare training methods: what each sends, and what it costs in loss and time as nodes are added. All methods train the
+same model from the same weights on the same data.
+
+- All nodes together take the same number of examples per step, for every number of nodes. So the tables show what
+  splitting the work costs.
+- **Reduction** is DDP's bytes sent over the method's.
+- **Quality** is DDP's validation loss over the method's, with the same nodes. Above 100 % is better than DDP.
+- `single` is one of the nodes alone, with its share of the data.
+- Traffic includes the final synchronization, which dominates SPARTA's traffic in short runs.
+- Numbers are mean ± standard deviation over {seeds}.
 
 `{command}` made this page and its results, {results}.
-The command says first how long it will take. It keeps each run when that has ended, so the same command goes on after
-Ctrl-C. `exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 where `--data` says
-where it is. To see that it runs here, without learning anything from it:
+The command first prints how long it will take. It saves each finished run, so after Ctrl-C the same command continues.
+`exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 with `--data`. For a quick
+trial, too short for conclusions:
 
 ```bash
 exogym benchmark --short --tasks digits --nodes 2
@@ -101,18 +105,18 @@ def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
                 return took
             examples = part["steps"] * part["batch_size"] * (1 if row["strategy"] == SINGLE else part["nodes"])
             steps_s += row["seeds"] * examples / row["examples_per_s"]
-    return f"{took}; at the examples per second above its steps take {readable_seconds(steps_s)}"
+    return f"{took} (steps alone, at the examples per second above: {readable_seconds(steps_s)})"
 
 
 def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
-    """Return the table of all tasks: what was planned of a method, and from what to what it came out."""
+    """Return the table of all tasks: what we estimated for each method, and the measured ranges."""
     rows: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for task, parts in tasks.items():
         for part in parts:
             for row in part["rows"]:
                 rows.setdefault(row["strategy"], []).append((task, row))
-    heads = ["method", "reduction, planned", "measured", "quality, planned", *(f"on {task}" for task in tasks)]
-    heads.append("planned for")
+    heads = ["method", "estimated reduction", "reduction", "estimated quality", *(f"quality on {t}" for t in tasks)]
+    heads.append("suits")
     lines = []
     for method, found in rows.items():
         reduction, quality, use = PLANNED.get(method.partition(":")[0], ("", "", ""))
@@ -120,8 +124,8 @@ def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
         qualities = [_span([row["quality"] for name, row in found if name == task], "{:.0%}") for task in tasks]
         lines.append([f"`{method}`", reduction, cut, quality, *qualities, use])
     nodes = sorted({part["nodes"] for parts in tasks.values() for part in parts})
-    said = f"From the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
-    said += "*Planned* is what this project's first plan promised before anything was measured.\n"
+    said = f"Ranges are from the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
+    said += "Estimates are ours, from before measuring.\n"
     return f"{said}\n{markdown(heads, lines)}\n"
 
 
@@ -162,10 +166,10 @@ def _rates(part: Mapping[str, Any]) -> str:
         for method, rates in part["predicted"].items()
     ]
     said = (
-        f"*Simulated here* is all nodes on one {part['device']}, one after the other, without waiting for any network; "
-        f"methods took turns, {part['seeds']} times over, apart from the training. Predicted, by the formulas of "
-        f"`exogym advise`, is {part['nodes']} real nodes that compute as fast as `single` did here, with a model of "
-        f"{part['parameters']:,} parameters and between them the network of that name.\n"
+        f"*Simulated here*: all nodes on one {part['device']}, one after the other, without network time; methods took "
+        f"turns, {part['seeds']} times, apart from the training. *Predicted* (next table): {part['nodes']} real nodes, "
+        f"each as fast as `single` here, with a model of {part['parameters']:,} parameters on the named network, by "
+        f"the formulas of `exogym advise`.\n"
     )
     return f"{said}\n{markdown(heads, lines)}\n" if lines else ""
 
@@ -173,16 +177,16 @@ def _rates(part: Mapping[str, Any]) -> str:
 def _devices(hardware: Mapping[str, Any]) -> Iterator[str]:
     yield "## Hardware\n"
     yield (
-        "Predicted, not measured: GPT-2 small (124M parameters), 4 nodes, a step on 8 windows of 1,024 tokens each, "
-        "devices at 40 % of their peak. A cell is the speed-up over one such device alone: "
-        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Under 1 the four are slower than one; 4 is the most "
-        "there can be. What loss they come to is another question, which the tables above are about.\n"
+        "Predicted, not measured: GPT-2 small (124M parameters) on 4 nodes, a step of 8 windows of 1,024 tokens per "
+        "node, devices at 40 % of their peak. Cells are the speed-up over one device alone: "
+        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Below 1 four nodes are slower than one; 4 is the "
+        "maximum. The table does not predict losses.\n"
     )
     lines = [
         [device, readable_seconds(each["step_s"]), *(_pair(each[name]) for name in NETWORKS)]
         for device, each in hardware.items()
     ]
-    yield markdown(["device", "a step", *NETWORKS], lines) + "\n"
+    yield markdown(["device", "step", *NETWORKS], lines) + "\n"
 
 
 def _pair(speedups: Sequence[float]) -> str:
@@ -192,8 +196,8 @@ def _pair(speedups: Sequence[float]) -> str:
 def _counts(scaling: Mapping[str, Sequence[float]], picture: str) -> Iterator[str]:
     yield "## Many nodes\n"
     yield (
-        f"Predicted for the same model on `{DEVICE}`, nodes joined by `{WIRE}`: the speed-up over one node alone. What "
-        "DDP and DiLoCo send in a ring does not grow with the nodes; what DeMo's nodes receive does.\n"
+        f"Predicted speed-up over one node alone, for the same model on `{DEVICE}` with `{WIRE}` between nodes. DDP's "
+        "and DiLoCo's bytes in a ring hardly grow with the nodes; the bytes that DeMo's nodes receive do.\n"
     )
     lines = [[f"`{method}`", *(f"{scaling[str(n)][k]:.3g}" for n in COUNTS)] for k, method in enumerate(SHARED)]
     yield markdown(["method", *(f"{n} nodes" for n in COUNTS)], lines) + "\n"

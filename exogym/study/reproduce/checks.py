@@ -74,7 +74,7 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
     def check(found: Found) -> Seen:
         a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
-        says = f"{first} hands over {a / b:.4g} of the bytes of {second}; claimed: {share:.4g}, ± {within:.0%} of it"
+        says = f"{first} has {a / b:.4g} of the payload of {second}; claimed: {share:.4g} ± {within:.0%}"
         return Seen(says, abs(a / b - share) <= within * share)
 
     return check
@@ -89,7 +89,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
         seeds = sorted(set.intersection(*(set(values) for values in runs)))
         over = sum(runs[0][seed] < runs[-1][seed] for seed in seeds)
         says = " < ".join(f"{label} ({_text(values)})" for label, values in zip(labels, runs, strict=True))
-        says += f"; last over first in {over} of {len(seeds)} seeds"
+        says += f"; the last is above the first in {over} of {len(seeds)} seeds"
         rises = all(x < y for x, y in itertools.pairwise(means))
         return Seen(says, rises if over == len(seeds) else None if over and rises else False)
 
@@ -103,7 +103,7 @@ def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check
         runs = {label: values_of(found, label) for label in labels}
         best = min(labels, key=lambda label: float(np.mean([*runs[label].values()])))
         says = ", ".join(f"{label} {_text(values)}" for label, values in runs.items())
-        return Seen(f"{where}, the best is {' or '.join(expected)}: it is {best} ({says})", best in expected)
+        return Seen(f"{where} the best is {best} ({says}); claimed: {' or '.join(expected)}", best in expected)
 
     return check
 
@@ -128,7 +128,7 @@ def spread_shrinks(label: str, to: float = 0.5) -> Check:
             apart = np.asarray(run.curves["consensus_distance"])
             shares.append(float(apart[-1] / np.nanmax(apart)))
         holds = [share <= to for share in shares]
-        says = f"{label}: nodes end {mean_text(shares, '{:.2f}')} of their farthest apart; claimed: at most {to:g}"
+        says = f"{label}: nodes end at {mean_text(shares, '{:.2f}')} of their largest distance; claimed: at most {to:g}"
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     return where_whole([label], check)
@@ -140,7 +140,7 @@ def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) ->
     def check(found: Found) -> Seen:
         found_r = [_correlation(run, after) for run in found[label]]
         values = ", ".join(f"{r:.3f}" for r in found_r)
-        says = f"{label}: correlation of spread and learning rate {values}; claimed: at least {at_least:g}"
+        says = f"{label}: correlation of distance and learning rate {values}; claimed: at least {at_least:g}"
         holds = [r >= at_least for r in found_r]
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
@@ -194,11 +194,11 @@ def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s:
         seeds = zip(*(found[label] for label in cells.values()), strict=True)
         best = [_best_H(dict(zip(cells, runs, strict=True))) for runs in seeds]
         holds = [order == sorted(order) and order[-1] > order[0] for order in best]
-        says = f"best H, {readable_seconds(step_s)} a step, "
+        says = f"best H with {readable_seconds(step_s)} per step, "
         says += ", ".join(
             f"at {bandwidth} {' / '.join(str(order[k]) for order in best)}" for k, bandwidth in enumerate(bandwidths)
         )
-        says += f" (a number for each seed): grows in {sum(holds)} of {len(holds)}"
+        says += f" (one number per seed): it grows in {sum(holds)} of {len(holds)} seeds"
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     def _best_H(runs: Mapping[int, Run]) -> list[int]:

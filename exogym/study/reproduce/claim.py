@@ -99,9 +99,9 @@ class WithCells(Protocol):
 class Verdict(StrEnum):
     """Of a claim, from its checks."""
 
-    YES = "comes out"
-    PART = "comes out in part"
-    NO = "does not come out"
+    YES = "confirmed"
+    PART = "partly confirmed"
+    NO = "not confirmed"
     UNCLEAR = "the seeds disagree"
 
     @classmethod
@@ -109,7 +109,7 @@ class Verdict(StrEnum):
         """Return the verdict: all checks hold, some, none; or none does and the seeds disagree about some.
 
         >>> Verdict.of([Seen("", True), Seen("", None)]), Verdict.of([Seen("", False), Seen("", None)])
-        (<Verdict.PART: 'comes out in part'>, <Verdict.UNCLEAR: 'the seeds disagree'>)
+        (<Verdict.PART: 'partly confirmed'>, <Verdict.UNCLEAR: 'the seeds disagree'>)
         """
         holds = [each.holds for each in seen]
         if all(holds):

@@ -22,14 +22,13 @@ from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict,
 NO_VERDICT = "too short for a verdict"
 HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\
-Claims of papers, trained again in small. Orderings can come out on two cores; absolute numbers cannot. Each claim says
-what its paper found, what was asked here and with which tolerance, what came out (mean ± standard deviation over seeds,
-which start alike in all cells), and a verdict, which follows from the runs by a rule that was fixed before they were
-trained; where a rule was changed afterwards, the section says so. A claim that does not come out is reported as such:
-nothing was tuned until it did.
+We trained papers' claims again at small size, on two cores. Small runs can confirm which method is better, not absolute
+numbers. Each section has the paper's finding, our question with its tolerance, and the results: mean ± standard
+deviation over seeds, which start alike in all cells. The verdict follows by a rule, fixed before training; a section
+says if we changed its rule later. We report claims that fail, and tuned nothing to confirm them.
 
-Written by `exogym reproduce` from the results in {results}; a section ends with the
-command that made it. All claims:
+`exogym reproduce` writes this page from the results in {results}. Each section ends with its command.
+To list all claims:
 
 ```bash
 exogym reproduce --list
@@ -115,16 +114,16 @@ class Page:
             sections.append(self._section(claim, found, seen, verdict))
         parts = ["# Reproductions\n", ABOUT.format(results=f"[{self.results.name}]({self.results.name})")]
         if rows:
-            parts.append("\n".join(["| claim | | paper | verdict |", "| --- | --- | --- | --- |", *rows]) + "\n")
+            parts.append("\n".join(["| claim | title | paper | verdict |", "| --- | --- | --- | --- |", *rows]) + "\n")
         parts += sections
         if absent:
-            parts.append("## Not run yet\n\nDeclared, and trained by the command with their name:\n")
+            parts.append("## Not run yet\n\nRun `exogym reproduce` with the name of the claim:\n")
             parts.append("\n".join(absent) + "\n")
         return "\n".join(parts)
 
     def _section(self, claim: Claim, found: Found, seen: Sequence[Seen], verdict: str) -> str:
         minutes = sum(run.last["wall_s"] for runs in found.values() for run in runs) / 60
-        heads = ["cell", "strategy", "trained", "validation loss", "accuracy", "handed over/node"]
+        heads = ["cell", "strategy", "trained", "validation loss", "accuracy", "payload/node"]
         lines = [heads, ["---"] * len(heads)]
         for label, runs in found.items():
             cell = claim.cells[label]
@@ -138,9 +137,9 @@ class Page:
         seeds = max(len(runs) for runs in found.values())
         by = f"{seeds} seeds" if seeds > 1 else "1 seed: no spread is known"
         words = claim.name if self.judges else f"{claim.name} --short"
-        outcome = f"{checks}\n\n**Verdict: {claim.name} {verdict}** ({by})."
+        outcome = f"{checks}\n\n**Verdict on {claim.name}: {verdict}** ({by})."
         if not self.judges:
-            outcome = f"**{claim.name}: {verdict}.** It says only that the runs work."
+            outcome = f"**{claim.name}: {verdict}.** The runs work; nothing else follows."
         notes = f"\n{claim.notes}\n" if claim.notes else ""
         return f"""\
 ## {claim.name}: {claim.title}
@@ -155,7 +154,7 @@ class Page:
 {notes}
 ![{claim.title}]({self._picture(claim)})
 
-`exogym reproduce {words}` trained it: {minutes:.0f} minutes in one process on a busy machine.
+Command: `exogym reproduce {words}`, {minutes:.0f} minutes in one process on a busy machine.
 """
 
 

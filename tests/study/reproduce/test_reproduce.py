@@ -291,7 +291,7 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     said = capsys.readouterr()
     assert "left out: claim toy, nosuch" in said.err and "3 of 3 runs are to be trained, about" in said.err
     assert "left out: claim toy: num_fragments=9" in said.err
-    assert "toy has run, too short for a verdict: a toy" in said.out and "come" not in said.out
+    assert "toy has run, too short for a verdict: a toy" in said.out and "confirmed" not in said.out
     page = (tmp_path / "short.md").read_text()
     assert "**toy: too short for a verdict.**" in page and "| too short for a verdict |" in page
     assert "**Verdict" not in page and "in 0 of 1 seeds" not in page and "in 1 of 1 seeds" not in page
@@ -332,7 +332,7 @@ def test_the_page_is_made_from_the_results_only(tmp_path: Path, toy: dict[str, C
     page = filled(tmp_path / "page.md", toy, A, B)
     page.write()
     text = (tmp_path / "page.md").read_text()
-    assert "Verdict: toy comes out" in text and "1.1000 ± 0.1000" in text and "- later: a toy" in text
+    assert "Verdict on toy: confirmed" in text and "1.1000 ± 0.1000" in text and "- later: a toy" in text
     assert (tmp_path / "images" / "page" / "toy.png").stat().st_size < 20_000
     assert Page(tmp_path / "page.md", toy).text() == text
     changed = json.loads((tmp_path / "page.json").read_text())
@@ -340,7 +340,7 @@ def test_the_page_is_made_from_the_results_only(tmp_path: Path, toy: dict[str, C
     for run in changed["cells"][cells[0].key]["runs"]:
         run["last"]["val_loss"] = 2.0
     (tmp_path / "page.json").write_text(json.dumps(changed))
-    assert "Verdict: toy does not come out" in Page(tmp_path / "page.md", toy).text()
+    assert "Verdict on toy: not confirmed" in Page(tmp_path / "page.md", toy).text()
 
 
 def test_results_are_added_to_those_that_are_there(tmp_path: Path, toy: dict[str, Claim]) -> None:

@@ -19,10 +19,10 @@ CLAIMS = [
         "R7",
         "Naive asynchrony is worse than waiting; delayed Nesterov with dynamic local updates is not",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
-        "4 very different workers, H = 50, perplexity at 20M: synchronous 41.35, naive 44.27, delayed Nesterov with "
-        "dynamic local updates 41.13.",
-        "N = 4 of speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, as many local steps in all: is naive behind both, "
-        "and delayed Nesterov with dynamic updates at most 1 % above synchronous?",
+        "4 workers of very different speeds, H = 50. Perplexity at 20M: synchronous 41.35, naive 44.27, delayed "
+        "Nesterov with dynamic local updates 41.13.",
+        "N = 4 with speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, and the same number of local steps in all. Is "
+        "naive worse than both, and is delayed Nesterov with dynamic updates at most 1 % above synchronous?",
         {
             "synchronous": MODERATE,
             "naive": unequal("rule=nesterov"),
@@ -38,9 +38,9 @@ CLAIMS = [
         "R8",
         "Discounting stale updates hardly helps",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
-        "A polynomial discount (1 + s)^-1/2 of updates s versions old does not close the gap of naive asynchrony.",
-        "As R7: is naive at most 1 % above discounted, and discounted still behind delayed Nesterov with dynamic "
-        "updates?",
+        "Discounting updates that are s versions old by (1 + s)^-1/2 does not close naive asynchrony's gap.",
+        "Setting of R7: is naive at most 1 % above discounted, and is discounted still worse than delayed Nesterov "
+        "with dynamic updates?",
         {
             "naive": unequal("rule=nesterov"),
             "discounted": unequal("rule=discount"),

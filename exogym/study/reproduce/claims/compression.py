@@ -29,10 +29,11 @@ CLAIMS = [
         "R12",
         "DeMo: the cosine transform matters, and few coefficients do what all signs do",
         "Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870",
-        "OLMo 300M: AdamW sends 636.9 MB a step, DeMo with k = 8 7.49 MB, k = 1 0.93 MB, at HellaSwag 0.35, "
-        "0.38, 0.35.",
-        "k = 4 of up to 4,096, decay 0.999: is the loss lower with the transform than without in every seed, and at "
-        "most 3 % above that of all coefficients (signs of the whole momentum), at under a hundredth of the bytes?",
+        "OLMo 300M: AdamW sends 636.9 MB a step, DeMo 7.49 MB with k = 8 and 0.93 MB with k = 1. HellaSwag scores: "
+        "0.35, 0.38, 0.35.",
+        "k = 4 of up to 4,096, decay 0.999. Is the loss with the transform lower than without it in every seed? Is it "
+        "at most 3 % above the loss with all coefficients (signs of the whole momentum), with less than a hundredth "
+        "of the bytes?",
         {
             "DCT, k=4": Cell("demo:compression_topk=4"),
             "no transform, k=4": Cell(demo_without_transform),
@@ -48,21 +49,23 @@ CLAIMS = [
         "R13",
         "SparseLoCo beats DiLoCo",
         "Sarfi et al., SparseLoCo, arXiv:2508.15706",
-        "512M, H of 15 to 100: 1 to 3 % of the values in 2 bits, with error feedback, are ahead of dense DiLoCo.",
-        "N = 4, H = 30, chunks of 4,096, k = 64, 2 bits, decay as by default: is the loss lower in every seed than "
-        "DiLoCo's with outer rates of 0.7 and 0.4? Not expected in so short a run: error feedback needs many rounds.",
+        "512M, H from 15 to 100: sending 1 to 3 % of the values in 2 bits, with error feedback, is better than dense "
+        "DiLoCo.",
+        "N = 4, H = 30, chunks of 4,096, k = 64, 2 bits, default decay: is the loss lower in every seed than DiLoCo's "
+        "with outer rates of 0.7 and 0.4? We do not expect it in such a short run, since error feedback needs many "
+        "rounds.",
         DENSE,
         [lower("SparseLoCo", "DiLoCo, 0.7"), lower("SparseLoCo", "DiLoCo, 0.4")],
-        notes="33 rounds of 1.6 % send a half of all entries once, if none comes twice; the paper's runs are "
-        "longer. A larger k or more rounds were not tried.",
+        notes="33 rounds of 1.6 % send half of all entries once, if no entry is sent twice. The paper's runs are "
+        "longer. We did not try a larger k or more rounds.",
     ),
     Claim(
         "sparse-bytes",
         "SparseLoCo is near DiLoCo at 1/146 of its bytes",
         "arXiv:2603.08163; Sarfi et al., SparseLoCo, arXiv:2508.15706",
         "Chunks of 4,096, k = 64, 2-bit values with 12-bit indices: 146 times fewer bytes than fp32.",
-        "As R13: is the loss at most 3 % above DiLoCo's at both rates, and the payload 1/146 of it? Parameters are "
-        "small here, so chunks are, too, and k is rounded up in each: the bytes may be 15 % off.",
+        "Setting of R13: is the loss at most 3 % above DiLoCo's at both rates, with 1/146 of the payload? Tensors are "
+        "small here, so chunks are small too, and k is rounded up in each. The bytes may therefore be 15 % off.",
         DENSE,
         [
             no_worse("SparseLoCo", "DiLoCo, 0.7", 0.03),
@@ -74,8 +77,9 @@ CLAIMS = [
         "R14",
         "SPARTA with 0.5 to 5 % of the parameters lies between one node and DDP",
         "SPARTA, openreview stFPf3gzq1",
-        "124M: averaging 0.05 to 0.5 % of the parameters a step keeps replicas at a correlation over 0.9, and helps.",
-        "N = 4, p = 0.5 % and 5 %: is DDP ahead of SPARTA and SPARTA of one node in every seed?",
+        "124M: averaging 0.05 to 0.5 % of the parameters per step keeps the replicas' correlation above 0.9, and "
+        "lowers the loss.",
+        "N = 4, p = 0.5 % and 5 %: is DDP better than SPARTA, and SPARTA better than one node, in every seed?",
         {
             "one node": SINGLE,
             "p=0.5%": Cell("sparta:p_sparta=0.005"),

@@ -49,7 +49,7 @@ PICTURES = _pairs(
     },
 )
 FOUND = (
-    "In the DiLoCo paper (150M, H = 500) an outer Nesterov step is better than averaging. In earlier comparisons here "
+    "In the DiLoCo paper (150M, H = 500) an outer Nesterov step is better than averaging. In our earlier comparisons "
 )
 FOUND += "FedAvg was as good or better on WikiText by the character and on Fashion-MNIST with label shards."
 
@@ -58,41 +58,41 @@ CLAIMS = [
         "scaffold",
         "With sampled clients and skewed labels SCAFFOLD beats FedAvg",
         "Karimireddy et al., SCAFFOLD, arXiv:1910.06378",
-        "EMNIST with sorted labels: SCAFFOLD needs fewer rounds than FedAvg, more so with more local steps.",
-        "Pictures, 20 clients with two labels each, 5 sampled a round, 10 local steps of SGD at 0.05, 60 rounds: is "
-        "the loss lower in every seed?",
+        "EMNIST with sorted labels: SCAFFOLD needs fewer rounds than FedAvg. The advantage grows with the local steps.",
+        "Pictures, 20 clients with two labels each, 5 sampled per round, 10 local steps of SGD with rate 0.05, 60 "
+        "rounds: is SCAFFOLD's loss lower in every seed?",
         {
             "SCAFFOLD": Cell(f"scaffold:{SAMPLED}", "pictures", nodes=20),
             "FedAvg": Cell(f"fedavg:{SAMPLED}", "pictures", nodes=20),
         },
         [lower("SCAFFOLD", "FedAvg")],
         "curves",
-        "SCAFFOLD diverges at this rate, which suits FedAvg: with 5 of 20 clients a round, what a client keeps of its "
-        "own gradient is four rounds old. A SCAFFOLD written apart in 20 lines of plain torch, on the same pictures "
-        "and model, diverges there in 3 of 3 seeds; at rates of 0.02 and 0.01 it is ahead of FedAvg in 3 of 3.",
+        "SCAFFOLD diverges at this rate, which suits FedAvg. With 5 of 20 clients per round, a client's stored "
+        "gradient is four rounds old. An independent SCAFFOLD in 20 lines of plain torch, on the same pictures and "
+        "model, also diverges in 3 of 3 seeds. At rates of 0.02 and 0.01 it is better than FedAvg in 3 of 3.",
     ),
     Claim(
         "momentum-pays-text",
         "When DiLoCo beats FedAvg: Shakespeare, each speaker on one node",
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
-        "One factor at a time from a base: AdamW 3e-3 with a cosine schedule, H = 30, outer rate 0.7, 1,000 steps, by "
-        "speaker. Each line says whether DiLoCo is ahead there in every seed; all of them together are the claim.",
+        "We change one factor at a time. The base is AdamW 3e-3 with a cosine schedule, H = 30, outer rate 0.7, 1,000 "
+        "steps, by speaker. Is DiLoCo better in every seed? The claim needs every line.",
         CHARACTERS,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in CHARACTERS if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own "
-        "momentum seems to leave little for the outer one to add in runs this short.",
+        notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "
+        "short AdamW's own momentum seems to leave little for an outer momentum to add.",
     ),
     Claim(
         "momentum-pays-pictures",
         "When DiLoCo beats FedAvg: pictures, two labels a node",
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
-        "One factor at a time from a base: AdamW 2e-3, H = 20, outer rate 0.4, 600 steps, label shards. Each line says "
-        "whether DiLoCo is ahead there in every seed; all of them together are the claim.",
+        "We change one factor at a time. The base is AdamW 2e-3, H = 20, outer rate 0.4, 600 steps, label shards. Is "
+        "DiLoCo better in every seed? The claim needs every line.",
         PICTURES,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in PICTURES if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is ahead in every seed with plain SGD inside, and there alone: AdamW's own "
-        "momentum seems to leave little for the outer one to add in runs this short.",
+        notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "
+        "short AdamW's own momentum seems to leave little for an outer momentum to add.",
     ),
 ]

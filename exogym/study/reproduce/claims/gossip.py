@@ -13,10 +13,10 @@ CLAIMS = [
         "R9",
         "NoLoCo is as good as DiLoCo, and its nodes draw together as the learning rate falls",
         "Kolehmainen et al., NoLoCo, arXiv:2506.10911",
-        "125M, 8 nodes, perplexity of DiLoCo and NoLoCo: Reddit 27.6, 27.3; C4 35.4, 34.5. NoLoCo synchronises every "
-        "50 steps there, DiLoCo every 100.",
-        "N = 4, H = 30 for both, so NoLoCo has no head start: is its loss at most 2 % above DiLoCo's, and do its nodes "
-        "end at most half as far apart as at the farthest?",
+        "125M, 8 nodes. Perplexity of DiLoCo and NoLoCo: 27.6 and 27.3 on Reddit, 35.4 and 34.5 on C4. NoLoCo "
+        "synchronizes every 50 steps, DiLoCo every 100.",
+        "N = 4, H = 30 for both, so NoLoCo synchronizes no more often. Is its loss at most 2 % above DiLoCo's, and do "
+        "its nodes end at most half of their largest distance apart?",
         {"DiLoCo": DILOCO, "NoLoCo": NOLOCO},
         [no_worse("NoLoCo", "DiLoCo", 0.02), spread_shrinks("NoLoCo", 0.5)],
     ),
@@ -24,9 +24,9 @@ CLAIMS = [
         "R10",
         "How far nodes are apart follows the inner learning rate",
         "Kolehmainen et al., NoLoCo, arXiv:2506.10911, theorem on the variance",
-        "The spread of the weights over nodes correlates 0.91 to 0.97 with the inner learning rate.",
-        "NoLoCo with N = 4, H = 30 and a cosine schedule: is the correlation over the evaluations after 15 % of the "
-        "steps at least 0.9 in every seed?",
+        "The nodes' distance from each other correlates 0.91 to 0.97 with the inner learning rate.",
+        "NoLoCo with N = 4, H = 30 and a cosine schedule: is the correlation at least 0.9 in every seed, over the "
+        "evaluations after 15 % of the steps?",
         {"NoLoCo": NOLOCO},
         [spread_follows_lr("NoLoCo", 0.9)],
         "spread",
