@@ -13,19 +13,19 @@
 # %% [markdown]
 # # Federated learning
 #
-# A thousand phones have photographs that must not leave them. A server has the model. In each *round* it asks a few
-# phones, each trains on its own data, and the server averages what comes back. Here a phone is a *client*, and a
-# client is a node.
+# A thousand phones have photographs that must stay private, and a server has the model. In each *round* the server
+# asks a few phones to train on their own data, and averages the results. Here a phone is a *client*, and a client is
+# a node.
 #
 # You will learn
 #
-# - to simulate a thousand clients, of which twenty take part in a round;
-# - what it means that no two clients have the same kind of data, and what helps;
-# - what it costs when clients come, go and are slow;
+# - to simulate a thousand clients, with twenty of them in each round;
+# - which methods help when clients' data differ;
+# - what slow and absent clients cost;
 # - what privacy costs.
 #
-# About ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extras
-# `[examples,privacy]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# It takes about ten seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extras
+# `[examples,privacy]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -48,13 +48,12 @@ of_class = [np.flatnonzero(labels == digit) for digit in range(10)]
 # %% [markdown]
 # ## The data of a client
 #
-# With many clients nobody wants to make all data sets beforehand. So the data come from a function: given a client,
-# it returns that client's data set. It is called when the client first takes part. Ours has 20 digits of only two
-# classes. That is the hard case: what a client learns is wrong for nearly everyone else.
+# A function makes each client's data set when the client first takes part. Ours returns 20 digits of only two classes.
+# This is the hard case: one client's result is wrong for almost all other clients.
 
 # %%
 CLIENTS = 1000
-SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps: it shows that all runs, and its numbers mean nothing
+SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test the script; ignore its numbers
 
 
 def data_of(client, num_clients, is_train):
@@ -69,9 +68,9 @@ print("client 7 has the digits", sorted({int(labels[i]) for i in data_of(7, CLIE
 # %% [markdown]
 # ## Federated averaging
 #
-# In a round of **FedAvg** each client that is asked starts from the server's weights, takes H steps of plain SGD, and
-# sends its weights back. `client_fraction` says how many are asked. All other clients cost nothing: they have no row
-# in memory.
+# In a round of **FedAvg** each chosen client starts from the server's weights, takes H steps of plain SGD, and sends
+# its weights back. `client_fraction` sets the share of clients. Idle clients need almost no memory, since they have
+# no row.
 
 
 # %%
@@ -90,14 +89,14 @@ print(f"accuracy {last['val_accuracy']:.0%} after 30 rounds")
 # > accuracy 87% after 30 rounds
 
 # %% [markdown]
-# Twenty of a thousand clients, in thirty rounds: some six hundred requests, each for five steps on twenty digits.
+# Thirty rounds with twenty clients are six hundred requests, each for five steps on twenty digits.
 #
-# ## Others
+# ## Other methods
 #
-# - **FedProx** pulls each client back towards the server's weights while it trains.
-# - **SCAFFOLD** has every client remember how its own gradient differs from that of all, and corrects for it. It
-#   sends twice as much.
-# - **FedOpt** lets the server apply the mean change as a gradient, here with Adam.
+# - **FedProx** pulls each client toward the server's weights while it trains.
+# - **SCAFFOLD** stores on each client how its gradient differs from the others', and corrects for it. It sends twice
+#   as much.
+# - **FedOpt** uses the mean change as a gradient at the server, here with Adam.
 
 # %%
 runs = {
@@ -119,14 +118,14 @@ figure.savefig("tutorial_federated.png", dpi=80)
 # %% [markdown]
 # ![Accuracy over rounds](../docs/images/tutorial_federated.png)
 #
-# FedAdam is ahead here; the other three cannot be told apart. One run proves little: repeat it with other seeds
-# (`seed=1` in `fit`) and other learning rates before you choose.
+# FedAdam is ahead here; the other three are about equal. Before you choose, repeat the runs with other seeds
+# (`seed=1` in `fit`) and learning rates.
 #
 # ## Clients come and go
 #
-# A phone takes part when it is charging and on Wi-Fi. `Devices` plays a fleet of kinds, each with its speed and the
-# share of time it is there. The server asks a third more clients than it needs (`over_sampling`), waits at most 30
-# seconds (`deadline_s`), and gives a round up if fewer than ten report.
+# A phone takes part while it charges on Wi-Fi. `Devices` simulates kinds of devices, each with a speed and a share of
+# time online. The server asks a third more clients than it needs (`over_sampling`) and waits at most 30 seconds
+# (`deadline_s`). A round with fewer than ten reports fails.
 
 # %%
 fleet = Devices({"phone": Profile(0.8, speed=0.2, online=0.1, session_s=7200), "laptop": Profile(0.2, 1.0, 0.3, 10800)})
@@ -144,10 +143,9 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # %% [markdown]
 # ## What privacy costs
 #
-# The server sees each client's weights, and weights tell something of the data. **DP-FedAvg** bounds how much: what a
-# client changes is shortened to a length of at most `clip`, and noise is added to the sum. *epsilon* says how much an
-# onlooker can learn about whether one client took part; smaller is safer, and over 10 says little. It grows with each
-# round.
+# Weights reveal something about a client's data. **DP-FedAvg** limits this: it shortens each client's change to at
+# most `clip`, and adds noise to the sum. *epsilon* bounds how much an observer learns about one client's
+# participation. Smaller is safer; above 10 protects little. It grows with each round.
 
 # %%
 private = train(
@@ -160,20 +158,19 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 # > accuracy 69% at epsilon 3.2
 
 # %% [markdown]
-# The noise is the same whether 20 clients take part or 2,000, so real systems ask thousands in a round. Secure
-# aggregation, where the server sees the sum only, is an option too: `secure_aggregation=True`.
+# The noise is the same for 20 clients and for 2,000, so real systems ask thousands per round. With
+# `secure_aggregation=True` the server sees only the sum.
 #
 # ## Change something
 #
-# Ask 100 clients in a round instead of 20, with the same noise. What happens to accuracy and to epsilon? Then make
-# the data easy: `draw.choice(10, 10, replace=False)`.
+# Ask 100 clients per round, with the same noise. How do accuracy and epsilon change? Then make the data easy:
+# `draw.choice(10, 10, replace=False)`.
 #
 # ## A question
 #
-# With 1,000 clients and 20 in a round, how many rows of parameters does the simulation hold? How many would it hold
-# with a million clients?
+# How many rows of parameters does the simulation hold with 1,000 clients and 20 per round? How many with a million
+# clients?
 #
-# **Answer.** About forty, and about forty. Only the clients of the round that ends and of the next one have a row;
-# all others start from the server's weights when they are asked. A client that must remember something (SCAFFOLD) has
-# it in a store once it has taken part. [Federated simulation](../docs/federated.md) has the details and a run with a
-# hundred thousand clients.
+# **Answer.** About forty, in both cases. Only clients of the ending round and of the next one have a row. Other
+# clients start from the server's weights when asked. A store keeps the state of clients that took part (SCAFFOLD).
+# [Federated simulation](../docs/federated.md) has the details and a run with a hundred thousand clients.

@@ -13,19 +13,19 @@
 # %% [markdown]
 # # Islands of GPUs
 #
-# Two labs have four GPUs each. Inside a lab the GPUs are joined by NVLink, 450 GB a second. Between the labs is a
-# line of 100 Mbit a second, forty thousand times slower. How should eight GPUs train one model?
+# Two labs have four GPUs each. NVLink joins the GPUs of a lab at 450 GB/s. The line between the labs has 100 Mbit/s,
+# forty thousand times less. How should eight GPUs train one model?
 #
 # You will learn
 #
 # - to describe a network of islands;
-# - to make a *node* of several GPUs, which share out its model and its batch (`NodeMesh`);
-# - to keep apart what is said inside an island and what between them;
+# - to make a *node* of several GPUs that share its model and batch (`NodeMesh`);
+# - to count bytes inside an island and between islands;
 # - what a pipeline of layers costs.
 #
-# About five seconds on one core, without any GPU: the devices of a node are simulated, too. ExoGym must be
-# [installed](../docs/getting_started.md#install) with `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) and
-# [Networks and time](tutorial_networks.py) first.
+# It takes about five seconds on one core, without a GPU, since the devices are simulated.
+# [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four nodes on your
+# laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
 
 # %%
 import copy
@@ -53,10 +53,10 @@ for who, members in (("of one lab", range(4)), ("of both", range(8))):
 # %% [markdown]
 # ## Three ways
 #
-# We train our small model in three ways on the same eight GPUs, with 32 digits in each step of all. A GPU takes 20 ms
-# for four of them.
+# We train a small model in three ways on the same eight GPUs, with 32 digits per step in all. A GPU takes 20 ms for
+# four digits.
 #
-# **One: DDP over all.** Eight nodes, which average across the slow line at every step.
+# **One: DDP over all.** Eight nodes average over the slow line at every step.
 
 
 # %%
@@ -74,7 +74,7 @@ ddp = train(SimpleReduceStrategy(**INNER), **eight)
 # > loss 0.23, 45.2 s, 2530 kB sent per node
 
 # %% [markdown]
-# **Two: DiLoCo over all.** Eight nodes, each with weights of its own, which meet every 15 steps.
+# **Two: DiLoCo over all.** Eight nodes, each with its own weights, average every 15 steps.
 
 # %%
 OUTER = {"H": 15, "outer_lr": 0.4}
@@ -82,9 +82,9 @@ diloco = train(DiLoCoStrategy(**INNER, **OUTER), **eight)
 # > loss 0.22, 5.8 s, 169 kB sent per node
 
 # %% [markdown]
-# **Three: each lab is one node.** A node need not be one GPU. `NodeMesh(shard=4)` makes a node of four, which share
-# out its weights, its optimizer state and its batch, as PyTorch's FSDP does. So there are two nodes, with a batch of
-# 16 each, and DiLoCo between them. One GPU would take 80 ms for 16 digits; the four take 20.
+# **Three: each lab is one node.** `NodeMesh(shard=4)` makes a node of four GPUs that share its weights, optimizer
+# state and batch, as PyTorch's FSDP does. Two nodes, each with a batch of 16, train with DiLoCo between them. One GPU
+# takes 80 ms for 16 digits; the four take 20.
 
 # %%
 lab = NodeMesh(shard=4, network="nvlink")
@@ -93,14 +93,13 @@ islands = train(
 )
 # > loss 0.21, 3.4 s, 96 kB sent per node
 inside = islands.history.last["inside_bytes"]
-print(f"inside a lab {inside / 1e6:.1f} MB were sent per node, and nobody had to wait long for them")
-# > inside a lab 13.4 MB were sent per node, and nobody had to wait long for them
+print(f"inside a lab each node sent {inside / 1e6:.1f} MB, with short waits")
+# > inside a lab each node sent 13.4 MB, with short waits
 
 # %% [markdown]
-# The third way talks much where that is free, at every step, and little where it costs. Two replicas drift less than
-# eight, and each GPU holds a quarter of the model: with real models that is often the reason. A node of several
-# devices is still one row of the fleet. Its strategy, its checkpoints and the bytes between nodes are those of a node
-# of one.
+# The third way sends often over the fast links and rarely over the slow one. Two replicas drift less than eight. Each
+# GPU holds only a quarter of the model, which large models often need. A node of several devices is still one row of
+# the fleet, with the same strategy, checkpoints and bytes between nodes.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
@@ -113,10 +112,9 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# A model that is too large for one GPU can also be cut into *stages* of layers. An example goes through them one
-# after the other, so at the beginning of a step the last GPU waits, and at its end the first: the *bubble*. Cutting
-# the batch into M micro-batches keeps all of them busy meanwhile. With S stages, (S - 1) / (M + S - 1) of the time is
-# lost.
+# You can also cut a large model into *stages* of layers, one per GPU. An example passes through them in turn, so the
+# last GPU waits at the start of a step and the first at its end: the *bubble*. M micro-batches keep the GPUs busy in
+# between. With S stages the loss of time is (S - 1) / (M + S - 1).
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]
@@ -135,28 +133,28 @@ figure.savefig("tutorial_islands.png", dpi=80)
 # %% [markdown]
 # ![Loss against predicted seconds, and the bubble of a pipeline](../docs/images/tutorial_islands.png)
 #
-# `shard`, `tensor` (each layer cut in parts) and `stages` multiply: `NodeMesh(shard=2, stages=2)` is a node of four.
+# `shard`, `tensor` (parts of each layer) and `stages` multiply: `NodeMesh(shard=2, stages=2)` has four devices.
 #
 # ## On real devices
 #
-# The same line runs where each process is one device: two nodes of two, on one machine or on several, by
+# To run two nodes of two devices, with one process per device, start
 #
 # ```
 # python -m exogym.launch --nproc_per_node 4 train.py
 # ```
 #
-# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script. [Islands](../docs/islands.md) says all of it.
+# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script. See [Islands](../docs/islands.md).
 #
 # ## Change something
 #
-# Keep eight nodes and let the GPUs of a lab average among themselves in between: `DiLoCoStrategy(**INNER, **OUTER,
-# island_size=4, island_H=3)`. How do loss and time compare? And what if the line between the labs had 10 Gbit/s?
+# Keep eight nodes and let each lab's GPUs also average among themselves: `DiLoCoStrategy(**INNER, **OUTER,
+# island_size=4, island_H=3)`. Compare loss and time. Then give the line between the labs 10 Gbit/s.
 #
 # ## A question
 #
-# With labs as nodes each node sent 96 kB between the labs, and under DiLoCo over all 169 kB. But four times as many
-# GPUs are in a node. What crosses the line between the labs in all, in both cases?
+# With labs as nodes each node sent 96 kB, with DiLoCo over all 169 kB. How many bytes cross the line between the labs
+# in both cases?
 #
-# **Answer.** With labs as nodes 96 kB each way: there are two nodes, and all they send crosses. Under DiLoCo over
-# all, eight nodes send 169 kB each in a ring, but only two of the ring's eight links cross the line, so 169 kB each
-# way. The difference is the factor 2 (N - 1) / N: 1 for two nodes, and 1.75 for eight.
+# **Answer.** With labs as nodes 96 kB cross each way: there are two nodes, and all their bytes cross. With DiLoCo
+# over all, eight nodes send 169 kB each in a ring. Two of the ring's eight links cross the line, so 169 kB cross each
+# way. The factor 2 (N - 1) / N explains the difference: 1 for two nodes, 1.75 for eight.

@@ -13,18 +13,17 @@
 # %% [markdown]
 # # Networks and time
 #
-# Bytes are not what you pay. You pay with time: nodes that wait for the wire do not train. This tutorial turns bytes
-# into seconds, on networks you do not have.
+# Nodes that wait for the network do not train. This tutorial turns bytes into seconds, on networks you do not have.
 #
 # You will learn
 #
-# - what an average over N nodes costs on a given network, and why;
-# - to ask, before anything is trained, which strategy suits a model, a fleet and a network;
-# - to train on a *virtual clock* and see who computes, sends and waits;
-# - what one slow node does to all.
+# - how long an average over N nodes takes on a network;
+# - to ask, before training, which strategy suits a model, a fleet and a network;
+# - to train on a *virtual clock* and see when nodes compute, send and wait;
+# - how one slow node slows down the others.
 #
-# About five seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and its extra `[demo]`.
-# Read [Four nodes on your laptop](tutorial_basic.py) first.
+# It takes about five seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extra
+# `[demo]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import matplotlib.pyplot as plt
@@ -35,15 +34,14 @@ from exogym.compare import compare
 from exogym.network import PRESETS, Network
 
 # %% [markdown]
-# ## What one average costs
+# ## The cost of one average
 #
-# A network is two numbers per link: the bandwidth B, and the latency α, which every message pays whatever its size. N
-# nodes that average S bytes in a ring take
+# Each link of a network has a bandwidth B and a latency α, which every message pays. N nodes average S bytes in a ring
+# in
 #
 #     2 (N - 1) (α + S / (N B))
 #
-# seconds: 2 (N - 1) rounds, and in each a node passes on an N-th of the bytes. Let us average GPT-2 small, 124
-# million numbers, on Wi-Fi and on cable.
+# seconds: 2 (N - 1) rounds, each with an N-th of the bytes. Let us average GPT-2 small, 124 million numbers.
 
 # %%
 S = 124e6 * 4
@@ -56,12 +54,12 @@ for name in ("wifi", "lan-1g", "infiniband"):
 # > infiniband: 0.00993 s for 2 nodes, 0.0174 s for 8, 0.0202 s for 64
 
 # %% [markdown]
-# From 8 to 64 nodes it hardly grows. That is the ring's merit: the bytes per node are 2 (N - 1) / N S, at most 2 S.
+# From 8 to 64 nodes the time hardly grows, because each node sends 2 (N - 1) / N S bytes, at most 2 S.
 #
 # ## Ask before you train
 #
-# A step of this model takes 0.8 s on a good laptop GPU. DDP averages after every step: on Wi-Fi 40 s of waiting for
-# 0.8 s of computing. `advise` reckons that for any strategy, by formula.
+# A step of this model takes 0.8 s on a good laptop GPU. DDP averages after every step: on Wi-Fi it waits 40 s for 0.8
+# s of computing. `advise` calculates this for any strategy.
 
 # %%
 STRATEGIES = ["ddp", "demo", "sparta:p_sparta=0.005", "diloco:H=10", "diloco:H=100"]
@@ -75,10 +73,10 @@ for row in advice.rows:
 # > ddp: 40.50 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# Four laptops under DDP are twelve times slower than one. With DiLoCo and H = 100 they are 2.7 times as fast.
-# `speedup` counts examples per second, not what is learnt from them; for that you must train, and we shall.
+# Four laptops with DDP are twelve times slower than one. With DiLoCo and H = 100 they are 2.7 times as fast. `speedup`
+# counts examples per second, not the loss. For the loss you must train, as we do below.
 #
-# How fast must the network be? A picture over all bandwidths, with 20 ms of latency:
+# How fast must the network be? We draw all bandwidths, with 20 ms of latency:
 
 # %%
 bandwidths = np.logspace(6, 11, 26)  # 1 Mbit/s to 100 Gbit/s
@@ -99,33 +97,32 @@ figure.savefig("tutorial_networks.png", dpi=80)
 # %% [markdown]
 # ![Speed-up of four nodes against bandwidth](../docs/images/tutorial_networks.png)
 #
-# Each curve is the same S, moved to the left by what the strategy saves. Below the dotted line you had better use one
-# machine.
+# The curves have the same shape. The more bytes a strategy saves, the further left its curve is. Below the dotted
+# line one machine is faster.
 #
 # ## Train on the clock
 #
-# `compare(..., network=...)` trains as before, to the bit, and keeps a virtual clock beside it. The table then has
-# predicted seconds, the share of them waited, and the time at which a loss was reached. A step of our small model
-# would take no time, so we say that it takes 20 ms.
+# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. The table then has predicted
+# seconds, the share spent waiting, and the time to a target loss. Our small model computes a step in almost no time,
+# so we set it to 20 ms.
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"
 result = compare("digits", METHODS, max_steps=120, batch_size=8, lr=3e-3, seeds=1, network="wifi", step_seconds="20ms")
 for row in result.rows:
-    print(f"{row['strategy']}: {row['time_s']:.1f} s, of which {row['waiting_share']:.0%} waiting")
-# > ddp: 6.1 s, of which 60% waiting
-# > diloco:H=10: 2.8 s, of which 13% waiting
-# > sparta:p_sparta=0.01: 6.0 s, of which 60% waiting
+    print(f"{row['strategy']}: {row['time_s']:.1f} s, {row['waiting_share']:.0%} waiting")
+# > ddp: 6.1 s, 60% waiting
+# > diloco:H=10: 2.8 s, 13% waiting
+# > sparta:p_sparta=0.01: 6.0 s, 60% waiting
 print(result.finding)
 
 # %% [markdown]
-# SPARTA sends a hundredth of DDP's bytes and waits as long! It meets at every step, and in a model of 2,410 numbers a
-# meeting is all latency. On Wi-Fi what counts for a small model is how *often* you meet; for a large one, how much
-# you send.
+# SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and with 2,410 numbers an
+# average is all latency. On Wi-Fi small models should average *rarely*; large models should send *little*.
 #
 # ## One slow node
 #
-# A fleet is rarely alike. `speeds` says how fast each node is. If one is half as fast, everybody who waits for it is.
+# `speeds` says how fast each node is. If one node is half as fast, the nodes that wait for it are, too.
 
 # %%
 for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
@@ -137,12 +134,12 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # > speeds [1, 1, 1, 0.5]: 2.6 s, waiting 42%
 
 # %% [markdown]
-# Two remedies: give the slow node less to do (`fit(balance="batch")`), or let nobody wait (`async_diloco`). Both are
-# in [unequal machines](../docs/real_machines.md#unequal-machines).
+# Give the slow node less work (`fit(balance="batch")`), or use a strategy without waiting (`async_diloco`): see
+# [unequal machines](../docs/real_machines.md#unequal-machines).
 #
 # ## Your own network
 #
-# A preset, a text, links that differ, islands, or measurements: whatever takes a network takes all of them.
+# Describe a network by a preset, a text, unequal links, islands, or measurements.
 
 # %%
 print(len(PRESETS), "presets:", ", ".join(PRESETS))
@@ -154,20 +151,19 @@ for name, network in (("offices", offices), ("home", home)):
 # > home: 8 nodes average 100 MB in 70 s
 
 # %% [markdown]
-# `exogym doctor --measure` measures the network between your own machines and writes a file that `--network` takes.
-# [Predictions](../docs/predictions.md) says how far such predictions were off.
+# `exogym doctor --measure` measures the network between your machines and writes a file for `--network`.
+# [Predictions](../docs/predictions.md) compares predictions with measurements.
 #
 # ## Change something
 #
-# Your flat: four computers on `home` lines. A step of your model takes 0.3 s, and it has 10 million parameters. Which
-# H does DiLoCo need for four computers to be three times as fast as one?
+# Take four computers on `home` lines and a model of 10 million parameters with steps of 0.3 s. Which H does DiLoCo
+# need so that four computers are three times as fast as one?
 #
 # ## A question
 #
-# In the picture DeMo's curve rises earlier than that of DiLoCo with H = 10, but its reduction of bytes is not ten
-# times DDP's on every number of nodes. On which side does it get worse with 64 nodes, and why?
+# In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does it move with 64 nodes, and why?
 #
-# **Answer.** What DeMo's nodes send are packed coefficients, which cannot be summed on the way. Each node gets those
-# of all others: an all-gather, whose cost grows with N, while DiLoCo's all-reduce stays below 2 S. With 64 nodes
-# DeMo's curve moves to the right, and DiLoCo's stays where it is. [The benchmark](../docs/benchmark.md#many-nodes)
-# has the table.
+# **Answer.** DeMo's nodes send packed coefficients, which cannot be summed on the way. So each node receives all
+# other nodes' coefficients in an all-gather, whose cost grows with N. DiLoCo's all-reduce stays below 2 S. With 64
+# nodes DeMo's curve moves to the right, and DiLoCo's stays. [The benchmark](../docs/benchmark.md#many-nodes) has the
+# table.
