@@ -36,9 +36,10 @@ class Logger:
         """
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Repair what a crash has taken, after `start` of a run that goes on; the default does nothing.
+        """Hold these records and no later ones: the run goes on after them. The default does nothing.
 
-        `records()` yields every record from the run's start up to `run["resumed_step"]`, as the checkpoint has them.
+        Called after `start` of a resumed run, up to `run["resumed_step"]` as the checkpoint has them, and where hosts
+        that lost one go back.
         """
 
     def log(self, record: Record) -> None:

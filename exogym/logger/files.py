@@ -97,6 +97,7 @@ class FileLogger(OnDisk):
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
         """Write these records in place of the file's: a power cut may have taken some that a checkpoint still has."""
         with self._writing(self.path):
+            self._close()  # in a run that went back, it is open
             if not self._given_up:
                 self._replace(records)
                 self._begun = True
@@ -106,9 +107,12 @@ class FileLogger(OnDisk):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
         with self._writing(self.path):
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _abandon(self) -> None:
         if self._file is not None:

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import itertools
+import mmap
 import os
 import random
 import re
 import signal
+import time
 
 import pytest
 from battery import AVERAGES, STEPS, battery, fingerprint, in_turn, outcome, plain_model, train
@@ -196,6 +198,40 @@ def test_how_far_nodes_are_is_said_and_no_further_node_begins(tmp_path, capfd):
     snapshot = load(folder)
     assert [int(snapshot.rows[node]["losses.counts"].sum()) for node in range(4)] == [5, 2, 0, 0]
     assert snapshot.meta["step"] == 0 and snapshot.meta["begun_end"] == 5
+
+
+class Behind(nn.Module):
+    """The plain model, whose first process waits in its first step until the others have taken `ahead`, and stops."""
+
+    def __init__(self, ahead):
+        super().__init__()
+        self.inner, self.ahead, self.home, self.waits = plain_model(), ahead, os.getpid(), False
+        self.taken = mmap.mmap(-1, 1)  # of all processes
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def begin(self, loop):
+        self.waits = loop.step == 0
+
+    def forward(self, x):
+        if self.training and os.getpid() != self.home:
+            self.taken[0] += 1
+        elif self.training and self.waits:
+            self.waits = False
+            deadline = time.monotonic() + 30
+            while self.taken[0] < self.ahead and time.monotonic() < deadline:
+                time.sleep(0.01)
+            interrupt_here()
+        return self.inner(x)
+
+
+def test_how_far_nodes_of_other_processes_are_is_said_too(tmp_path, capfd):
+    """Nodes 0 and 1, of the main process, have taken 1 step and none; nodes 2 and 3, of the other one, all 5 steps."""
+    model = Behind(10)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT after step 0"):
+        train(**AVERAGES | {"val_interval": 99}, model=model, processes=2, save_dir=tmp_path, callbacks=[model.begin])
+    assert "after step 0, 0 to 5 local steps into the next stretch" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [1, 3])

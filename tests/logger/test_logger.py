@@ -143,6 +143,22 @@ def test_a_resumed_log_is_that_of_a_run_that_was_never_stopped(kind: Any, histor
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
+def test_what_a_run_that_went_back_takes_again_is_in_the_file_once(kind: Any, history: History, tmp_path: Path) -> None:
+    """Hosts that lose one go back some steps, in the middle of the run."""
+    whole, again = kind(tmp_path / "whole"), kind(tmp_path / "again")
+    write(whole, history)
+    again.start(RUN)
+    records = list(history)
+    for record in records:
+        again.log({**record, "train_loss": 0.0})
+    again.restore(lambda: (record for record in records if record["step"] <= 2))
+    for record in history.rows_after(2):
+        again.log(record)
+    again.finish({})
+    assert again.path.read_text() == whole.path.read_text()
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
 def test_resuming_from_step_0_or_without_an_earlier_file(kind: Any, history: History, tmp_path: Path) -> None:
     whole, other = kind(tmp_path / "whole"), kind(tmp_path / "other")
     write(whole, history)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from exogym.core.communicator import Wire, say
+from exogym.core.communicator import Wire, gather, say
 from exogym.core.compute.spans import Losses
 from exogym.core.progress import GOING_ON
 from exogym.core.training.agenda import Agenda
@@ -74,8 +74,9 @@ def that_wait(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
 
 
 def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: Losses, path: Path | None) -> None:
-    """Say where the run stopped, and what resumes it from the checkpoint at `path`, if there is one."""
-    taken = losses.counts.sum(1).tolist() if losses.under_way else [0]
+    """Say where the nodes of all processes stopped, and what resumes the run from the checkpoint at `path`, if any."""
+    here = losses.counts.sum(1).tolist() if losses.under_way else [0]
+    taken = [count for counts in gather(wire, here) for count in counts]
     within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
     stopped = f"stopped by {Stopped(received, step)}{within}"
     if path is not None:

@@ -129,6 +129,6 @@ class Standing:
     def take_description(self, description: dict[str, Any]) -> None:
         self.agenda.description = description
 
-    def carry_on(self, logged: int, wall_s: float) -> None:
-        """After going back in a run that went on: what was told is not told again, and the time has passed."""
-        self.reports.logged, self._wall_before_s = max(logged, self.reports.logged), wall_s
+    def carry_on(self, wall_s: float) -> None:
+        """After going back in a run that goes on: the time has passed."""
+        self._wall_before_s = wall_s

@@ -3,6 +3,7 @@
 The law: such a run has the bits of the simulation with the same outages.
 """
 
+import csv
 import json
 import os
 import shutil
@@ -51,7 +52,9 @@ class Slow(torch.utils.data.Dataset):
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
         time.sleep(0.002)
-        while os.path.exists("hang" + os.environ.get("EXOGYM_FIRST_RANK", "")): time.sleep(0.01)
+        while os.path.exists("hang" + (rank := os.environ.get("EXOGYM_FIRST_RANK", ""))):
+            open("hangs" + rank, "w").close()
+            time.sleep(0.01)
         return self.data[i]
 
 def note(loop):
@@ -60,6 +63,9 @@ def note(loop):
     os.replace("step.tmp", "step")
     if len(loop.fleet.comm.present) < loop.fleet.num_nodes:
         time.sleep(1)  # a busy machine takes its time to start the lost one again
+
+while os.path.exists("away" + os.environ.get("EXOGYM_FIRST_RANK", "")):
+    time.sleep(0.05)  # started again, and not back yet
 
 if sys.argv[7] and sys.argv[7] == os.environ.get("EXOGYM_FIRST_RANK"):
     TrainingLoop.end = lambda loop: os.kill(os.getpid(), 9)
@@ -74,13 +80,14 @@ def noted(wire, tensors, source, takers):
 recovery.ship = noted
 model, data = small_problem()
 model.register_buffer("read_everywhere", torch.arange(4.0), persistent=False)
-model.register_buffer("of_this_process", torch.tensor(float(os.getpid())), persistent=False)
+if not sys.argv[6]:  # a run that saves is another one where this differs
+    model.register_buffer("of_this_process", torch.tensor(float(os.getpid())), persistent=False)
 trainer = NetworkTrainer(
     "hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
 )
 trainer.fit(
     STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]), hang_s=10,
-    callbacks=[Every(50 if sys.argv[9:] else 10, note)], save_dir=sys.argv[6] or None,
+    callbacks=[Every(50 if sys.argv[9:] else 8, note)], save_dir=sys.argv[6] or None,
     checkpoint_interval=100 if sys.argv[6] else None, resume=sys.argv[8:9] == ["resume"],
     val_interval=1000 if sys.argv[9:] else None,
 )
@@ -130,17 +137,22 @@ def is_the_simulation(project: Path, name: str, steps: int = STEPS) -> dict[int,
             assert (fingerprint(model) == found) is same, (faults and faults.given_arguments, away)
         if same:
             assert trainer.traffic == facts["traffic"]
-    is_told_without_a_gap(folder, steps)
+    is_told_without_a_gap(folder, steps, away)
     return away
 
 
-def is_told_without_a_gap(folder: Path, steps: int) -> None:
-    """Hold the run folder of rank 0 against what happened: each step of a node that was never away, once."""
+def is_told_without_a_gap(folder: Path, steps: int, away: dict[int, Any]) -> None:
+    """Hold the run folder of rank 0 against what happened: each step of each node that was there for it, once."""
     status = read_status(folder)
     assert (status["state"], status["step"]) == ("done", steps)
-    rows = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
-    told = [row["step"] for row in rows if row["node"] == COUNT - 1]
-    assert told == list(range(told[0], steps + 1))
+    rows = list(map(json.loads, (folder / "records.jsonl").read_text().splitlines()))
+    for node in range(COUNT):
+        gone = {step for first, last in away.get(node, []) for step in range(first, (last or steps + 1))}
+        told = [row["step"] for row in rows if row["node"] == node]
+        assert told == [step for step in range(1, steps + 1) if step not in gone], node
+    history = csv.DictReader((folder / "fit_1.history.csv").read_text().splitlines())
+    losses = [float(row["train_loss"]) for row in history if row["train_loss"]]
+    assert losses == [row["train_loss"] for row in rows if row.get("train_loss") is not None]
 
 
 @pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
@@ -200,8 +212,12 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
     kill_worker(hosts, 1)
     wait_for(lambda: "2 of 3 ranks go on" in said_by(project), run)
     wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
-    time.sleep(0.3)
+    (project / "hang0").touch()
+    wait_for((project / "hangs0").exists, run)  # in its first step
     run.send_signal(signal.SIGINT)
+    wait_for(lambda: "[10.77.0.10] exogym: the controller stopped the run" in said_by(project), run)
+    time.sleep(0.5)
+    (project / "hang0").unlink()
     assert run.wait(300) != 0
     assert "local steps into the next stretch" in said_by(project), said_by(project)
     shutil.rmtree(project / "runs")
@@ -217,11 +233,13 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
 @pytest.mark.slow
 def test_when_all_are_lost_they_go_on_from_a_checkpoint_that_lacks_the_rows_of_one(hosts: Hosts, project: Path) -> None:
     run = start(hosts, project, "diloco", min_hosts=1, restarts=2, save_dir="checkpoints")
+    (project / "away1").touch()
     kill_worker(hosts, 1)
     wait_for(lambda: (project / "checkpoints" / "step_0000000100").exists(), run)
     rows = {path.name for path in (project / "checkpoints" / "step_0000000100").glob("rows*")}
     kill_worker(hosts, 0)
     kill_worker(hosts, 2)
+    (project / "away1").unlink()
     assert run.wait(300) == 0, said_by(project)
     away = is_the_simulation(project, "diloco")
     assert rows == {"rows-0-0.safetensors", "rows-2-2.safetensors"} and away[1][0][1] >= 101, (rows, away)

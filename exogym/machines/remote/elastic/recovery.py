@@ -278,12 +278,13 @@ class Recovery:
             self.loop.save_into(folder, agenda.checkpoint_interval, keepers)
 
     def _stand(self, anchor: Snapshot) -> None:
-        loop = self.loop
-        logged, began = loop.reports.logged, bool(self.anchors)
+        loop, began = self.loop, bool(self.anchors)
         wall_s = loop.standing.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
         put_back(loop.standing, copy)
-        loop.standing.carry_on(logged, wall_s)
+        loop.standing.carry_on(wall_s)
+        if began:
+            loop.reports.restore(loop.history)  # what was told of the steps that are taken again no longer holds
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:
