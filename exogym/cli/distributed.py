@@ -17,9 +17,9 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import HostsConfig, SSHLauncher
 from exogym.machines.remote.measuring import MEASURED_FILE
+from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
 from exogym.machines.remote.results import FitResults, carry_out, facts_of, names, write_seen
-from exogym.machines.remote.world import RUNS
 from exogym.machines.wizard import hand_over
 from exogym.network import Network
 from exogym.study.advise.afterwards import held_against

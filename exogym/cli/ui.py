@@ -56,7 +56,7 @@ def ui(
         if opens and sys.stdout.isatty() and has_screen:
             webbrowser.open(address)
 
-    serve(where, port, host, token, ready, None if read_only else forms_of(context), allow_code)
+    serve(where, port, host, token, ready, None if read_only else lambda: forms_of(context), allow_code)
 
 
 def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:

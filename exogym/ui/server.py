@@ -80,7 +80,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def serve(
     folder: Path, port: int = 0, host: str = "127.0.0.1", token: str | None = None,
-    ready: Callable[[str], object] = print, forms: Mapping[str, Form] | None = None, allow_code: bool = False,
+    ready: Callable[[str], object] = print, forms: Callable[[], Mapping[str, Form]] | None = None,
+    allow_code: bool = False,
 ) -> None:  # fmt: skip
     """Answer until interrupted; `ready` is called with the address to open.
 
@@ -89,7 +90,8 @@ def serve(
         port: 0: any that is free. Where it is taken, the next free one of `PORTS_TRIED`, which is said.
         host: an address that others reach needs a `token`.
         token: at least 16 characters; None: one drawn at random.
-        forms: commands that may be started, with their options; None: the page only reads.
+        forms: returns the commands that may be started, with their options: they load torch, a page that is read does
+            not. None: the page only reads.
         allow_code: whether they may name code and files.
 
     Raises:

@@ -6,6 +6,7 @@ its own, so it outlives the page; it is found again by its folder.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,19 @@ class Starter:
     """Starts `exogym` commands whose results go into `top`.
 
     Args:
-        forms: command to its options.
+        read_forms: returns {command: its options}; called once, when somebody first needs them.
         allow_code: whether code and files that a form names may be loaded.
     """
 
     top: Path
-    forms: Mapping[str, Form]
+    read_forms: Callable[[], Mapping[str, Form]]
     allow_code: bool = False
     _started: list[tuple[str, Path, subprocess.Popen[bytes]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def forms(self) -> Mapping[str, Form]:
+        return self.read_forms()
 
     def start(self, command: Any, options: Any) -> int:
         """Start a command, and return the number of its process.

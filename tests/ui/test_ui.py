@@ -388,7 +388,9 @@ def test_what_a_form_must_not_ask_for(served: Page) -> None:
 
 def test_a_value_is_never_an_option_of_its_own() -> None:
     form = [{"name": "strategies", "flag": "--strategies", "is_flag": False}]
-    words = Starter(Path("runs"), {"compare": form}).arguments("compare", {"strategies": "--debug; rm -rf x $(x)"})
+    words = Starter(Path("runs"), lambda: {"compare": form}).arguments(
+        "compare", {"strategies": "--debug; rm -rf x $(x)"}
+    )
     assert words == ["--strategies=--debug; rm -rf x $(x)"]
 
 
@@ -434,6 +436,27 @@ def test_read_only_it_starts_nothing(tmp_path: Path) -> None:
             written(tmp_path / "one")
             assert post(page, "/api/runs/one/notes", {"tags": ["x"]})[0] == 403
             assert not (tmp_path / "one" / "notes.json").exists()
+        finally:
+            process.terminate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_looking_at_runs_loads_no_torch(tmp_path: Path) -> None:
+    name = "both/ddp-seed-0"
+    written(tmp_path / name)
+    about = {"task": "digits", "strategies": {"ddp": {}}, "state": "finished"}
+    (tmp_path / "both" / "run.json").write_text(json.dumps(about | {"arguments": {"problem": "digits", "seeds": 1}}))
+    words = [sys.executable, "-m", "exogym", "ui", "--runs", str(tmp_path), "--port", "0", "--no-open"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            page = Page(process.stdout.readline().strip(), tmp_path)
+            assert "compare(" in page.json(f"/api/runs/{name}")["snippet"]
+            for path in ("/api/runs", "/api/hosts", "/api/started", *(f"/api/runs/{name}/{view}" for view in VIEWS)):
+                page.json(path)
+            loaded = Path(f"/proc/{process.pid}/maps")
+            assert "torch" not in loaded.read_text()
+            assert page.json("/api/forms") and "torch" in loaded.read_text()  # the control
         finally:
             process.terminate()
 

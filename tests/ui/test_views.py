@@ -158,7 +158,7 @@ def test_a_script_that_was_stopped_is_gone_on_with_and_repeated(tmp_path: Path) 
     assert ran(tmp_path, "train.py", "stop").returncode == 143 and read_status(folder)["state"] == "stopped"
     about = read_object(folder / "run.json")
     assert command_of(about) == "python train.py stop"
-    own = Starter(tmp_path / "runs", {})
+    own = Starter(tmp_path / "runs", dict)
     with pytest.raises(CannotStart, match="--allow-code"):
         own.resume(folder)
     own.allow_code = True
@@ -184,7 +184,7 @@ def _environment() -> dict[str, str]:
 
 def test_what_a_folder_names_is_no_reason_to_run_it(tmp_path: Path) -> None:
     """A run folder may come from elsewhere: what is no script of a folder that is there goes on nowhere."""
-    own = Starter(tmp_path, {}, allow_code=True)
+    own = Starter(tmp_path, dict, allow_code=True)
     state = {"state": "stopped", "process": described() | {"started": "1"}, "heartbeat_s": 1.0}
     cases: list[Any] = [
         {"command": ["-c"], "folder": str(tmp_path)}, {"command": ["/bin/sh", "-c", "x"], "folder": str(tmp_path)},

@@ -25,11 +25,10 @@ from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host, HostsConfig
 from exogym.machines.remote.inquiry import ANSWER_S
 from exogym.machines.remote.inspection import Check
-from exogym.machines.remote.orders import HostOrder, inside, orders
+from exogym.machines.remote.orders import LAUNCH, NETWORK, RETRY, RUNS, HostOrder, inside, orders
 from exogym.machines.remote.preflight import check_hosts, require
 from exogym.machines.remote.sync import copies, sync_project, sync_words
 from exogym.machines.remote.watch import RunWatch, pause_s
-from exogym.machines.remote.world import LAUNCH, NETWORK, RETRY, RUNS
 
 
 class SSHLauncher:

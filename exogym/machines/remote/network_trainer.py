@@ -31,8 +31,9 @@ from exogym.machines.remote.elastic.member import membership
 from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
+from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.watching import Watched
-from exogym.machines.remote.world import RUNS, LaunchedPart, same_start
+from exogym.machines.remote.world import LaunchedPart, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
 _fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts

@@ -14,7 +14,13 @@ from exogym.errors import ArgumentError
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host, HostsConfig
-from exogym.machines.remote.world import DEVICE, FIRST_RANK, MEMBERSHIP, SLOTS
+
+# In the environment of a process on a host.
+MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
+NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
+PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
+RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
+RUNS = "runs"
 
 SILENCE_S = 60.0  # who has heard nothing from the controller (or the membership server) for so long ends its part
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it

@@ -17,7 +17,8 @@ from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
 from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
 from exogym.errors import ExoGymError
-from exogym.machines.remote.world import FIT, PROGRESS, RUN, RUNS, send, tell
+from exogym.machines.remote.orders import FIT, PROGRESS, RUN, RUNS
+from exogym.machines.remote.world import send, tell
 
 if TYPE_CHECKING:
     from exogym.machines.remote.launcher import SSHLauncher

@@ -22,12 +22,20 @@ from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import world_size
 from exogym.core.saving.checkpoint_files import list_checkpoints
 from exogym.errors import ModelError
-
-MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
-NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
-PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
-RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
-RUNS = "runs"
+from exogym.machines.remote.orders import (
+    DEVICE,
+    FIRST_RANK,
+    FIT,
+    LAUNCH,
+    MEMBERSHIP,
+    NETWORK,
+    PROGRESS,
+    PROJECT,
+    RETRY,
+    RUN,
+    RUNS,
+    SLOTS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
 from exogym.core.training.options import FitOptions, RunOptions, written_as
 from exogym.study.compare.comparison import SINGLE
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
     from exogym.core.record.metrics import Metric
     from exogym.data.partition import Partitioner
     from exogym.network import Network

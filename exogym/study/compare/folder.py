@@ -25,9 +25,6 @@ from exogym.core.base.locks import Lock, acquire
 from exogym.core.clock import Span
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
-from exogym.core.saving.checkpoint import differences
-from exogym.core.saving.checkpoint_files import list_checkpoints
-from exogym.core.saving.export import load_history, save_history
 from exogym.errors import ArgumentError
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.plots import Strip
@@ -125,6 +122,8 @@ class Folder:
 
     def keep(self, label: str, seed: int, outcome: Outcome) -> None:
         """Write what came out of a run; its checkpoints are needed no more."""
+        from exogym.core.saving.export import save_history  # loads torch, which a page over folders does without
+
         child = self.child(label, seed)
         child.mkdir(exist_ok=True)
         if outcome.history is not None:
@@ -142,6 +141,8 @@ class Folder:
 
     def outcome(self, label: str, seed: int) -> Outcome | None:
         """Return what `keep` wrote of a run, or None where the run is still to be taken to its end."""
+        from exogym.core.saving.export import load_history
+
         child = self.child(label, seed)
         if not (child / OUTCOME).exists():
             return None
@@ -154,6 +155,8 @@ class Folder:
 
     def drop_if_empty(self) -> bool:
         """Remove a new folder, and what was made above it, if no run ended well or was saved; return whether it was."""
+        from exogym.core.saving.checkpoint_files import list_checkpoints
+
         kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
         if kept or not self._made:
             return False
@@ -170,6 +173,8 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
     Raises:
         ArgumentError: the message lists what differs.
     """
+    from exogym.core.saving.checkpoint import differences
+
     before = {key: saved.get(key) for key in (*asked, "options")}  # "options" are there if any has not its default
     if unlike := differences(before, json.loads(json.dumps(asked))):
         raise ArgumentError(
