@@ -1,4 +1,4 @@
-"""`exogym cluster`: job scripts for SLURM, manifests for Kubernetes, and what SLURM says of a job."""
+"""`exogym cluster`: job scripts for SLURM, manifests for Kubernetes, and the state of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from exogym.errors import ArgumentError
 from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
 from exogym.machines.cluster.kubernetes import document
 
-app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; look after jobs of SLURM.")
+app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; watch SLURM jobs.")
 WORDS = {"allow_interspersed_args": False}  # behind the script all words are its own
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGUMENTS]...", help="The script's own; behind -- if they look like options of the job."),
+    typer.Argument(
+        metavar="[ARGUMENTS]...", help="The script's arguments; put -- before them if they look like job options."
+    ),
 ]
 JobNumber = Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as submitted.")]
 Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
-Processes = Annotated[int | None, typer.Option(metavar="P", help="On each. [default: one a GPU, else 1]")]
+Processes = Annotated[int | None, typer.Option(metavar="P", help="Processes per machine. [default: one per GPU, or 1]")]
 
 
 class _OfScript(typer.core.TyperCommand):
@@ -66,9 +68,8 @@ class _OfScript(typer.core.TyperCommand):
             right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
             as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
             raise ArgumentError(
-                f"{ours[0].partition('=')[0]} stands after the script, where words are the script's own. Options of "
-                f"the job stand before it: {ctx.command_path} {right}. If it is the script's: {ctx.command_path} "
-                f"{as_theirs}"
+                f"{ours[0].partition('=')[0]} stands after the script. For the job, put it before the script: "
+                f"{ctx.command_path} {right}. For the script, put -- before it: {ctx.command_path} {as_theirs}"
             )
         return [*words[:end], *words[end + 1 :]]
 
@@ -79,26 +80,29 @@ def slurm(
     arguments: Arguments = None,
     nodes: Nodes = 1,
     processes_per_node: Processes = None,
-    name: Annotated[str, typer.Option(help="Of the job, and of its log.")] = "exogym",
-    time: Annotated[str | None, typer.Option(metavar="T", help="Limit, as 12:00:00 or 1-00:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
-    account: Annotated[str | None, typer.Option(help="Who pays.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the job and its log.")] = "exogym",
+    time: Annotated[str | None, typer.Option(metavar="T", help="Time limit, as 12:00:00 or 1-00:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     cpus: Annotated[int | None, typer.Option(metavar="N", help="Processors on each machine.")] = None,
     gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs on each machine.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="M", help="Of each machine, as 64G.")] = None,
-    before: Annotated[int, typer.Option(metavar="SECONDS", help="Save so long before the limit.")] = 120,
-    port: Annotated[int | None, typer.Option(metavar="PORT", help="Where they meet. [by the job's number]")] = None,
-    restarts: Annotated[int, typer.Option(metavar="N", help="Starts at most that the job asks for itself.")] = 100,
-    python: Annotated[str, typer.Option(metavar="PATH", help="The interpreter there.")] = sys.executable,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="The script's current folder there.")] = Path("."),
-    out: Annotated[Path, typer.Option(metavar="FILE", help="For the job script.")] = Path("job.sh"),
-    submit_it: Annotated[bool, typer.Option("--submit", help="Submit it, once SLURM finds it right.")] = False,
+    memory: Annotated[str | None, typer.Option(metavar="M", help="Memory of each machine, as 64G.")] = None,
+    before: Annotated[int, typer.Option(metavar="SECONDS", help="Save this long before the time limit.")] = 120,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port where the machines meet. [default: from the job's number]")
+    ] = None,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts that the job may ask for.")] = 100,
+    python: Annotated[str, typer.Option(metavar="PATH", help="Python on the machines.")] = sys.executable,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the script runs.")] = Path("."),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the job script.")] = Path("job.sh"),
+    submit_it: Annotated[bool, typer.Option("--submit", help="Submit the job after SLURM has checked it.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the script of a job that SLURM can preempt, and submit it with --submit.
+    """Write a job script for SLURM, and submit it with --submit.
 
-    The script that it runs calls fit(save_dir=..., resume=True). All machines see the folder, Python and save_dir.
+    SLURM may preempt the job. Your script must call fit(save_dir=..., resume=True). All machines must share the folder,
+    Python and save_dir.
     """
     job = SlurmJob(
         script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
@@ -112,32 +116,34 @@ def slurm(
         print(number)
         notice(f"submitted; exogym cluster status {number}, logs {number}, cancel {number}")
     else:
-        notice(f"written: {out}; sbatch {out} submits it")
+        notice(f"written: {out}; submit it with sbatch {out}")
 
 
 @app.command("kubernetes", cls=_OfScript, context_settings=WORDS)
 def kubernetes(
     script: Script,
     arguments: Arguments = None,
-    image: Annotated[str, typer.Option(help="As the cluster pulls it.")] = "exogym:latest",
+    image: Annotated[str, typer.Option(help="Image that the cluster pulls.")] = "exogym:latest",
     nodes: Nodes = 1,
     processes_per_node: Processes = None,
-    name: Annotated[str, typer.Option(help="Of the run.")] = "exogym",
-    namespace: Annotated[str, typer.Option(help="Where it is made.")] = "default",
-    cpus: Annotated[str, typer.Option(metavar="Q", help="Of a pod, as 2 or 500m.")] = "2",
-    memory: Annotated[str, typer.Option(metavar="Q", help="Of a pod, as 4Gi.")] = "4Gi",
-    gpus: Annotated[int, typer.Option(metavar="N", help="Of a pod.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "exogym",
+    namespace: Annotated[str, typer.Option(help="Namespace of the run.")] = "default",
+    cpus: Annotated[str, typer.Option(metavar="Q", help="Processors of a pod, as 2 or 500m.")] = "2",
+    memory: Annotated[str, typer.Option(metavar="Q", help="Memory of a pod, as 4Gi.")] = "4Gi",
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of a pod.")] = 0,
     claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for checkpoints.")] = "exogym-checkpoints",
-    mount: Annotated[str, typer.Option(metavar="DIR", help="Where it is in the pods.")] = "/checkpoints",
-    grace: Annotated[int, typer.Option(metavar="SECONDS", help="To save in, when a pod is to end.")] = 120,
-    restarts: Annotated[int, typer.Option(metavar="N", help="Failures of the run; preemptions do not count.")] = 10,
-    kind: Annotated[str, typer.Option(help="job, or pytorchjob where the training operator is.")] = "job",
+    mount: Annotated[str, typer.Option(metavar="DIR", help="Folder of the claim in the pods.")] = "/checkpoints",
+    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Time to save before a pod ends.")] = 120,
+    restarts: Annotated[
+        int, typer.Option(metavar="N", help="Failures that are allowed; preemptions do not count.")
+    ] = 10,
+    kind: Annotated[str, typer.Option(help="job, or pytorchjob for the training operator.")] = "job",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
-    """Write the manifests of a run whose pods may be preempted, and a Dockerfile for its image.
+    """Write manifests for Kubernetes, and a Dockerfile for the image.
 
-    The script that it runs calls fit(save_dir=MOUNT, resume=True).
+    The pods may be preempted. Your script must call fit(save_dir=MOUNT, resume=True).
     """
     pods = Pods(
         script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,
@@ -152,7 +158,7 @@ def kubernetes(
 
 @app.command("status")
 def status(job: JobNumber, debug: Debug = False) -> None:
-    """Say what SLURM says of a job."""
+    """Show the state of a SLURM job."""
     for name, value in status_of(job).items():
         print(f"{name.replace('_', ' ')}: {plain(value)}")
 
@@ -160,10 +166,10 @@ def status(job: JobNumber, debug: Debug = False) -> None:
 @app.command("logs")
 def logs(
     job: JobNumber,
-    lines: Annotated[int, typer.Option(metavar="N", min=1, help="The last so many.")] = 100,
+    lines: Annotated[int, typer.Option(metavar="N", min=1, help="Number of last lines.")] = 100,
     debug: Debug = False,
 ) -> None:
-    """Print what a job of SLURM's has written last."""
+    """Print the last lines of a SLURM job's log."""
     with log_of(job).open(encoding="utf-8", errors="replace") as file:
         for line in deque(file, maxlen=lines):
             print(plain(line.rstrip("\n").expandtabs()))
@@ -171,9 +177,9 @@ def logs(
 
 @app.command("cancel")
 def end(job: JobNumber, debug: Debug = False) -> None:
-    """End a job of SLURM's; its processes save first, where the script has a save_dir."""
+    """Cancel a SLURM job; it saves first if the script has a save_dir."""
     cancel(job)
-    notice(f"job {job} is cancelled")
+    notice(f"job {job} is canceled")
 
 
 def _write(path: Path, text: str) -> None:

@@ -152,8 +152,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console = console_on(sys.stdout)
     if not rows:
         console.print(
-            "no computer was found: start exogym agent on the other computers of this network. If mDNS does not reach them "
-            "(guest networks, firewalls on UDP 5353), give --at ADDRESS", soft_wrap=True,
+            "no computer was found: start exogym agent on the other computers of this network. If mDNS does not reach "
+            "them (guest networks, firewalls on UDP 5353), give --at ADDRESS", soft_wrap=True,
         )  # fmt: skip
         return
     table = Table("name", "address", "", box=None, pad_edge=False)

@@ -30,29 +30,32 @@ JOB = "exogym.machines.remote.job"
 def distributed_train(
     profile: Annotated[str, typer.Argument(metavar="PROFILE", help="NAME of a section [distributed:NAME].")],
     hosts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The hosts. [default: the profile's hosts_config]")
+        Path | None, typer.Option(metavar="FILE", help="Hosts file. [default: the profile's hosts_config]")
     ] = None,
-    config: Annotated[Path, typer.Option(metavar="FILE", help="The file that holds the profile.")] = Path("config.ini"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of save_dir.")] = False,
-    sync: Annotated[bool, typer.Option("--sync", help="First copy the current folder to the hosts, by rsync.")] = False,
+    config: Annotated[Path, typer.Option(metavar="FILE", help="File with the profile.")] = Path("config.ini"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in save_dir.")] = False,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="First copy the current folder to the hosts, with rsync.")
+    ] = False,
     network: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A measurement of these hosts, to hold the run against. [default: measured.json]"
+            metavar="FILE", help="Measurement of these hosts, to compare the run with. [default: measured.json]"
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command, and run none.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command and run nothing.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train on several hosts over SSH. Prints what all ranks print; the final model comes into a new folder in runs/.
+    """Train on several hosts over SSH.
 
-    At the end it says how far the step that exogym doctor --measure lets one expect was off, and what this run saw of
-    the hosts is in measured.json of its folder. Exit status: 0, or that of the first host that failed.
+    Prints the output of all ranks, and fetches the final model into a new folder in runs/. If exogym doctor --measure
+    was run before, the last line compares its predicted step with this run. The folder's measured.json holds this run's
+    own measurement. Exit status: 0, or the status of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)
     file = hosts or run.hosts_config
     if file is None:
-        raise ArgumentError("which hosts? Give --hosts FILE, or hosts_config in the profile")
+        raise ArgumentError("no hosts file: give --hosts FILE, or hosts_config in the profile")
     known = HostsConfig.load(file)
     if run.nodes is not None and run.nodes < known.slots:
         raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
@@ -67,7 +70,7 @@ def distributed_train(
     if expected is not None and "plan" in description:
         print(held_against(expected, description, description["seen"]["step_s"]))
     elif expected is None and (folder / MEASURED_FILE).exists():
-        print(f"nothing was predicted: exogym doctor --hosts {file} --measure, before a run, writes {MEASURED_FILE}")
+        print(f"no prediction to compare with: exogym doctor --hosts {file} --measure writes {MEASURED_FILE}")
 
 
 def launcher_of(run: RunProfile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
@@ -113,7 +116,7 @@ def train(
     try:
         lines = hand_over(run.task, run.data, options_of(run.task_options), folder / names(1)[0])
     except (ExoGymError, OSError) as error:
-        lines = [f"the model is in that file only; it could not be handed over as a model to use: {error}"]
+        lines = [f"the model is only in that file; making a model to use failed: {error}"]
     print("\n".join(lines))
     return folder, found
 

@@ -1,4 +1,4 @@
-"""`exogym doctor`: look at the hosts of a hosts file, and say what to do about what is wrong."""
+"""`exogym doctor`: check the hosts of a hosts file, and name a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 
 
 def doctor(
-    hosts: Annotated[Path, typer.Option(metavar="FILE", help="The hosts, see docs/real_machines.md.")] = Path(
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file, see docs/real_machines.md.")] = Path(
         "distributed_hosts.json"
     ),
-    sync: Annotated[bool, typer.Option("--sync", help="The project will be copied; see that it can be.")] = False,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="Check that the project can be copied, instead of its files.")
+    ] = False,
     save_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="See whether all hosts can write to this folder, and whether they share it."),
+        typer.Option(metavar="DIR", help="Check that all hosts can write to this folder, and whether they share it."),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Then time every collective and pair of hosts there, for advise --network."),
+        typer.Option("--measure", help="Then time every collective and pair of hosts, for advise --network."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="For what --measure finds. [default: measured.json]")
+        Path | None, typer.Option(metavar="FILE", help="File for the measurement. [default: measured.json]")
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --measure: also a step of this task, a name or module:function."),
+        typer.Option(metavar="NAME", help="With --measure: also time a step of this task, NAME or module:function."),
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Of --measure, bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"),
+        typer.Option(metavar="LIST", help="Bytes to measure. [default: 4096,65536,262144,1048576,4194304,16777216]"),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
     debug: Debug = False,
 ) -> None:
-    """Look at all hosts: login, Python, versions, code, port, disk, clock, device, and the ways between them.
+    """Check all hosts before a run, and name a remedy for each problem.
 
-    The project's code is compared with that in the current folder. Nothing is started there; with --save-dir a small
-    file is written and removed. Exit status 1 if anything is wrong; the last lines say what to do. With --measure
-    the self-test runs on the hosts, if all is well, and what predictions start from is written here.
+    Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The project's
+    code must equal the current folder's. Nothing is started on the hosts; --save-dir writes and removes a small file.
+    Exit status 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts and writes the
+    measurement for predictions here.
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:
@@ -66,7 +69,7 @@ def doctor(
         numbers = numbers_of("--sizes", sizes)
         probed = None if numbers is None else [int(size) for size in numbers]
         measure_hosts(config, file, sync=sync, task=task, sizes_bytes=probed)
-        print(f"measured: {file}; exogym advise --network {file} --step-seconds ... starts from it")
+        print(f"written: {file}, for exogym advise --network {file} --step-seconds ...")
 
 
 def print_checks(checks: Sequence[Check], file: TextIO) -> None:

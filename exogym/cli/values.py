@@ -18,10 +18,10 @@ KEY_FILE = "~/.ssh/exogym_ed25519"
 Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
 At = Annotated[
     list[str] | None,
-    typer.Option("--at", metavar="IP[:PORT]", help="Ask there, where mDNS does not reach; may be given again."),
+    typer.Option("--at", metavar="IP[:PORT]", help="Ask this address, if mDNS does not reach it. Repeatable."),
 ]
-KeyFile = Annotated[str, typer.Option(metavar="FILE", help="Private key to log in with; made where it is not there.")]
-SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="For ssh -F. [default: your own SSH config]")]
+KeyFile = Annotated[str, typer.Option(metavar="FILE", help="Private key for the login; made if it does not exist.")]
+SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="File for ssh -F. [default: your SSH config]")]
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 

@@ -180,7 +180,7 @@ def test_a_killed_worker_costs_no_bit(
     text = (project / "said").read_text()
     assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in text
     assert "not used here: unknown_to_us" in text and "validation loss" in text.splitlines()[-2]
-    assert text.splitlines()[-1].startswith("nothing was predicted: exogym doctor")
+    assert text.splitlines()[-1].startswith("no prediction to compare with: exogym doctor")
 
     monkeypatch.syspath_prepend(project)
     import mytask  # type: ignore[import-not-found]

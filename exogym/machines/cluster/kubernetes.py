@@ -76,7 +76,7 @@ class Pods:
             raise ArgumentError(f"mount={self.mount!r} must be an absolute path without ':' and '..'")
         check_arguments((self.script, self.mount, *self.arguments))
         if not self.script:
-            raise ArgumentError("which script? Give the path of a Python file in the image")
+            raise ArgumentError("no script: give the path of a Python file in the image")
 
     @property
     def processes(self) -> int:

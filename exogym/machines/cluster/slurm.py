@@ -29,7 +29,7 @@ TEMPLATE = """\
 set -u
 cd -- {folder} || exit 1
 
-EXOGYM_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # whoever joins the run must know it
+EXOGYM_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # processes must know it to join the run
 export EXOGYM_SECRET EXOGYM_SIGTERM_ONCE=1
 
 # SLURM sends TERM to all processes when the job is preempted or cancelled, and some time before the limit USR1 to this
@@ -47,7 +47,7 @@ while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 # 143: ended by TERM. A job that was cancelled is not running any more.
 state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
 if [ "$code" -eq 143 ] && [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
-    echo "the run was told to save itself, and is to be started again" >&2
+    echo "the run has saved itself and will start again" >&2
     exec scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -110,7 +110,7 @@ class SlurmJob:
             check_word("memory", self.memory, MEMORY, "a whole number with K, M, G or T, as 16G")
         check_arguments((self.script, self.folder, self.python, *self.arguments))
         if not self.script:
-            raise ArgumentError("which script? Give the path of a Python file")
+            raise ArgumentError("no script: give the path of a Python file")
 
     @property
     def processes(self) -> int:
@@ -146,7 +146,7 @@ def submit(script: Path, job: SlurmJob) -> int:
     for more in (["--test-only"], ["--parsable"]):
         done = _slurm("sbatch", f"--chdir={job.folder}", *more, "--", str(script))
         if done.returncode:
-            raise ArgumentError(f"SLURM refuses the job: {_said(done)}")
+            raise ArgumentError(f"SLURM rejects the job: {_said(done)}")
     return int(done.stdout.strip().partition(";")[0])
 
 
@@ -168,7 +168,7 @@ def log_of(job: int) -> Path:
     """
     path = Path(_facts(job).get("StdOut", ""))
     if not path.is_file():
-        raise ExoGymError(f"job {job} has written nothing yet that is seen from here: {str(path)!r} is not there")
+        raise ExoGymError(f"job {job} has no log yet on this machine: {str(path)!r} does not exist")
     return path
 
 

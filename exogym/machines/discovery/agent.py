@@ -59,7 +59,7 @@ class Agent:
         try:
             self._listener = listen(address, port)
         except OSError as error:
-            raise ArgumentError(f"port {port} of {address}: {error.strerror}: give another one with --port") from None
+            raise ArgumentError(f"port {port} of {address}: {error.strerror}: give another --port") from None
         self.port: int = self._listener.getsockname()[1]
         self._calls: dict[socket.socket, str] = {}  # open ones, the oldest first, with where each comes from
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class Agent:
 
     def _show_code(self, code: str | None) -> None:
         if code is None:
-            self.show("too many wrong codes: nobody can pair any more, until exogym agent is started again")
+            self.show("too many wrong codes: pairing is closed until you restart exogym agent")
         else:
             self.show(f"code for pairing: {shown_code(code)}")
 
@@ -136,7 +136,7 @@ class Agent:
             return opened is not None
 
         if not self.codes.redeem(code, proves):
-            self.show(f"{address} tried to pair, with a wrong code")
+            self.show(f"{address} tried to pair with a wrong code")
             return line.tell({"refused": "code"})
         exchange.seal(self._welcome(exchange, request, address))
 
@@ -145,14 +145,12 @@ class Agent:
         name = plain_name(str(request.get("name"))[:100])
         told = (request.get("address"), request.get("agent_address"))
         if told != (address, self.address):
-            self.show(f"not paired with {name}: it is at {address} here and at {str(told[0])[:40]!r} as it says itself")
+            self.show(f"not paired with {name}: its address is {address}, but it claims {str(told[0])[:40]!r}")
             return {"refused": "address"}
         try:
             key = login.public_key(request.get("public_key"))
             if not login.signed(key, exchange.statement(key), request.get("signature")):
-                self.show(
-                    f"not paired with {name} at {address}: it did not prove that the key which it sent is its own"
-                )
+                self.show(f"not paired with {name} at {address}: it did not prove that it owns the key that it sent")
                 return {"refused": "key"}
             added = login.authorize(self._authorized_keys, key, address, name)
         except (OSError, ArgumentError) as error:
@@ -160,9 +158,11 @@ class Agent:
             return {"refused": "login"}
         where, user = os.path.expanduser(self._authorized_keys), self._login["user"]
         if added:
-            how = f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to take it back"
+            how = (
+                f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to undo the pairing"
+            )
         else:
-            how = f"a line of yours in {where} lets its key in already; that line stays as it is, and none is added"
+            how = f"your own line in {where} already admits its key; nothing is changed"
         self.show(f"paired with {name} at {address}: {how}")
         return {**self._login, "facts": self._facts}
 

@@ -24,7 +24,7 @@ PORT = 8422
 LEAST_PORT = 1024
 MOST_FOUND, AT_ONCE = 64, 16
 ASK_S, RESOLVE_MS = 3.0, 500
-MDNS_PORT = "see that UDP port 5353 may be used"
+MDNS_PORT = "allow UDP port 5353"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def own_address(given: str | None = None) -> str:
     if given is not None:
         if given not in addresses:
             known = ", ".join(addresses) or "it has none"
-            raise ArgumentError(f"--address={given!r} is none of this computer's: {known}")
+            raise ArgumentError(f"--address={given!r} is no address of this computer: {known}")
         return given
     if not addresses:
         raise ArgumentError("this computer has no address in any network: connect it to one")

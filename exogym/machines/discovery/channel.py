@@ -37,11 +37,11 @@ LENGTH_BYTES = 4
 DIGITS = 6
 CALLER, AGENT = "caller", "agent"
 REFUSALS = {
-    "code": "the code is not the one that is shown there now: look again, and type it as it stands there",
-    "closed": "too many wrong codes were tried there: start exogym agent there again",
-    "key": "this computer did not prove that it holds the private key of what it sent: give a key of yours with --key",
-    "address": "somebody between the two computers changes addresses: pair them in one network, without NAT between",
-    "login": "its authorized_keys could not be written: it says there why",
+    "code": "the code differs from the code that it shows now: look again, and type that code",
+    "closed": "too many wrong codes were tried: restart exogym agent there",
+    "key": "this computer did not prove that it owns the key that it sent: give another key with --key",
+    "address": "addresses are changed between the two computers: pair them in one network, without NAT between",
+    "login": "its authorized_keys could not be written: its agent prints the reason",
 }
 
 
@@ -82,7 +82,7 @@ def typed_code(text: str) -> str:
     """
     code = re.sub(r"[\s-]", "", text)
     if not re.fullmatch(rf"[0-9]{{{DIGITS}}}", code):
-        raise ArgumentError(f"{text[:40]!r} is no code: wanted the {DIGITS} digits that exogym agent shows there")
+        raise ArgumentError(f"{text[:40]!r} is no code: give the {DIGITS} digits that exogym agent shows there")
     return code
 
 

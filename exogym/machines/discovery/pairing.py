@@ -65,7 +65,7 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
     try:
         connection = socket.create_connection((address, port), timeout=PAIR_S)
     except OSError as error:
-        raise PairingError(f"{address} port {port} does not answer ({error}): is exogym agent running there?") from None
+        raise PairingError(f"{address} port {port} does not answer ({error}): start exogym agent there") from None
     with connection:
         address = connection.getpeername()[0]
         line = Messages(connection, PAIR_S)
@@ -101,10 +101,10 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
     try:
         HostsConfig.load({"master": entry})
         if not isinstance(keys, list) or not 0 < len(keys) <= MOST_KEYS:
-            raise ArgumentError("it named no host keys")
+            raise ArgumentError("it sent no host keys")
         known = tuple(login.public_key(key) for key in keys)
     except ArgumentError as error:
-        raise PairingError(f"{name} at {address} told what cannot be used: {error}") from None
+        raise PairingError(f"{name} at {address} sent unusable data: {error}") from None
     return Paired(name, entry, known, cleaned(answer.get("facts")))
 
 
@@ -126,9 +126,9 @@ def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_conf
     (host,) = HostsConfig.load(fields).hosts
     try:
         if login.remember(host, paired.host_keys):
-            notice(f"{host.address} had another host key before; the one of now came with the code")
+            notice(f"{host.address} had another host key before; it is replaced by the key from this pairing")
     except OSError as error:
-        raise ExoGymError(f"the host key of {host.address} cannot be remembered: {error}") from None
+        raise ExoGymError(f"the host key of {host.address} cannot be saved: {error}") from None
     ask(host, "python")
     write_entry(hosts_file, entry, ssh_config)
     return host
@@ -151,7 +151,7 @@ def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_conf
     if ssh_config is not None:
         if fields and fields.get("ssh_config_path") != ssh_config:
             there = fields.get("ssh_config_path")
-            raise ArgumentError(f"{os.fspath(path)} has ssh_config_path={there!r}, not {ssh_config!r}: give that one")
+            raise ArgumentError(f"{os.fspath(path)} has ssh_config_path={there!r}, not {ssh_config!r}: give the file's")
         fields["ssh_config_path"] = ssh_config
     hosts = [fields["master"], *fields.get("workers", [])] if "master" in fields else []
     addresses = [host if isinstance(host, str) else host["address"] for host in hosts]

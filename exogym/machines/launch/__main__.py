@@ -20,17 +20,20 @@ from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.launcher import DistributedLauncher
 
 HELP = {
-    "nproc_per_node": (int, "processes on this node"),
-    "nnodes": (int, "nodes that take part; start the launcher once on each"),
-    "node_rank": (int, "which of the nodes this is, 0 to nnodes - 1"),
-    "master_addr": (str, "name or address of node 0, needed with several nodes"),
-    "master_port": (int, "port of node 0 where the nodes meet (29500 with several nodes, else any free one)"),
+    "nproc_per_node": (int, "processes on this machine"),
+    "nnodes": (int, "machines; start the launcher once on each"),
+    "node_rank": (int, "number of this machine, 0 to nnodes - 1"),
+    "master_addr": (str, "name or address of machine 0, needed with several machines"),
+    "master_port": (
+        int,
+        "port of machine 0 where the machines meet (29500 with several machines, otherwise any free port)",
+    ),
     "backend": (str, "gloo or nccl, for scripts whose init_process_group() names none"),
-    "max_restarts": (int, "times all processes are started again after one failed"),
-    "monitor_interval": (float, "seconds between two looks at the processes"),
-    "start_timeout": (int, "seconds within which all nodes must be there"),
-    "log_dir": (str, "folder for what each rank prints: training_rank_{rank}.log, appended to"),
-    "first_rank": (int, "added to the ranks in what is printed, where this launch is a part of something greater"),
+    "max_restarts": (int, "restarts of all processes after a failure"),
+    "monitor_interval": (float, "seconds between two checks of the processes"),
+    "start_timeout": (int, "seconds within which all machines must arrive"),
+    "log_dir": (str, "folder for the output of each rank: training_rank_{rank}.log, appended to"),
+    "first_rank": (int, "number added to the printed ranks, if this launch is part of a larger run"),
 }
 ALIKE = 0.85  # a script's option this near to one of the launcher's is taken for a slip
 
@@ -45,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m exogym.launch",
         usage="%(prog)s [options] script.py [script arguments]\n       %(prog)s [options] -m module [arguments]",
         description="Run a script in several processes, on one machine or many.",
-        epilog="Options may stand before or after the script; behind -- everything is the script's. Each process finds "
+        epilog="Options may stand before or after the script; all words after -- are the script's. Each process finds "
         "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.",
         allow_abbrev=False,
     )
@@ -96,8 +99,8 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
             script = word
         elif word.startswith("--") and (alike := difflib.get_close_matches(name, known, 1, ALIKE)):
             raise ArgumentError(
-                f"{word.partition('=')[0]} stands after the script and looks like {alike[0]}: correct it, or put it "
-                "behind -- if it is meant for the script"
+                f"{word.partition('=')[0]} after the script resembles {alike[0]}: correct it, or put -- before it "
+                "if it belongs to the script"
             )
         else:
             arguments.append(word)
@@ -112,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options = vars(_parser().parse_args(own))
         del options["module"]
         if script is None:
-            raise ArgumentError("which script? Give one: python -m exogym.launch --nproc_per_node 2 script.py")
+            raise ArgumentError("no script: give one, as in python -m exogym.launch --nproc_per_node 2 script.py")
         return DistributedLauncher(LaunchConfig(**options)).launch(script, *arguments, module=module)
     except KeyboardInterrupt:
         print("exogym.launch: interrupted", file=STDERR)

@@ -40,7 +40,7 @@ class LaunchConfig:
     >>> LaunchConfig(nproc_per_node=4, nnodes=2)
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: nnodes=2 needs master_addr=: the name or address of node 0
+    exogym.errors.ArgumentError: nnodes=2 needs master_addr=: the name or address of machine 0
     """
 
     nproc_per_node: int = 1
@@ -70,11 +70,11 @@ class LaunchConfig:
         if self.first_rank is not None:
             check_count("first_rank", self.first_rank, least=0)
         if self.node_rank >= self.nnodes:
-            raise ArgumentError(f"node_rank={self.node_rank} is not a node of nnodes={self.nnodes}: count from 0")
+            raise ArgumentError(f"node_rank={self.node_rank} is not among nnodes={self.nnodes}: count from 0")
         if self.nnodes > 1 and self.master_addr is None:
-            raise ArgumentError(f"nnodes={self.nnodes} needs master_addr=: the name or address of node 0")
+            raise ArgumentError(f"nnodes={self.nnodes} needs master_addr=: the name or address of machine 0")
         if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):
-            raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of node 0")
+            raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of machine 0")
         if self.master_port is not None:
             check_port("master_port", self.master_port)
         check_number("monitor_interval", self.monitor_interval, over=0, more=" seconds")

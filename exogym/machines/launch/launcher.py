@@ -169,25 +169,25 @@ class DistributedLauncher:
         config, cause = self.config, error.__cause__ or error
         if isinstance(cause, WrongSecret):
             return TrainingError(
-                f"{cause}: give {SECRET} the same text on all nodes, or another master_port= if that run goes on"
+                f"{cause}: set {SECRET} to the same text on all machines, or give another master_port= if that run continues"
             )
         number = cause.errno if isinstance(cause, OSError) else None
         if number == errno.EADDRINUSE:
             return ArgumentError(
                 f"port {config.port} is taken on this machine: give another master_port=, the "
-                "same on all nodes (with one node, leave it out: a free one is found)"
+                "same on all machines (with one machine, leave it out: a free port is found)"
             )
         if number == errno.EADDRNOTAVAIL:
             return ArgumentError(
-                f"master_addr={config.address!r} is the address of no interface of this machine: give one that is "
-                "(`ip addr`, macOS: ifconfig), or start this node as another than node_rank=0"
+                f"master_addr={config.address!r} belongs to no interface of this machine: give an address "
+                "of this machine (`ip addr`, macOS: ifconfig), or a node_rank other than 0"
             )
         if node.attempt >= 0 and not isinstance(error, RendezvousTimeoutError):
-            return TrainingError(f"the nodes are not all there any more: {cause}")
+            return TrainingError(f"a machine has left the run: {cause}")
         return TrainingError(
-            f"not all of the nnodes={config.nnodes} nodes met at {config.endpoint} within "
+            f"not all nnodes={config.nnodes} machines met at {config.endpoint} within "
             f"start_timeout={config.start_timeout} seconds: start the launcher on each with the same nnodes, "
-            "master_addr and master_port, and its own node_rank; this is node "
+            "master_addr and master_port, and its own node_rank; this is machine "
             f"{config.node_rank} ({type(error).__name__}: {cause})"
         )
 

@@ -121,7 +121,7 @@ class Link:
             with self._sending:
                 self.connection.sendall(json.dumps(what).encode() + b"\n")
         except OSError as error:
-            self.store.fail(f"the launcher of node 0 cannot be reached: {error}")
+            self.store.fail(f"the launcher of machine 0 cannot be reached: {error}")
 
     def _listen(self) -> None:
         why = "it has ended"
@@ -131,7 +131,7 @@ class Link:
                     self.store.hear(json.loads(line))
             except (OSError, ValueError, KeyError) as error:
                 why = str(error)
-        self.store.fail(f"the launcher of node 0 is lost: {why}")
+        self.store.fail(f"the launcher of machine 0 is lost: {why}")
 
 
 class Relay:

@@ -79,8 +79,8 @@ class OrderedRendezvous(RendezvousHandler):
         if node.rank == 0:
             if not secret:
                 notice(
-                    f"{SECRET} is not set, so whoever reaches port {port} of {node.address} can disturb this run: give "
-                    "it the same long random text on all nodes"
+                    f"{SECRET} is not set, so anybody who reaches port {port} of {node.address} can disturb this run: set "
+                    "it to the same long random text on all machines"
                 )
             self.host = MeetingPlace(node.address, port, secret)
             port = self.host.port
@@ -123,14 +123,14 @@ class OrderedRendezvous(RendezvousHandler):
         place = store.add(f"{before}/came", 1) - 1
         if place >= n:
             raise ArgumentError(
-                f"nnodes={n} nodes are there already: this one, node_rank={self.node.rank}, is too many"
+                f"nnodes={n} machines have met already: this one, node_rank={self.node.rank}, is too many"
             )
         store.set(f"{before}/claim/{place}", str(self.node.rank))
         all_came = store.later("get", [f"{before}/claim/{i}" for i in range(n)])
         left = store.later("get", [LEFT])
         wait([all_came, left], self.node.start_timeout_s, FIRST_COMPLETED)
         if not all_came.done() and not left.done():
-            raise RendezvousTimeoutError(f"only {store.add(f'{before}/came', 0)} of {n} came")
+            raise RendezvousTimeoutError(f"only {store.add(f'{before}/came', 0)} of {n} arrived")
         if not all_came.done():
             raise RendezvousClosedError(f"{unpacked(_said(left)[0]).decode()} has ended")
         claims = sorted(int(unpacked(text)) for text in _said(all_came))
@@ -139,7 +139,7 @@ class OrderedRendezvous(RendezvousHandler):
             seen = store.later("get", [f"{before}/seen/{i}" for i in range(n)])
             wait([seen], FAREWELL_S)  # the meeting goes with its node, so nobody leaves before all know
             raise ArgumentError(
-                f"the {n} nodes gave node_rank={', '.join(map(str, claims))}: each of 0 to {n - 1} is wanted once"
+                f"the {n} machines gave node_rank={', '.join(map(str, claims))}: give each of 0 to {n - 1} once"
             )
         self._next = store.later("get", [f"exogym/{self.node.attempt + 1}/came"])
 

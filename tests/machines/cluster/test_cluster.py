@@ -117,7 +117,7 @@ def test_sigterm_twice_in_a_job_is_sigterm_once(monkeypatch: pytest.MonkeyPatch)
     ],
 )  # fmt: skip
 def test_words_of_slurm_that_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=r"must be|holds a zero byte|which script"):
+    with pytest.raises(ArgumentError, match=r"must be|holds a zero byte|no script"):
         SlurmJob(**{"script": "train.py", **wrong})
 
 
@@ -268,7 +268,7 @@ def expanded(words: list[str]) -> list[str]:
     ],
 )  # fmt: skip
 def test_words_of_kubernetes_that_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=r"must be|is not one of|holds a zero byte|which script"):
+    with pytest.raises(ArgumentError, match=r"must be|is not one of|holds a zero byte|no script"):
         Pods(**{"script": "train.py", **wrong})
 
 
@@ -312,7 +312,7 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
 
         cluster.wait(lambda: bool(list(Path("kept").glob("step_*/run.json"))), "a checkpoint")
         cluster.run("scancel", "--batch", "--signal=USR1", job)  # as SLURM does before the limit
-        cluster.wait(lambda: "is to be started again" in log(), "the job to notice")
+        cluster.wait(lambda: "will start again" in log(), "the job to notice")
         cluster.wait(lambda: "going on from step" in log(), "the job to go on")
         assert cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
         cluster.wait(lambda: state()["state"] in ("COMPLETED", "FAILED"), "the job to end")
@@ -324,7 +324,7 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
         assert main(["cluster", "cancel", "999999"]) == 2
         job = cluster.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap", "sleep 600").strip()
         cluster.wait(lambda: state()["state"] == "RUNNING", "another job to run")
-        assert main(["cluster", "cancel", job]) == 0 and f"job {job} is cancelled" in capsys.readouterr().err
+        assert main(["cluster", "cancel", job]) == 0 and f"job {job} is canceled" in capsys.readouterr().err
         cluster.wait(lambda: state()["state"] == "CANCELLED", "it to end")
     assert Path("away.safetensors").read_bytes() == Path("alone.safetensors").read_bytes()
 

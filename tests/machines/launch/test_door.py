@@ -334,7 +334,7 @@ def test_nodes_learn_that_another_one_is_gone(lost: int) -> None:
     assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
     nodes[lost].shutdown()
     other = nodes[1 - lost]
-    with pytest.raises(RendezvousError, match=f"node {lost} has ended|the launcher of node {lost} "):
+    with pytest.raises(RendezvousError, match=f"node {lost} has ended|the launcher of machine {lost} "):
         other.next_rendezvous()
     other.shutdown()
 

@@ -482,7 +482,7 @@ def test_nodes_that_do_not_meet(script):
     path = script("")
     options = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": processes.free_port(), "start_timeout": 1}
     for rank in (0, 1):
-        with pytest.raises(TrainingError, match=f"not all of the nnodes=2 nodes met at 127.0.0.1.*this is node {rank}"):
+        with pytest.raises(TrainingError, match=f"not all nnodes=2 machines met at 127.0.0.1.*this is machine {rank}"):
             launch_distributed_training(path, node_rank=rank, **options)
     with pytest.raises(ArgumentError, match="leads to no machine"):
         check_address("no.such.host.invalid")
@@ -508,7 +508,7 @@ def test_two_nodes_of_one_rank():
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert errors == ["the 3 nodes gave node_rank=0, 1, 1: each of 0 to 2 is wanted once"] * 3
+    assert errors == ["the 3 machines gave node_rank=0, 1, 1: give each of 0 to 2 once"] * 3
 
 
 # What is printed
@@ -609,12 +609,12 @@ def test_options_stand_before_or_after_the_script():
     ("words", "message"),
     [
         ("--nproc 2 train.py", "there is no option --nproc: did you mean '--nproc_per_node'?"),
-        ("train.py --nproc_per_nodes=2", "looks like --nproc_per_node"),
+        ("train.py --nproc_per_nodes=2", "resembles --nproc_per_node"),
         ("--nproc_per_node=x train.py", "invalid int value: 'x'"),
         ("--nproc_per_node=0 train.py", "nproc_per_node=0 must be a whole number of at least 1"),
         ("train.py --backend", "expected one argument"),
-        ("--nnodes 1", "which script?"),
-        ("-m", "which script?"),
+        ("--nnodes 1", "no script"),
+        ("-m", "no script"),
         ("no/such/train.py", "there is no script 'no/such/train.py'"),
         ("--backend mpi train.py", "mpi"),
         ("--backend glou train.py", "did you mean 'gloo'?"),
@@ -640,7 +640,7 @@ def test_help(capsys):
         ({"nproc_node": 2}, "LaunchConfig() has no argument 'nproc_node': did you mean 'nproc_per_node'?"),
         ({"nproc_per_node": True}, "nproc_per_node=True must be a whole number"),
         ({"nnodes": 2}, "nnodes=2 needs master_addr="),
-        ({"node_rank": 1}, "node_rank=1 is not a node of nnodes=1"),
+        ({"node_rank": 1}, "node_rank=1 is not among nnodes=1"),
         ({"master_port": 70000}, "master_port=70000 must be a port"),
         ({"master_addr": " "}, "master_addr=' ' must be"),
         ({"max_restarts": -1}, "max_restarts=-1 must be"),
