@@ -53,6 +53,7 @@ from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.strategy.names import short_names
+from exogym.study.compare.comparison import SINGLE, name_of, plain_name
 from exogym.study.compare.plots import (
     Curve,
     check_matplotlib,
@@ -304,13 +305,24 @@ def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
         return None
     last = _numbers(schema.read(path / "summary.json")) or _newest(path / "records.jsonl")
     description, task = about.get("description") or {}, (parent or {}).get("task")
-    strategy = description.get("strategy")
+    strategy = short_name(description.get("strategy"))
+    if description.get("num_nodes") == 1 and _is_alone(path, parent or {}):
+        strategy = SINGLE
     return Listed(
-        name, path, "run", _state(about, status), short_name(strategy), task,
+        name, path, "run", _state(about, status), strategy, task,
         status.get("step"), status.get("total_steps"), last.get("val_loss"), last.get("val_accuracy"),
         last.get("tx_bytes"), last.get("wall_s"), last.get("time_s"), status.get("started_s") or about.get("started_s"),
         status.get("heartbeat_s"), **_notes(path),
     )  # fmt: skip
+
+
+def _is_alone(path: Path, parent: Row) -> bool:
+    """Say whether a run of a comparison or sweep is one node alone: of itself it tells DDP's strategy."""
+    cells, of_all = parent.get("cells") or {}, (parent.get("arguments") or {}).get("strategy")
+    texts = {label: str(cell.get("strategy", of_all)) for label, cell in cells.items()}
+    texts |= {label: label for label in parent.get("strategies") or {}}
+    label = path.name.rpartition("-seed-")[0]
+    return any(name_of(text) == SINGLE and plain_name(each) == label for each, text in texts.items())
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> Listed | None:

@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.core.training.options import in_full
+from exogym.core.training.options import RunOptions, in_full
 from exogym.errors import ArgumentError
+from exogym.study.compare.asked import PASSED_AS_TEXT
 from exogym.study.compare.folder import Folder
 from exogym.study.runs import what_is
 from exogym.study.sweep.axes import arguments_of
 
 OF_A_COMPARISON = (
     *("data", "num_nodes", "max_steps", "batch_size", "lr", "partitioner", "device", "network", "step_seconds"),
-    *("speeds", "target_loss"),
+    *("speeds", "target_loss", "val_size", "val_interval"),
 )
 Row = dict[str, Any]
 
@@ -84,7 +85,12 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
     if kind == "sweep":
         strategy, own = arguments_of(in_full(entries[strategy]), str(given.get("strategy")))
     given = in_full(given)
-    options: Row = {name: given[name] for name in OF_A_COMPARISON if given.get(name) is not None} | own
+    plain = vars(RunOptions())  # what is passed on to runs, with the defaults
+    objects = [n for n in plain if n not in PASSED_AS_TEXT or isinstance(given.get(n), dict)]
+    if any(given.get(name) is not None for name in objects):
+        return ""  # a value that is no text, as `faults`
+    names = (*OF_A_COMPARISON, *PASSED_AS_TEXT)
+    options: Row = {name: given[name] for name in names if given.get(name) not in (None, plain.get(name))} | own
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
     words += [f"{name}={pprint.pformat(value)}" for name, value in options.items()]
     return (

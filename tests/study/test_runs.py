@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.study import runs
 from exogym.study.compare import compare
+from exogym.study.sweep import sweep
 from exogym.testing import small_problem
 
 GONE = {"started": "1"}  # no process began at that moment
@@ -77,6 +79,38 @@ def test_a_comparison_stands_before_its_runs(made: Path) -> None:
     assert above.loss == min(run.loss for run in found.values() if "/" in run.name)
     assert (one.kind, one.state, one.task, one.step, one.total_steps) == ("run", "done", None, 8, 8)
     assert one.tx_bytes > 0 and one.wall_s > 0 and one.time_s > 0.08
+
+
+def test_one_node_alone_is_not_called_ddp(tmp_path: Path) -> None:
+    """Whose strategy it has; of a comparison of one node too, where all have one."""
+    small: dict[str, Any] = {"max_steps": 3, "seeds": 1, "device": "cpu"}
+    for nodes in (1, 2):
+        compare("digits", "single, ddp,single:lr=0.1", num_nodes=nodes, out=tmp_path, **small)
+    sweep("digits", {"strategy": ["ddp", "single"]}, processes=1, out=tmp_path / "a", num_nodes=2, **small)
+    sweep("digits", {"lr": [0.1]}, strategy="single", processes=1, out=tmp_path / "b", num_nodes=2, **small)
+    found = [run for run in runs.list(tmp_path) if run.kind == "run"]
+    assert len(found) == 2 * 3 + 3
+    for run in found:
+        alone = "single" in run.path.name or run.path.parent.name == "b"
+        assert run.strategy == ("single" if alone else "ddp"), run
+
+
+def test_what_studies_write_can_be_read(tmp_path: Path) -> None:
+    """Seeds as a range, labels longer than a file's name; what is too much for readers is refused before training."""
+    small: dict[str, Any] = {"max_steps": 3, "num_nodes": 2, "device": "cpu"}
+    long: dict[str, Any] = {"x" * 300: "ddp", "x" * 300 + "y": "ddp"}
+    folder = compare("digits", long, seeds=range(2), out=tmp_path, **small).folder
+    sweep("digits", {"lr": [0.1]}, strategy="ddp", seeds=range(2), processes=1, out=tmp_path / "sweep", **small)
+    found = runs.list(tmp_path)
+    assert len(found) == 1 + 4 + 1 + 2 and {run.state for run in found} == {"done"}
+    assert folder is not None
+    assert compare("digits", long, seeds=range(2), out=folder, resume=True, **small).folder == folder
+    for study, what in ((compare, {"x" * 1001: "ddp"}), (sweep, {"lr": ["1" * 1001]})):
+        with pytest.raises(ArgumentError, match=r"each of at most 1000 characters"):
+            study("digits", what, out=tmp_path / "not", **small)
+    with pytest.raises(ArgumentError, match="the sweep has 5,001 cells, and 5,000 fit its folder"):
+        sweep("digits", {"lr": [k + 1 for k in range(5001)]}, out=tmp_path / "not", **small)
+    assert not (tmp_path / "not").exists()
 
 
 def test_a_run_is_loaded_as_the_trainer_has_it(tmp_path: Path) -> None:

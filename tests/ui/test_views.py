@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.cli import main
+from exogym.cli import app, main
+from exogym.cli.ui import forms_of
 from exogym.core.base.processes import described
 from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.core.record.run_folder import read_object, read_status
@@ -120,6 +122,25 @@ def _cells(top: Path) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
+def test_a_snippet_has_the_options_that_runs_were_passed(tmp_path: Path) -> None:
+    """Where they are text; no snippet names an object, such as faults."""
+    small: dict[str, Any] = {"max_steps": 3, "num_nodes": 2, "device": "cpu", "seeds": 1, "gradient_accumulation": 2}
+    for study, what in ((compare, "ddp"), (sweep, {"shuffle": [False], "strategy": ["ddp"]})):
+        for name, faults in (("a", None), ("b", Faults(drop_rate=0.1))):
+            out = tmp_path / study.__name__ / name
+            folder = study("digits", what, out=out, val_size=9, faults=faults, **small).folder
+            assert folder is not None
+            (path,) = folder.glob("*-seed-0")
+            found = snippet_of(path, read_object(path / "run.json"))
+            if faults is not None:
+                assert found == ""
+                continue
+            assert ("shuffle=False" in found) is (study is sweep) and "hang_s" not in found
+            named: dict[str, Any] = {}
+            exec(found, named)
+            assert named["result"].rows[0]["val_loss"] == runs.load(path).summary["val_loss"]
+
+
 def test_a_snippet_repeats_the_run(top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a comparison and of a sweep it comes to the same loss."""
     (parent,) = top.glob("digits-*")
@@ -201,6 +222,23 @@ def test_what_a_folder_names_is_no_reason_to_run_it(tmp_path: Path) -> None:
             own.resume(folder)
         assert snippet_of(folder, about) == "" or about["command"] == ["none.py"]
     assert own.started() == []
+
+
+def test_the_page_goes_on_with_the_options_that_a_study_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a switch that was turned off: the words that it starts are a command that goes on."""
+    begun: list[list[str]] = []
+    monkeypatch.setattr(Starter, "_begin", lambda self, name, words: begun.append(words[2:]) or 1)
+    monkeypatch.setattr("exogym.ui.starting._is_running", lambda path: False)  # their process is this one
+    forms = forms_of(typer.main.get_command(app).make_context("exogym", [], resilient_parsing=True))
+    assert {"--no-shuffle", "--precision", "--timeline"} <= {option["flag"] for option in forms["compare"]}
+    given: dict[str, Any] = {"shuffle": False, "gradient_accumulation": 2, "max_steps": 3, "num_nodes": 2, "seeds": 1}
+    compared = compare("digits", "ddp", out=tmp_path, device="cpu", **given).folder
+    swept = sweep("digits", {"H": [2]}, out=tmp_path / "sweep", device="cpu", processes=1, **given).folder
+    for folder in (compared, swept):
+        assert folder is not None and Starter(tmp_path, forms).resume(folder) == 1
+        assert "--no-shuffle" in begun[-1] and "--gradient-accumulation=2" in begun[-1]
+        assert "--no-final-sync" not in begun[-1] and main(begun[-1]) == 0
+    assert Starter(tmp_path, forms).arguments("compare", {"shuffle": True}) == ["--no-shuffle"]
 
 
 def test_going_on_is_for_the_run_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from exogym.study.compare.plots import (
 )
 
 SINGLE, BASELINE = "single", "ddp"
+MOST_LETTERS = 240  # of a strategy, in the name of a file
 CLOSE = 0.95  # of DDP's quality: what the finding calls good enough to look at bytes
 FILES = ("run.json", "summary.csv", "metrics.csv", "loss_vs_steps.png", "loss_vs_bytes.png")
 TIMED_FILES = ("loss_vs_time.png",)  # these too with a network
@@ -189,7 +190,7 @@ def summarise(
     for (label, seed), last in final.items():
         if last.get("examples_per_s") is not None:
             last["examples_per_s"] /= 1 - _evaluating_share(histories[label, seed])
-        base = next((row for (label, s), row in final.items() if s == seed and _name(label) == BASELINE), None)
+        base = next((row for (label, s), row in final.items() if s == seed and name_of(label) == BASELINE), None)
         last["quality"] = base["val_loss"] / last["val_loss"] if base is not None and last["val_loss"] else None
         last["reduction"] = base["tx_bytes"] / last["tx_bytes"] if base is not None and last["tx_bytes"] else None
         if target_loss is not None:
@@ -242,7 +243,7 @@ def target_of(histories: Histories, given: float | None = None) -> tuple[float, 
     if given is not None:
         return given, "as asked for"
     last = {key: float(history.column("val_loss")[1][-1]) for key, history in histories.items()}
-    base = [loss for (label, _), loss in last.items() if _name(label) == BASELINE]
+    base = [loss for (label, _), loss in last.items() if name_of(label) == BASELINE]
     if base:
         return statistics.fmean(base) / CLOSE, f"{CLOSE:.0%} of DDP's quality"
     return max(last.values()), "which all runs reach"
@@ -265,7 +266,7 @@ def find_first(rows: Sequence[Mapping[str, Any]], target_loss: float, why: str) 
     text += f"after {readable_seconds(first['target_s'])}"
     if first["val_loss"] > target_loss:
         text += f" (and ended at {first['val_loss']:.4g})"
-    after = next((row for row in others if _name(row["strategy"]) == BASELINE), others[0] if others else None)
+    after = next((row for row in others if name_of(row["strategy"]) == BASELINE), others[0] if others else None)
     after_it = "" if after is None else f"; {after['title']} after {readable_seconds(after['target_s'])}"
     return f"{text}{after_it}{partly}."
 
@@ -296,12 +297,13 @@ def find(rows: Sequence[Mapping[str, Any]]) -> str:
     text = f"{best['title']} reached {spread_text(best, 'quality', '{:.0%}')} of DDP's quality with "
     text += f"1/{best['reduction']:.3g} of its bytes"
     for row in trained:
-        if _name(row["strategy"]) == SINGLE:
+        if name_of(row["strategy"]) == SINGLE:
             text += f"; {row['title']} reached {spread_text(row, 'quality', '{:.0%}')}"
     return text + "."
 
 
-def _name(label: str) -> str:
+def name_of(label: str) -> str:
+    """Return the name of a strategy, of its text with options."""
     return label.partition(":")[0].strip().lower()
 
 
@@ -340,7 +342,7 @@ def plain_name(label: str) -> str:
     >>> plain_name("diloco:H=20")
     'diloco-H-20'
     """
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", label).strip("-.") or "strategy"
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", label)[:MOST_LETTERS].strip("-.") or "strategy"
 
 
 def _write_strips(result: Comparison, folder: Path) -> list[str]:

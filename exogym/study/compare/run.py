@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
 from exogym.core.engine.protocol import place as place_rows
+from exogym.core.record import schema
 from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions, RunOptions, describe, takes
 from exogym.data.partition import IID, parse_partitioner
@@ -79,6 +80,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
     }  # fmt: skip
     if asked.out is None:
         return _carried_out(session, description, asked.target_loss)
+    schema.check("run.json", description)  # what could not be read again is refused now
     if asked.resume:
         session.folder = Folder.of_asked(asked.out, decisive, session.entries)
     else:
@@ -166,6 +168,7 @@ def decisive_of(options: RunOptions) -> dict[str, Any]:
 def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     """Return the arguments of `compare` as JSON, but for those that say only where to write and whom to tell."""
     plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch")}
+    plain["seeds"] = asked.seeds if isinstance(asked.seeds, int) else list(asked.seeds)
     plain["problem"] = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
 

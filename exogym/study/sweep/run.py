@@ -15,6 +15,7 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import replacing, temporary_folder
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
+from exogym.core.record import schema
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_object
 from exogym.core.training.options import FitOptions, RunOptions, describe, in_full, takes
@@ -121,6 +122,10 @@ def sweep(asked: SweepOptions) -> Swept:
         check_optuna()
         check_count("search", search)
         cells = {}
+    if (count := search or len(cells)) > schema.MOST_CELLS:
+        raise ArgumentError(
+            f"the sweep has {count:,} cells, and {schema.MOST_CELLS:,} fit its folder: sweep fewer values, or search"
+        )
     with contextlib.ExitStack() as cleanup:
         run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
         if asked.resume and out is not None:
@@ -129,7 +134,7 @@ def sweep(asked: SweepOptions) -> Swept:
         decisive = {
             "task": run.task.name, "description": run.task.description,
             "axes": {name: values if isinstance(values, list) else str(values) for name, values in swept.items()},
-            "given": json.loads(json.dumps({name: getattr(asked, name) for name in DECISIVE}, default=str)),
+            "given": json.loads(json.dumps({name: getattr(asked, name) for name in DECISIVE}, default=_as_json)),
             "is_search": search is not None, "cells_asked": run.asked if search is None else {},
         } | decisive_of(asked)  # fmt: skip
         if out is None:
@@ -138,6 +143,7 @@ def sweep(asked: SweepOptions) -> Swept:
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             check_matplotlib()
+            schema.check("sweep.json", decisive | {"cells": run.cells})  # what could not be read again is refused now
             run.path = Path(out).expanduser()
             run.lock = _locked(run.path, decisive, asked.resume)
             cleanup.callback(run.lock.release)
@@ -159,6 +165,11 @@ def sweep(asked: SweepOptions) -> Swept:
             run.describe("failed")
             raise
         return run.result(is_kept=out is not None)
+
+
+def _as_json(value: Any) -> Any:
+    """Return what JSON lacks as it is written there: several seeds as a list, any other value as text."""
+    return [*value] if isinstance(value, range) else str(value)
 
 
 def _carrier(asked: SweepOptions) -> Carrier:
