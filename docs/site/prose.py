@@ -159,26 +159,23 @@ def strings(node: ast.AST) -> Iterator[Lines]:
     elif isinstance(node, ast.JoinedStr):
         parts = [str(part.value) if isinstance(part, ast.Constant) else "code" for part in node.values]
         yield from paragraphs(" ".join("".join(parts).split()), node.lineno)
-    elif isinstance(node, ast.BinOp | ast.IfExp):
-        for child in (node.left, node.right) if isinstance(node, ast.BinOp) else (node.body, node.orelse):
-            yield from strings(child)
 
 
 def source(text: str) -> Iterator[Lines]:
-    """Yield the prose of a Python file that users read: docstrings, messages of errors, help of options."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    """Yield the prose of a Python file that users read: public docstrings, and strings of more than three words."""
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):  # parents first
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             told = ast.get_docstring(node, clean=False)
+            if told:
+                skipped.add(id(node.body[0].value))
             if told and not getattr(node, "name", "").startswith("_"):
                 first = node.body[0].lineno
                 cleaned = [line[node.body[0].col_offset :] if i else line for i, line in enumerate(told.splitlines())]
                 yield from docstring("\n".join(cleaned), first)
-        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for given in node.exc.args:
-                yield from strings(given)
-        elif isinstance(node, ast.keyword) and node.arg in ("help", "epilog"):
-            yield from strings(node.value)
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in skipped:
+            skipped |= {id(part) for part in ast.walk(node)}
+            yield from (lines for lines in strings(node) if len(lines[0][1].split()) > 3)
 
 
 def tutorial(text: str) -> Iterator[Lines]:

@@ -99,14 +99,15 @@ def public(x: int) -> None:
 def _private() -> None:
     """Those of nobody."""
     print("those of")
+    print(f"{1} of two, " f"those of node {2}")
 
 
-OPTION = dict(help="Those of all.", other="those of")
+OPTION = dict(help="Take those of all.", other="those of")
 '''
 
 
 def test_python_shows_docstrings_messages_and_help(tmp_path: Path) -> None:
-    assert sorted({line for line, _ in vices(tmp_path, SOURCE, "module.py")}) == [1, 7, 10, 15, 25]
+    assert sorted({line for line, _ in vices(tmp_path, SOURCE, "module.py")}) == [1, 7, 10, 15, 23, 26]
 
 
 def test_a_tutorial_shows_cells_and_comments(tmp_path: Path) -> None:

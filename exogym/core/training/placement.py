@@ -107,8 +107,8 @@ def _say_who_restarts(max_restarts: int) -> None:
     made = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if made < max_restarts and int(os.environ.get("RANK", 0)) == 0:
         notice(
-            f"max_restarts={max_restarts}, but here whoever started the processes starts them again, {made} times at "
-            f"most: give --max_restarts {max_restarts} to it, and resume=True to fit"
+            f"max_restarts={max_restarts}, but a launcher started these processes and restarts them at most {made} "
+            f"times: give it --max_restarts {max_restarts}, and give fit resume=True"
         )
 
 

@@ -25,7 +25,7 @@ STATUSES = {  # of rsync's manual, with the usual cause
     10: "the connection was lost",
     11: "a file could not be read or written, mostly because the disk there is full",
     12: "the connection ended early: rsync is missing there or was killed, a full disk, or a login that prints text",
-    13: "one of the two rsyncs had an error of its own",
+    13: "one of the two rsyncs had an internal error",
     14: "one of the two rsyncs could not start a process, or lost it",
     20: "it was interrupted",
     22: "the memory here or there is not enough",
