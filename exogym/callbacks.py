@@ -122,6 +122,19 @@ class Every(Callback):
         return self.function(loop)
 
 
+def callback_of(given: Callable[[Running], Any]) -> Callback:
+    """Return a callback as given, or one that calls the function `given` after each evaluation."""
+    return given if isinstance(given, Callback) else _Function(given)
+
+
+class _Function(Callback):
+    def __init__(self, function: Callable[[Running], Any]):
+        self.function = function
+
+    def __call__(self, loop: Running) -> Any:
+        return self.function(loop)
+
+
 class EvaluateNodes(Callback):
     """At each evaluation also evaluate every single node that is there, as rows of their own in the history."""
 

@@ -260,10 +260,18 @@ class ByKey(Partitioner):
 
 def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the shards, each in ascending order, or raise DataError if a node got nothing."""
-    return check_shards(partitioner, [np.sort(shard) for shard in shards], None)
+    return _check_shards(partitioner, [np.sort(shard) for shard in shards], None)
 
 
-def check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None) -> list[np.ndarray]:
+def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+    """Return the shard of each node; DataError where the partitioner does not give a good one to each."""
+    shards = partitioner.split(dataset, num_nodes, seed)
+    if len(shards) != num_nodes:
+        raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")
+    return _check_shards(partitioner, shards, len(dataset))
+
+
+def _check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None) -> list[np.ndarray]:
     """Return the shards as int64 arrays; raise DataError for a node without examples or an index out of range."""
     arrays = [np.asarray(shard) for shard in shards]
     for node, shard in enumerate(arrays):
@@ -285,6 +293,14 @@ _NAMES: dict[str, tuple[Callable[..., Partitioner], Callable[[str], Any], str]] 
     "dirichlet": (Dirichlet, float, "dirichlet:0.3"),
     "quantity": (QuantitySkew, float, "quantity:1.0"),
 }
+
+
+def partitioner_of(given: Any) -> Partitioner:
+    """Return a partitioner, given as one or as text; ArgumentError for anything else."""
+    partitioner = parse_partitioner(given) if isinstance(given, str) else given
+    if not isinstance(partitioner, Partitioner):
+        raise ArgumentError(f"partitioner={given!r} is not a Partitioner: use for example exogym.data.Dirichlet(0.3)")
+    return partitioner
 
 
 @checked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from exogym.core import combinations
 from exogym.core.base import rng
 from exogym.core.base.devices import total_memory_bytes
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
-from exogym.data.loading import Loading, check_dataloader_kwargs
-from exogym.data.made import Made
-from exogym.data.partition import Partitioner, check_shards, parse_partitioner
 from exogym.errors import ArgumentError, DataError, check_count, checked
+
+if TYPE_CHECKING:
+    from exogym.data.loading import Loading
+    from exogym.data.partition import Partitioner
 
 CHUNK_BYTES = 2**20  # examples gathered at once: several steps, yet few enough to stay in the cache
 KEPT_ORDERS = 2**20  # examples in the permutations kept; two epochs at least
@@ -92,23 +93,28 @@ class Stream:
     ) -> None:
         check_count("num_nodes", num_nodes)
         check_count("batch_size", batch_size)
-        if isinstance(partitioner, str):
-            partitioner = parse_partitioner(partitioner)
-        if partitioner is not None and not isinstance(partitioner, Partitioner):
-            raise ArgumentError(
-                f"partitioner={partitioner!r} is not a Partitioner: use for example exogym.data.Dirichlet(0.3)"
-            )
+        if partitioner is not None:
+            from exogym.data.partition import partitioner_of, shards_of
+
+            partitioner = partitioner_of(partitioner)
         self.num_nodes, self.batch_size, self.seed, self.shuffle = num_nodes, batch_size, seed, bool(shuffle)
-        self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
+        self._loader_kwargs: dict[str, Any] = {}
+        if dataloader_kwargs:
+            from exogym.data.loading import check_dataloader_kwargs
+
+            self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
         self._shards: list[np.ndarray] | None = None
         self._kept, self._is_train = kept, is_train
         self.empty: set[int] = set()
-        if is_factory(dataset):
+        self._private = is_factory(dataset)  # each node has a data set of its own
+        if self._private:
+            from exogym.data.made import Made
+
             combinations.check(
                 combinations.features_of(partitioner=partitioner) | {"data factory": "a data set factory"}
             )
             check = check_or_none if may_be_empty else check_dataset
-            self._datasets: Sequence[Any] = Made(dataset, num_nodes, is_train, check, kept)
+            self._datasets: Any = Made(dataset, num_nodes, is_train, check, kept)
             self.examples = np.zeros(num_nodes, dtype=np.int64)
             if asks_all:
                 self.learn((node, self.length(node)) for node in range(num_nodes))
@@ -119,13 +125,9 @@ class Stream:
             if partitioner is None:
                 self.examples = np.full(num_nodes, -(-self.total // num_nodes), dtype=np.int64)
             else:
-                shards = partitioner.split(dataset, num_nodes, seed)
-                if len(shards) != num_nodes:
-                    raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")
-                self._shards = check_shards(partitioner, shards, self.total)
+                self._shards = shards_of(partitioner, dataset, num_nodes, seed)
                 self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
                 self.total = int(self.examples.sum())
-        self._private = isinstance(self._datasets, Made)  # each node has a data set of its own
         self.is_shared = not self._private
         self._dealt = not self._private and self._shards is None
         self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
@@ -150,7 +152,7 @@ class Stream:
         """Build what is not pickled: the ways into the data sets."""
         self._take = None if self._private or self._loader_kwargs else bulk_take(self._datasets[0])
         self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
-        self._loading = Loading(self._datasets, self._private, self.seed, self._loader_kwargs)
+        self._loading: Loading | None = None  # where examples are read one by one
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = ("_take", "_loading", "_deals", "_orders")
@@ -179,13 +181,14 @@ class Stream:
                 f"node {node} has no examples, and a batch of it is needed: only sampled clients may have none"
             )
         take = self._take
-        if isinstance(self._datasets, Made) and not self._loader_kwargs:
+        if self._private and not self._loader_kwargs:
             take = self._datasets.takes(node)
         return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
 
     def close(self) -> None:
         """End the DataLoader's worker processes, if there are any; a later `batches` starts new ones."""
-        self._loading.close()
+        if self._loading is not None:
+            self._loading.close()
 
     def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
         end, size, own_steps = step + count, int(self.batch_sizes[node]), self._own_steps(node)
@@ -221,6 +224,10 @@ class Stream:
         for t in range(step, step + count):
             indices, epoch = self.indices(node, t)
             requests.append((home, epoch, indices, self._whose(node)))
+        if self._loading is None:
+            from exogym.data.loading import Loading
+
+            self._loading = Loading(self._datasets, self._private, self.seed, self._loader_kwargs)
         return self._loading.batches(requests)
 
     def _order(self, node: int, epoch: int) -> Tensor:

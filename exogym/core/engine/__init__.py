@@ -15,22 +15,33 @@ Which of them takes a run:
 4
 """
 
-from exogym.core.engine.alone import Alone
-from exogym.core.engine.forked import Forked
-from exogym.core.engine.group import Group
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+from exogym.core.engine.here import Alone, Forked, Group
 from exogym.core.engine.protocol import Engine, EngineOptions
-from exogym.core.engine.ray import Ray
+
+if TYPE_CHECKING:
+    from exogym.core.engine.ray import Ray
+else:
+    __getattr__, __dir__ = lazily(__name__)
 
 __all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for"]
 
-ENGINES: list[Engine] = [Ray(), Group(), Forked(), Alone()]  # the first that applies takes the run
+ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
 
 
 def engine_for(options: EngineOptions) -> Engine | None:
-    """Return the engine that takes a run; None: the number of processes is open.
+    """Return the engine that takes a run: the one it names, else the first that applies.
+
+    None: the number of processes is open.
 
     >>> import torch
     >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__
     'Forked'
     """
+    if options.engine == "ray":
+        from exogym.core.engine.ray import Ray
+
+        return Ray()
     return next((engine for engine in ENGINES if engine.applies(options)), None)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exogym.core.progress import Progress
-from exogym.logger import Logger
+
+if TYPE_CHECKING:
+    from exogym.logger import Logger
 
 Fields = Mapping[str, Any]
 

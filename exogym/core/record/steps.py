@@ -9,7 +9,7 @@ from pathlib import Path
 
 from exogym.core.record.observers import Fields, Observer
 
-FOLDER, LOCAL_RANK = "EXOGYM_STEPS", "LOCAL_RANK"
+LOCAL_RANK = "LOCAL_RANK"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 BEAT_S = 1.0
 
@@ -30,9 +30,3 @@ class StepFile(Observer):
     def _say(self, step: int) -> None:
         with contextlib.suppress(OSError):  # nobody watches any more
             self.path.write_text(f"{step} {self.restarts}\n")
-
-
-def steps_here() -> list[Observer]:
-    """Return the observer that a process on a watched host has, in a list; [] elsewhere."""
-    folder = os.environ.get(FOLDER)
-    return [] if folder is None else [StepFile(folder)]

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from exogym.callbacks import Callback
-
 if TYPE_CHECKING:
+    from exogym.callbacks import Callback
     from exogym.core.saving.keepers import Keepers
 
 
@@ -39,13 +38,13 @@ class Agenda:
     examples_of: Callable[[Sequence[int]], Any] = lambda nodes: 1
     keepers: Keepers | None = None
     evaluates: bool = False
-    callbacks: Sequence[Callable[[Any], Any]] = ()
+    callbacks: Sequence[Callback] = ()
 
     def stretch_end(self, step: int, next_event: int) -> int:
         """Return where the stretch that begins at `step` ends at the latest."""
         ends = [self.total_steps, next_event]
         intervals = [self._evaluation_interval, self.checkpoint_interval if self.save_dir else None]
-        intervals += [callback.steps for callback in self.callbacks if isinstance(callback, Callback)]
+        intervals += [callback.steps for callback in self.callbacks]
         ends += [(step // n + 1) * n for n in intervals if n]
         if self.max_stretch is not None:
             ends.append(step + self.max_stretch)
@@ -56,28 +55,17 @@ class Agenda:
         return (self.val_interval or self.steps_per_epoch) if self.evaluates else None
 
     def evaluation_due(self, step: int) -> bool:
-        return _divides(self._evaluation_interval, step)
+        return divides(self._evaluation_interval, step)
 
     def checkpoint_due(self, step: int) -> bool:
-        return self.save_dir is not None and _divides(self.checkpoint_interval, step)
+        return self.save_dir is not None and divides(self.checkpoint_interval, step)
 
     def may_be_evaluated(self, step: int) -> bool:
         """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
         if step == self.total_steps or self.evaluation_due(step):
             return True
-        ending = (c for c in self.callbacks if isinstance(c, Callback) and c.may_end)
-        return any(_divides(callback.steps, step) for callback in ending)
-
-    def due_callbacks(self, step: int, is_evaluated: bool, every: bool) -> list[Callable[[Any], Any]]:
-        """Return the callbacks to be called after `step`; without `every` those only that follow an evaluation."""
-
-        def is_due(callback: Callable[[Any], Any]) -> bool:
-            if not isinstance(callback, Callback):
-                return is_evaluated
-            return (every and _divides(callback.steps, step)) or (callback.at_evaluations and is_evaluated)
-
-        return [callback for callback in self.callbacks if is_due(callback)]
+        return any(callback.may_end and divides(callback.steps, step) for callback in self.callbacks)
 
 
-def _divides(interval: int | None, step: int) -> bool:
+def divides(interval: int | None, step: int) -> bool:
     return bool(interval) and step % interval == 0  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from exogym.callbacks import Callback
 from exogym.core.combinations import check, features_of
 from exogym.core.communicator import Wire
 from exogym.core.compute.worker import Worker
@@ -18,7 +18,6 @@ from exogym.core.progress import Progress, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
 from exogym.core.record.observers import Logging, Observer, Observers, Showing
-from exogym.core.record.steps import steps_here
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.describing import description_of, sum_of_shared
 from exogym.core.training.driver import Driver
@@ -29,11 +28,11 @@ from exogym.core.training.subject import Subject
 from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError
-from exogym.logger import combine
 from exogym.strategy.composition import NEVER
 from exogym.strategy.strategy import Run
 
 if TYPE_CHECKING:
+    from exogym.callbacks import Callback
     from exogym.core.training.resuming import Kept
     from exogym.core.training.timing import Timing
 
@@ -80,7 +79,10 @@ def _assemble(
         fleet = worker.fleet
         total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
-        observers.all += steps_here()
+        if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
+            from exogym.core.record.steps import StepFile
+
+            observers.all.append(StepFile(folder))
 
         description = description_of(options, fleet, stream, total_steps, device)
         kept = None if options.save_dir is None else _kept(options, worker, description, refused, undo)
@@ -100,9 +102,8 @@ def _assemble(
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
         add_figures(loop)
-        for callback in options.callbacks if is_fresh else ():
-            if isinstance(callback, Callback):
-                callback.load_state({})
+        for callback in agenda.callbacks if is_fresh else ():
+            callback.load_state({})
         if kept is not None:
             kept.put_back(loop)
         worker.begin(first_batch)
@@ -149,7 +150,11 @@ def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
 
 def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observers:
     """Return who looks on, in the main process."""
-    found: list[Observer] = [Logging(combine(options.logger))]
+    found: list[Observer] = []
+    if options.logger is not None:
+        from exogym.logger import combine
+
+        found.append(Logging(combine(options.logger)))
     if bar.wanted is not False:
         found.append(Showing(bar))
     if options.run_dir is not None:
@@ -203,13 +208,18 @@ def _agenda(
     max_stretch: int | None,
 ) -> Agenda:  # fmt: skip
     per_epoch = _steps_per_epoch(options, stream)
+    callbacks: list[Callback] = []
+    if options.callbacks:
+        from exogym.callbacks import callback_of
+
+        callbacks = [callback_of(given) for given in options.callbacks]
     return Agenda(
         options.total_steps(per_epoch), per_epoch, val_interval=options.val_interval,
         log_interval=options.log_interval, checkpoint_interval=options.checkpoint_interval,
         save_dir=None if kept is None else kept.folder, keep_checkpoints=options.keep_checkpoints,
         final_sync=options.final_sync, max_stretch=max_stretch, description=description,
         examples_of=lambda nodes: stream.examples_of(nodes), keepers=None if kept is None else kept.keepers,
-        evaluates=subject.val_dataset is not None, callbacks=list(options.callbacks),
+        evaluates=subject.val_dataset is not None, callbacks=callbacks,
     )  # fmt: skip
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from exogym.callbacks import Callback
 from exogym.core.base import pulse
 from exogym.core.communicator import tell
+from exogym.core.fleet.state import Shared
 from exogym.core.record.history import History
-from exogym.core.training.agenda import Agenda
+from exogym.core.training.agenda import Agenda, divides
 from exogym.core.training.evaluating import Model, Models
 from exogym.core.training.standing import Standing
 from exogym.errors import ArgumentError
@@ -36,6 +36,9 @@ class Calling:
         self._agenda, self._wire = agenda, models.wire
         self._is_calling = False
         self.fleet, self.driver, self.worker, self.timing = models.fleet, models.driver, models.driver.worker, timing
+        for k, callback in enumerate(agenda.callbacks):
+            part = Shared(callback.state, callback.load_state)
+            self.fleet.state.register(f"callback {k} {type(callback).__name__}", part)
 
     @property
     def step(self) -> int:
@@ -99,18 +102,23 @@ class Calling:
 
     def call(self, every: bool = True) -> None:
         """Call the callbacks that are due here; without `every` those only that follow an evaluation."""
-        due = self._agenda.due_callbacks(self.step, self.evaluated_at == self.step, every)
+        is_evaluated = self.evaluated_at == self.step
+        due = [
+            callback for callback in self._agenda.callbacks
+            if (every and divides(callback.steps, self.step)) or (callback.at_evaluations and is_evaluated)
+        ]  # fmt: skip
         if not due:
             return
         if not self._wire.is_main:
             self._serve()
             return
+        running: Any = self
         self._is_calling = True
         try:
             for callback in due:
                 self.beat()
-                if callback(self) is True:
-                    if isinstance(callback, Callback) and not callback.may_end:
+                if callback(running) is True:
+                    if not callback.may_end:
                         raise ArgumentError(f"{type(callback).__name__} says may_end=False and returned True: drop one")
                     self.standing.stopped = True
         finally:

@@ -13,7 +13,6 @@ from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.ways import WAYS
 from exogym.core.compute.worker import check_precision
-from exogym.core.engine import Ray
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count, check_switch
 from exogym.faults import Faults
@@ -78,8 +77,11 @@ def _check_kinds(options: FitOptions) -> None:
     check_precision(options.precision)
     if isinstance(options.engine, str):
         check_choice("engine", options.engine, ("ray",))
-    elif not isinstance(options.engine, Ray | None):
-        raise ArgumentError(f"engine={options.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
+    elif options.engine is not None:
+        from exogym.core.engine import Ray
+
+        if not isinstance(options.engine, Ray):
+            raise ArgumentError(f"engine={options.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
     if not isinstance(options.faults, Faults | None):
         raise ArgumentError(
             f"faults={options.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exogym.callbacks import Callback
 from exogym.core.base import pulse
 from exogym.core.communicator import barrier
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.state import Shared
 from exogym.core.progress import Progress
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.training.agenda import Agenda
-from exogym.core.training.calling import Calling
 from exogym.core.training.driver import Driver
 from exogym.core.training.evaluating import Models
 from exogym.core.training.interrupt import Interrupt, leave, say_stopped, that_wait
@@ -43,7 +40,7 @@ class TrainingLoop:
     Attributes:
         standing: where it stands; what checkpoints save and put back.
         models: the models that the nodes hold, and their evaluation.
-        calling: the run as callbacks see it.
+        call: calls the callbacks that are due, all (True) or (False) those only that follow an evaluation.
         figures: return further values for an evaluation, in the main process.
         carry: takes the training through, where more is needed than to run it.
         at_rest: called before each stretch, where nothing is in flight.
@@ -66,11 +63,11 @@ class TrainingLoop:
         self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
         self.standing = Standing(agenda, driver, fleet, history, self.reports)
         self.models = Models(evaluator, driver, fleet)
-        self.calling = Calling(agenda, self.standing, self.models, timing)
-        for k, callback in enumerate(agenda.callbacks):
-            if isinstance(callback, Callback):
-                name = f"callback {k} {type(callback).__name__}"
-                fleet.state.register(name, Shared(callback.state, callback.load_state))
+        self.call: Callable[[bool], None] = lambda every: None
+        if agenda.callbacks:
+            from exogym.core.training.calling import Calling
+
+            self.call = Calling(agenda, self.standing, self.models, timing).call
         self.figures: list[Callable[[], dict[str, float]]] = []
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
@@ -158,7 +155,7 @@ class TrainingLoop:
             # On resume: what a checkpoint from the end of a shorter run could not know of.
             if standing.evaluated_at != standing.step and (standing.step == 0 or agenda.evaluation_due(standing.step)):
                 self._evaluate()
-                self.calling.call(every=False)
+                self.call(False)
             self._log()
         while standing.step < agenda.total_steps and not standing.stopped:
             self.at_rest()
@@ -173,7 +170,7 @@ class TrainingLoop:
         if self.timing is not None and not self.wire.is_hidden:
             for node in self.driver.seated:
                 self.history.add_evaluation(standing.step, standing.epoch, self.timing.values(node), node=node)
-        self.calling.call(every=False)
+        self.call(False)
         self._log()
         return True
 
@@ -199,7 +196,7 @@ class TrainingLoop:
         # The evaluation first: callbacks follow it, the records of both are told, and a checkpoint holds all of it.
         if not at_end and agenda.evaluation_due(last):
             self._evaluate()
-        self.calling.call()
+        self.call(True)
         at_end = at_end or standing.stopped
         self._log(last - 1 if at_end else last)
         if agenda.checkpoint_due(last) or (at_end and agenda.save_dir is not None):

@@ -27,8 +27,8 @@ TRIAL_S = 0.3
 
 def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions, rows: int) -> int:
     """Return how many processes pay, after a short trial with so many `rows` in one; say which and why."""
-    from exogym.core.engine.forked import Forked
     from exogym.core.engine.forks import can_fork
+    from exogym.core.engine.here import Forked
 
     device = asked.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

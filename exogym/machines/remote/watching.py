@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.communicator import gather
-from exogym.core.engine.group import Group
+from exogym.core.engine.here import Group
 from exogym.core.engine.wire import ProcessWire
 from exogym.network.probes import never_falling
 from exogym.strategy.strategy import Strategy

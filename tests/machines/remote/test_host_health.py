@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import python
 
+from exogym import LocalTrainer
 from exogym.core.base.processes import described
 from exogym.core.record.run_folder import read_status
-from exogym.core.record.steps import StepFile, steps_here
+from exogym.core.record.steps import StepFile
 from exogym.machines.remote import Host, SSHLauncher, health
 from exogym.machines.remote.health import Board, read_hosts
 from exogym.machines.remote.onhost.health import HostReports
 from exogym.machines.remote.orders import HostOrder
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
 
 HERE = {
     "master": {"address": "localhost", "device": "cpu"}, "workers": [{"address": "127.0.0.1", "device": "cpu"}],
@@ -198,12 +202,16 @@ def test_a_report_in_the_middle_of_a_line_breaks_none(tmp_path: Path, capsys: py
 
 
 def test_a_process_says_how_far_it_is_where_somebody_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps_here() == []
-    monkeypatch.setenv("EXOGYM_STEPS", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    (steps,) = steps_here()
-    assert isinstance(steps, StepFile)
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(DiLoCoStrategy(lr=0.01), max_steps=1, batch_size=8)
+    assert not (tmp_path / "2").exists()
+    monkeypatch.setenv("EXOGYM_STEPS", str(tmp_path))
+    trainer.fit(DiLoCoStrategy(lr=0.01), max_steps=1, batch_size=8)
+    assert (tmp_path / "2").read_text() == "1 1\n"
+    steps = StepFile(tmp_path)
     steps.beat(7, {})
     steps.beat(8, {})  # less than a second later
     assert (tmp_path / "2").read_text() == "7 1\n"

@@ -1,4 +1,4 @@
-"""Some rows in each process of the world that torchrun, or a launcher like it, started."""
+"""The engines whose processes hold rows and run this very script: this one, forks of it, the world of a launcher."""
 
 from __future__ import annotations
 
@@ -10,8 +10,44 @@ from exogym.core.engine.protocol import EngineOptions, Result
 from exogym.core.engine.world import join_world, world_size
 
 
+class Alone:
+    """All rows in this process, where nothing needs to move."""
+
+    shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
+
+    def applies(self, options: EngineOptions) -> bool:
+        return options.processes == 1
+
+    def processes(self, options: EngineOptions) -> int:
+        return 1
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        (rows,) = options.placement
+        return body(Wire(rows, options.native))
+
+
+class Forked:
+    """Forks this process, which is the main one and holds the first rows; they meet in shared memory."""
+
+    shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
+
+    def applies(self, options: EngineOptions) -> bool:
+        return options.processes not in (1, "auto")
+
+    def processes(self, options: EngineOptions) -> int:
+        return int(options.processes)
+
+    def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
+        from exogym.core.engine.forks import can_fork, run_forked
+
+        if options.device.type != "cpu" or not can_fork():
+            here = {"no forks": f"device {str(options.device)!r} here"}
+            check({"processes": f"processes={options.processes}"} | here)
+        return run_forked(options.placement, body, options.native, options.hang_s)
+
+
 class Group:
-    """Joins the process group; every process of the world makes the same calls.
+    """Joins the process group of the world that torchrun, or a launcher like it, started; all make the same calls.
 
     Args:
         wire: what makes the wire between them; None: a `ProcessWire`.
