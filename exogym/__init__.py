@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from exogym.core.compute.train_node import TrainNode
+    from exogym.core.compute.loop import TrainNode
     from exogym.core.mesh import NodeMesh, PipelineParallel, Stage
     from exogym.core.saving.export import load_model, save_model
     from exogym.machines.distributed_trainer import DistributedTrainer

@@ -10,6 +10,7 @@ after it. Every tensor is (rows, ...).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -17,23 +18,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.fleet import Fleet
-from exogym.core.fleet.layout import Layout
-from exogym.errors import ArgumentError
+from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet.layout import Cut, Layout, cut_of
+from exogym.core.fleet.state import Tensors
+from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.capabilities import adopt
-from exogym.strategy.module_state import Kept
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
-class Module(Kept, ABC):
-    """What gradient and communication modules share: a start, and state as tensors in plain dicts.
+class Module(Stateful, ABC):
+    """What gradient and communication modules share: a start, and state, which checkpoints save without code of theirs.
+
+    State is tensors in two dicts, and numbers by their names. A module that keeps more overrides the methods.
 
     Attributes:
         acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
             all of a node's at once: it is given these where a node is several processes. A module of yours says it.
-        row_state, shared_state, counters: what it keeps (`Kept`).
+        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
+        shared_state: name to tensor that is the same for all nodes.
+        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
+            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
+        layouts: of the blocks here, once it has started.
         name: what its state is kept under; None: the name of its class.
         weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
             they have done; without it `balance="batch"` and "steps" are refused.
@@ -44,8 +51,16 @@ class Module(Kept, ABC):
             mean's place: of sparse entries a median is zero, and what was sent is not kept.
     """
 
+    acts_on = "elements"
+    counters: tuple[str, ...] = ()
     weighted_means = only_means = right_in_mean = False
     name: str | None = None
+
+    def __init__(self) -> None:
+        self.row_state: dict[str, Tensor] = {}
+        self.shared_state: dict[str, Tensor] = {}
+        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+        self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
         """Make the state for this fleet. Called once, before training."""
@@ -79,6 +94,56 @@ class Module(Kept, ABC):
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
+
+    # What it keeps, as `fleet.state` asks for it
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
+        b = name.rpartition(".")[2]
+        if b.isdigit() and int(b) < len(self.layouts) and shape:
+            layout = self.layouts[int(b)]
+            if shape[-1] in (layout.numel, layout.total):
+                return cut_of(layout)
+        if self.acts_on == "elements" or name.startswith("counter."):
+            return None
+        if name not in self.row_state.keys() | self.shared_state.keys():
+            raise KeyError(name)
+        return Cut(tuple(shape), tuple(shape), torch.arange(math.prod(shape)))
+
+    def row(self, row: int) -> Tensors:
+        return {name: value[row] for name, value in self.row_state.items()}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for name, value in self.row_state.items():
+            value[row] = tensors[name]
+
+    def shared(self) -> Tensors:
+        numbers = self._numbers()
+        at_first = self._at_first = numbers if self._at_first is None else self._at_first
+        changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
+        if lost := sorted({*changed} - {*self.counters}):
+            raise StrategyError(
+                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
+                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
+            )
+        return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
+
+    def load_shared(self, tensors: Tensors) -> None:
+        self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
+        for name in self.counters:
+            setattr(self, name, tensors[f"counter.{name}"].item())
+
+    def _numbers(self) -> dict[str, bool | int | float]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}
+
+    def save_state(self) -> dict[str, Tensor]:
+        """Return the shared state as named tensors."""
+        return self.shared_state
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Put shared state back."""
+        for name, value in tensors.items():
+            self.shared_state[name].copy_(value)
 
 
 class GradientModule(Module):
@@ -165,6 +230,10 @@ class PeriodicModule(CommunicationModule):
     def end_of(self, round_: int) -> int:
         """Return the step (from 1) that ends round `round_` (from 0)."""
         return (round_ + 1) * self.interval_steps if self.rounds is None else sum(self.rounds.first(round_ + 1))
+
+
+def _as_tensor(value: bool | int | float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def named(modules: Sequence[Module]) -> dict[str, Module]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.compute.outputs import map_tensors
+from exogym.core.base.batches import map_tensors
 from exogym.errors import ModelError
 
 ALLOWED = "shared_attributes"

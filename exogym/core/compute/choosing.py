@@ -15,9 +15,8 @@ from torch import Tensor
 from exogym.core.compute.compiled import Stretches
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
-from exogym.core.compute.spans import Compute, Losses, Span
+from exogym.core.compute.spans import Compute, Losses, Span, way_of
 from exogym.core.compute.vmap import CHUNK_ROWS
-from exogym.core.compute.ways import way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
 from exogym.data.stream import Stream

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import map_tensors, tensors_in
 from exogym.core.base.torch_private import copy_
 from exogym.core.communicator import say
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.graph import Stepping, Tracer, first_line, number_dtype, refusal, signature
 from exogym.core.compute.inner import InnerOptimizer
-from exogym.core.compute.loop import Loop
-from exogym.core.compute.outputs import map_tensors, tensors_of
-from exogym.core.compute.train_node import TrainNode
+from exogym.core.compute.loop import Loop, TrainNode
 from exogym.core.compute.updates import SCALARS, UPDATES, State, Update, settings, steps_before
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
@@ -217,14 +216,14 @@ class Stretches:
         say(wire, f"compute={self.how!r}: {self.maker.doing} {what} ({operations} operations){self.maker.often}")
         begin = time.perf_counter()
         state = torch.default_generator.get_state()
-        wanted = tensors_of(plain(*inputs))
+        wanted = tensors_in(plain(*inputs))
         try:
             torch.default_generator.set_state(state)
             graph = self.maker.build(plain, inputs, self.worker.draws_torch)
             found = graph(*inputs)
         except Exception as error:  # of the compiler: a missing g++, an operation that it cannot do
             raise refusal(self.how, f"it cannot be {self.maker.done} here ({first_line(error)})") from error
-        for a, b in zip(wanted, tensors_of(found), strict=True):
+        for a, b in zip(wanted, tensors_in(found), strict=True):
             if not self._is_close(a, b):
                 raise refusal(self.how, f"{self.maker.done}, it gives other numbers than operation by operation")
         say(wire, f"compute={self.how!r}: {self.maker.done} in {time.perf_counter() - begin:.1f} s")

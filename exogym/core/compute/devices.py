@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
 from exogym.core.communicator import Wire
-from exogym.core.compute.outputs import batch_examples
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.recut import Recut
 from exogym.core.compute.replicated import Replicated
@@ -191,14 +191,14 @@ class NodeDevices:
             shares = self.mesh.shares(total)
             count = -(-max(shares) // self.mesh.at_once(whole))
             bounds = _bounds(sum(shares[: self.shard]), even(shares[self.shard], count))
-            return [worker.weights.parts(worker.ask, batch, bounds)]
+            return [worker.parts(batch, bounds)]
         found = []
         for start in range(0, total, whole):
             shares = self.mesh.shares(min(whole, total - start))
             sizes = self.mesh.micro_batches(shares[self.shard])
             first = start + sum(shares[: self.shard])
             sizes = (*sizes, *[0] * (self.mesh.depth - len(sizes)))
-            found.append(worker.weights.parts(worker.ask, batch, _bounds(first, sizes)))
+            found.append(worker.parts(batch, _bounds(first, sizes)))
         return found
 
     @contextlib.contextmanager

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.core.base.batches import micro_batches
 from exogym.core.base.torch_private import traced
-from exogym.core.compute.outputs import split_batch
 from exogym.core.compute.updates import SCALARS, State, Update
 from exogym.core.compute.worker import Worker
 from exogym.errors import ModelError
@@ -103,7 +103,7 @@ class Tracer:
         total: Tensor | None = None
         grads: list[Tensor | None] = [None] * len(leaves)
         with torch.enable_grad():
-            for part, share in split_batch(batch, worker.micro_batch_size or 1 << 62):
+            for part, share in micro_batches(batch, worker.micro_batch_size or 1 << 62):
                 with worker.autocast():
                     loss = worker.loss.of(call, part).loss
                 found = torch.autograd.grad(loss * share if share != 1.0 else loss, leaves, allow_unused=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import map_tensors, stack_nested, tensors_in
 from exogym.core.base.torch_private import copy_
 from exogym.core.combinations import check
 from exogym.core.compute.compiled import GraphNode, Maker, Stretches
@@ -24,7 +25,6 @@ from exogym.core.compute.finite import Watch
 from exogym.core.compute.graph import Stepping, first_line, refusal
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.outputs import map_tensors, stack_nested, tensors_of
 from exogym.core.compute.spans import Losses, Span
 from exogym.core.compute.updates import State
 from exogym.core.compute.worker import Worker
@@ -70,11 +70,11 @@ class Replay:
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], capture: Callable[[Body], Captured]):
         self.inputs = map_tensors(inputs, torch.clone)
-        self.places = tensors_of(self.inputs)
+        self.places = tensors_in(self.inputs)
         self.replay, self.results = capture(lambda: function(*self.inputs))
 
     def __call__(self, *inputs: Any) -> Any:
-        copy_(self.places, tensors_of(inputs))
+        copy_(self.places, tensors_in(inputs))
         self.replay()
         return map_tensors(self.results, torch.clone)
 

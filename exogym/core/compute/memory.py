@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exogym.core.base.batches import batch_examples, map_tensors, micro_batches
 from exogym.core.base.devices import free_memory_bytes
-from exogym.core.compute.outputs import batch_examples, map_tensors, split_batch
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import hidden_matrices
@@ -152,7 +152,7 @@ def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident
     """
     size = batch_examples(batch)
     while True:
-        part, _ = next(iter(split_batch(batch, size)))
+        part, _ = next(iter(micro_batches(batch, size)))
         try:
             needed = resident_bytes + activation_bytes(worker, part)
         except Exception as error:

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.nested import tensors_in
+from exogym.core.base.batches import MISSING, RAISED, described, targets_of, tensors_in
 from exogym.errors import DataError, ExoGymError, ModelError
 
-RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)  # by torch, for what is explained here
-MISSING: Any = object()  # of what a model returned: it did not return
-TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -47,30 +44,6 @@ def explain(
         return None
     kind = DataError if out is MISSING or isinstance(out, Tensor) else ModelError
     return None if said is None else kind(f"{said} (torch: {text})")
-
-
-def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a batch, by their name or as its last part; None where it has none."""
-    if isinstance(batch, Mapping):
-        found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
-    else:
-        found = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
-    return found if isinstance(found, Tensor) else None
-
-
-def described(value: Any) -> str:
-    """Return in words what a value is.
-
-    >>> described(torch.zeros(2, 3)), described((torch.zeros(2), None))
-    ('a tensor of shape (2, 3)', 'a tuple of 2')
-    """
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a mapping with {sorted(map(str, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else type(value).__name__
 
 
 def _out_of_range(

@@ -11,16 +11,15 @@ that many.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.nested import tensors_in
+from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, described, targets_of
 from exogym.core.base.torch_private import uncompiled
-from exogym.core.compute.mistakes import MISSING, RAISED, TARGET_KEYS, described, explain, targets_of
 from exogym.errors import DataError, ModelError
 
 
@@ -132,6 +131,8 @@ class Loss:
 
     def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
         """Raise an error that names the mistake behind `error`, which `batch` led to; return where none is known."""
+        from exogym.core.compute.mistakes import explain
+
         known = explain(error, self.model, self.loss_fn, batch, out)
         if known is not None:
             raise known from error
@@ -170,67 +171,3 @@ def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | 
     if logits is None or not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:
         return None, None
     return logits[..., :-1, :], labels[..., 1:]
-
-
-# Batches as nested containers
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor of a nested batch; mappings come back as dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    return batch
-
-
-def batch_examples(batch: Any) -> int:
-    """Return the number of examples: the first dimension of the batch's first tensor."""
-    for leaf in tensors_in(batch):
-        if leaf.dim():
-            return len(leaf)
-    raise DataError(f"a batch is {described(batch)} and holds no tensor with a batch dimension")
-
-
-def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the examples `start` to `stop` of a batch."""
-    total = batch_examples(batch)
-    return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
-
-
-def take_examples(batch: Any, which: list[int]) -> Any:
-    """Return the examples `which` of a batch."""
-    total = batch_examples(batch)
-    return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
-
-
-def split_batch(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
-    """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
-    total = batch_examples(batch)
-    if total <= size:
-        yield batch, 1.0
-        return
-    for start in range(0, total, size):
-        stop = min(start + size, total)
-        yield slice_batch(batch, start, stop), (stop - start) / total
-
-
-def stack_nested(each: Sequence[Any]) -> Any:
-    """Return nested tensors like the first of `each`, those of all in front of one another.
-
-    >>> stack_nested([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
-    [tensor([1, 3]), (tensor([2, 4]),)]
-    """
-    stacks = iter([torch.stack(alike) for alike in zip(*map(tensors_of, each), strict=True)])
-    return map_tensors(each[0], lambda x: next(stacks))
-
-
-def tensors_of(nested: Any) -> list[Tensor]:
-    """Return the tensors in `nested`, in order."""
-    found: list[Tensor] = []
-    map_tensors(nested, found.append)
-    return found

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from exogym.core.base.nested import tensors_in
+from exogym.core.base.batches import batch_examples, map_tensors, take_examples, targets_of, tensors_in
 from exogym.core.compute.first_step import random_states, trying
-from exogym.core.compute.mistakes import targets_of
-from exogym.core.compute.outputs import batch_examples, map_tensors, take_examples
 from exogym.core.compute.worker import Worker
 from exogym.core.mesh.probe import unlike
 from exogym.core.progress import notice
@@ -115,7 +113,7 @@ def _telling(batches: Iterable[Any]) -> tuple[Any, list[float]]:
 
 def _joined(batches: Sequence[Any]) -> Any:
     """Return the examples of all batches whose tensors are like those of the first, but for their number."""
-    leaves = [list(tensors_in(batch)) for batch in batches]
+    leaves = [tensors_in(batch) for batch in batches]
     kinds = [[x.shape[1:] for x in each] for each in leaves]
     columns = zip(*(each for each, kind in zip(leaves, kinds, strict=True) if kind == kinds[0]), strict=True)
     total = batch_examples(batches[0])

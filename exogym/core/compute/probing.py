@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exogym.core.compute.outputs import Loss, batch_examples, take_examples
+from exogym.core.base.batches import batch_examples, take_examples
+from exogym.core.compute.outputs import Loss
 from exogym.core.compute.split import Split, check_ways, other_ways
 from exogym.core.mesh.probe import refuse_others, squares
 from exogym.errors import ModelError

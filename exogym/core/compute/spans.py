@@ -1,8 +1,9 @@
-"""Stretches of local steps: what is asked of a way of computing, and the losses that come of it."""
+"""Stretches of local steps: what is asked of a way of computing, the losses that come of it; and the ways."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
+
+# By the name that `fit(compute=)` takes, what makes a way in the module of that name in this folder.
+WAYS = {"loop": "Loop", "vmap": "way", "compiled": "way", "graphs": "way"}
 
 
 @dataclass(frozen=True)
@@ -147,3 +151,12 @@ class Compute(Protocol):
     def close(self) -> Any:
         """Leave nothing behind."""
         ...
+
+
+def way_of(name: str) -> Callable[..., Compute]:
+    """Return what makes a way of computing: `way(worker, stream, inner, watch, bucket_bytes=None) -> Compute`.
+
+    >>> way_of("loop").__name__
+    'Loop'
+    """
+    return getattr(importlib.import_module(f"exogym.core.compute.{name}"), WAYS[name])

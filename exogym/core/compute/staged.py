@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.torch_private import Hollow, held_local, hold_local
-from exogym.core.compute.outputs import Loss, batch_examples, map_tensors
+from exogym.core.compute.outputs import Loss
 from exogym.core.compute.replicated import Replicated
 from exogym.core.compute.split import Context, Part
 from exogym.core.mesh.traffic import stages_of

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import batch_examples, stack_nested
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.outputs import batch_examples, stack_nested
 from exogym.core.compute.spans import Losses, Span
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream

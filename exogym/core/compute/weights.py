@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exogym.core.compute.mistakes import targets_of
-from exogym.core.compute.outputs import batch_examples, slice_batch, take_examples
+from exogym.core.base.batches import batch_examples, slice_batch, take_examples, targets_of
 from exogym.errors import ModelError
 
 Ask = Callable[[Any], float]
@@ -57,15 +56,13 @@ class Weights:
 
     Args:
         close: how far two losses that are the same may be apart, relative to them.
-
-    Attributes:
         counting: what each target counts; None: it is found by asking.
 
     `ask`, which the methods take, finds the loss of a batch, without gradients and in evaluation mode.
     """
 
-    def __init__(self, close: float = CLOSE):
-        self._close, self.counting = close, None  # type: float, Counting | None
+    def __init__(self, close: float = CLOSE, counting: Counting | None = None):
+        self._close, self._counting = close, counting
         self._left, self._asked = list(KINDS), 0  # kinds that it can be
 
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
@@ -77,13 +74,10 @@ class Weights:
         Raises:
             ModelError: the loss of a batch does not follow from those of its parts.
         """
-        total = batch_examples(batch)
-        if list(bounds) == [(0, total)]:
-            return [(batch, 1.0)]
         counts = self._counts(ask, batch)
         if counts is None:
             stands_in = 0
-            weights = [(stop - start) / total for start, stop in bounds]
+            weights = [(stop - start) / batch_examples(batch) for start, stop in bounds]
         else:
             stands_in, sums = int(counts.argmax()), [float(counts[start:stop].sum()) for start, stop in bounds]
             weights = [one / float(counts.sum()) for one in sums]
@@ -103,8 +97,8 @@ class Weights:
             return None
         if len(targets) != batch_examples(batch):
             return None
-        if self.counting is not None:
-            counts = self.counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
+        if self._counting is not None:
+            counts = self._counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
         elif bool((targets < 0).any()):
             valid = (targets >= 0).reshape(len(targets), -1).long()
             counts = KINDS[self._found(ask, batch, valid)](valid).cpu()

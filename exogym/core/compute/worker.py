@@ -7,6 +7,7 @@ scale per row; and, where a node is several processes, its `Devices`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import scale_
-from exogym.core.compute.outputs import Loss, batch_examples, map_tensors
+from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer
-from exogym.core.compute.weights import CLOSE, Weights
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 from exogym.errors import DataError, check_choice
 
 if TYPE_CHECKING:
     from exogym.core.compute.insides import Insides
+    from exogym.core.compute.weights import Weights
 
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +50,7 @@ class Worker:
         draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
         before_last_backward: called before the backward pass of a step's last micro-batch.
         changing: names of the buffers that a training step changes; these have rows.
+        weighs_classes: whether a part of a batch counts what its classes weigh in the loss.
         devices: of a node that is several processes: with whom this one computes; None: it is alone.
     """
 
@@ -69,7 +72,7 @@ class Worker:
         self._should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
-        self.weights = Weights(CLOSE if self.dtype is None else 2e-3)
+        self.weighs_classes = True
 
     def bind(self, fleet: Fleet) -> None:
         """Take the fleet's rows as the places the module will be pointed at."""
@@ -144,7 +147,7 @@ class Worker:
         examples = batch_examples(batch)
         size = size or max(1, examples)
         bounds = [(start, min(start + size, examples)) for start in range(0, examples, size)] or [(0, 0)]
-        parts = [(part, share) for part, share in self.weights.parts(self.ask, batch, bounds) if share]
+        parts = [(part, share) for part, share in self.parts(batch, bounds) if share]
         for k, (part, share) in enumerate(parts):
             with self.autocast():
                 loss = self.loss(part)
@@ -164,6 +167,20 @@ class Worker:
         node, examples = self.fleet.ranks[row], batch_examples(batch)
         insides.took(node, examples)
         return insides.meshes[node].at_once(min(examples, self.micro_batch_size or examples))
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """What the parts of a batch count in its loss."""
+        from exogym.core.compute.weights import CLOSE, Weights, counting
+
+        known = counting(self.loss.loss_fn) if self.weighs_classes else None
+        return Weights(CLOSE if self.dtype is None else 2e-3, known)
+
+    def parts(self, batch: Any, bounds: Sequence[tuple[int, int]]) -> list[tuple[Any, float]]:
+        """Return the parts (start, stop) of a batch, each with its weight in the loss, as `Weights.parts`."""
+        if list(bounds) == [(0, batch_examples(batch))]:
+            return [(batch, 1.0)]
+        return self.weights.parts(self.ask, batch, bounds)
 
     @torch.no_grad()
     def ask(self, batch: Any) -> float:
@@ -189,7 +206,7 @@ class Worker:
         else:
             size = self.micro_batch_size or max(1, total)
             bounds = [(start, min(start + size, total)) for start in range(0, total, size)]
-        return [(part, share * total) for part, share in self.weights.parts(self.ask, batch, bounds)]
+        return [(part, share * total) for part, share in self.parts(batch, bounds)]
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.devices is None else self.devices.gathered()

@@ -36,7 +36,7 @@ from typing import Any
 
 from torch import nn
 
-from exogym.core.base.nested import tensors_in
+from exogym.core.base.batches import tensors_in
 from exogym.core.communicator.ledger import FACTORS
 from exogym.core.mesh.splits import blocks_of, cuts, tensor_plan
 from exogym.core.mesh.value import NodeMesh
@@ -140,7 +140,7 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     facts = Facts(parameters, {name: (style, stage_of(name)) for name, style in plan.items()}, ends)
 
     def note(name: str, given: Any, out: Any) -> None:
-        first = next(tensors_in(given), None)
+        first = next(iter(tensors_in(given)), None)
         examples = len(first) if first is not None and first.dim() else 1
         into, outof = (sum(x.numel() * x.element_size() for x in tensors_in(what)) for what in (given, out))
         has_gradient = any(x.requires_grad for x in tensors_in(given))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.base.batches import batch_examples, micro_batches
 from exogym.core.communicator import CHUNK_ELEMENTS, Inside
-from exogym.core.compute.outputs import accuracy, batch_examples, split_batch
+from exogym.core.compute.outputs import accuracy
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.data.stream import Stream
@@ -83,7 +84,7 @@ class Evaluator:
                     continue
                 if left <= 0:
                     return
-                part, _ = next(split_batch(batch, left))
+                part, _ = next(micro_batches(batch, left))
                 left -= batch_examples(part)
                 yield part
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import Correction, InnerOptimizer
-from exogym.core.compute.spans import Compute, Losses, Span
-from exogym.core.compute.ways import way_of
+from exogym.core.compute.spans import Compute, Losses, Span, way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.data.stream import Stream

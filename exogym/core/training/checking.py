@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
-from exogym.core.compute.ways import WAYS
+from exogym.core.compute.spans import WAYS
 from exogym.core.compute.worker import check_precision
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count, check_switch

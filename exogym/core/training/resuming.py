@@ -12,7 +12,7 @@ import numpy as np
 from exogym.core.base.files import remove_folders
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
-from exogym.core.compute.ways import WAYS
+from exogym.core.compute.spans import WAYS
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding

@@ -15,7 +15,6 @@ from exogym.core.communicator import Wire, say
 from exogym.core.compute.first_step import look
 from exogym.core.compute.memory import check_rows
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.weights import counting
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.training.options import FitOptions
@@ -43,8 +42,8 @@ def workplace(
     model = subject.model.to(device)
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.precision, options.seed, options.micro_batch_size)
-    if options.gradient_accumulation == 1:  # else a step is the mean over its batches, however their classes weigh
-        worker.weights.counting = counting(subject.loss_fn)
+    # else a step is the mean over its batches, however their classes weigh
+    worker.weighs_classes = options.gradient_accumulation == 1
     first_batch = next(iter(stream.batches(0, 0, 1)))
     _initialise_lazy(worker, first_batch)
     if options.meshes:  # which look at shapes

@@ -25,7 +25,7 @@ from exogym import LocalTrainer
 from exogym.core import compute
 from exogym.core.compute import choosing
 from exogym.core.compute.compiled import STEPS, GraphNode, Stretches, compiled
-from exogym.core.compute.train_node import TrainNode
+from exogym.core.compute.loop import TrainNode
 from exogym.core.compute.vmap import Vmap
 from exogym.errors import ModelError
 from exogym.models import CharGPT

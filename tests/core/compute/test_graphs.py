@@ -9,8 +9,8 @@ import torch
 from near_the_loop import MODELS, OPTIMIZERS, assert_close, fit
 
 from exogym.core import compute
+from exogym.core.base.batches import tensors_in
 from exogym.core.compute.graphs import Graphs, Replay, captured
-from exogym.core.compute.outputs import tensors_of
 from exogym.errors import ArgumentError, ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint
@@ -20,7 +20,7 @@ def by_hand(body):
     results = body()
 
     def replay():
-        for place, x in zip(tensors_of(results), tensors_of(body()), strict=True):
+        for place, x in zip(tensors_in(results), tensors_in(body()), strict=True):
             place.copy_(x)
 
     return replay, results
@@ -94,8 +94,8 @@ def test_a_replay_reads_what_it_is_given_and_gives_what_stays():
     run = Replay(lambda x, more: (x + more[0], [x * 2]), (torch.ones(2), [torch.ones(2)]), by_hand)
     first = run(torch.tensor([1.0, 2.0]), [torch.tensor([3.0, 4.0])])
     second = run(torch.zeros(2), [torch.ones(2)])
-    assert [x.tolist() for x in tensors_of(first)] == [[4, 6], [2, 4]]
-    assert [x.tolist() for x in tensors_of(second)] == [[1, 1], [0, 0]]
+    assert [x.tolist() for x in tensors_in(first)] == [[4, 6], [2, 4]]
+    assert [x.tolist() for x in tensors_in(second)] == [[1, 1], [0, 0]]
 
 
 def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
@@ -103,7 +103,7 @@ def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
 
     def wrong(body):
         results = body()
-        return lambda: [x.zero_() for x in tensors_of(results)], results
+        return lambda: [x.zero_() for x in tensors_in(results)], results
 
     monkeypatch.setattr(compute.graphs, "captured", wrong)
     with pytest.raises(ModelError, match="captured, it gives other numbers than operation by operation"):

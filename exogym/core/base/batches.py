@@ -1,0 +1,106 @@
+"""Batches: tensors in nested mappings, tuples and lists; also what modules take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.errors import DataError
+
+TARGET_KEYS = ("labels", "targets", "target", "label", "y")
+# by torch, of wrong batches and models
+RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+MISSING: Any = object()  # of what a model returned: it did not return
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested mappings, tuples and lists, in order; what else is in them is passed over.
+
+    >>> [len(x) for x in tensors_in({"a": torch.ones(2), "b": [torch.ones(3), "c"]})]
+    [2, 3]
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [x for part in parts for x in tensors_in(part)]
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply `function` to every tensor of a nested batch; mappings come back as dicts."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, function) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(value, function) for value in batch)
+    return batch
+
+
+def batch_examples(batch: Any) -> int:
+    """Return the number of examples: the first dimension of the batch's first tensor."""
+    for leaf in tensors_in(batch):
+        if leaf.dim():
+            return len(leaf)
+    raise DataError(f"a batch is {described(batch)} and holds no tensor with a batch dimension")
+
+
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """Return the examples `start` to `stop` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
+
+
+def take_examples(batch: Any, which: list[int]) -> Any:
+    """Return the examples `which` of a batch."""
+    total = batch_examples(batch)
+    return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
+
+
+def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
+    """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
+    total = batch_examples(batch)
+    if total <= size:
+        yield batch, 1.0
+        return
+    for start in range(0, total, size):
+        stop = min(start + size, total)
+        yield slice_batch(batch, start, stop), (stop - start) / total
+
+
+def stack_nested(each: Sequence[Any]) -> Any:
+    """Return nested tensors like the first of `each`, those of all in front of one another.
+
+    >>> stack_nested([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
+    [tensor([1, 3]), (tensor([2, 4]),)]
+    """
+    stacks = iter([torch.stack(alike) for alike in zip(*map(tensors_in, each), strict=True)])
+    return map_tensors(each[0], lambda x: next(stacks))
+
+
+def targets_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch, by their name or as its last part; None where it has none."""
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
+    else:
+        found = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    return found if isinstance(found, Tensor) else None
+
+
+def described(value: Any) -> str:
+    """Return in words what a value is.
+
+    >>> described(torch.zeros(2, 3)), described((torch.zeros(2), None))
+    ('a tensor of shape (2, 3)', 'a tuple of 2')
+    """
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a mapping with {sorted(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else type(value).__name__
