@@ -124,10 +124,10 @@ class Every(Callback):
 
 def callback_of(given: Callable[[Running], Any]) -> Callback:
     """Return a callback as given, or one that calls the function `given` after each evaluation."""
-    return given if isinstance(given, Callback) else _Function(given)
+    return given if isinstance(given, Callback) else _AtEvaluations(given)
 
 
-class _Function(Callback):
+class _AtEvaluations(Callback):
     def __init__(self, function: Callable[[Running], Any]):
         self.function = function
 

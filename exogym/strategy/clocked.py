@@ -15,7 +15,7 @@ from exogym.strategy.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
 
 
-class Server(Protocol):
+class ParameterServer(Protocol):
     """Theta, and what turns the Delta of nodes into the next theta.
 
     Attributes:
@@ -67,7 +67,7 @@ class ClockedStrategy(Strategy):
         if "__init__" in cls.__dict__:
             cls.__init__ = taking(cls.__init__)  # type: ignore[method-assign]
 
-    def server(self, fleet: Fleet) -> Server:
+    def server(self, fleet: Fleet) -> ParameterServer:
         """Return the server at the start of training."""
         raise NotImplementedError
 

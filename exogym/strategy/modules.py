@@ -21,7 +21,7 @@ from torch import Tensor
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, Layout, cut_of
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, check_count
 from exogym.strategy.capabilities import adopt
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
@@ -204,9 +204,12 @@ class PeriodicModule(CommunicationModule):
 
     def take_rounds(self, H: RoundLength) -> None:
         """Act after every H steps, or at the end of each round of H(0), H(1), ... steps, or of given rounds."""
-        rounds = H if isinstance(H, Rounds) else Rounds(H)
-        self.interval_steps = rounds.end_after(0)
-        self.rounds = None if rounds.are_even else rounds
+        if callable(H) or isinstance(H, Rounds):
+            self.rounds = H if isinstance(H, Rounds) else Rounds(H)
+            self.interval_steps = self.rounds.end_after(0)
+        else:
+            check_count("H", H)
+            self.interval_steps = H
 
     def features(self) -> dict[str, str]:
         uneven = f"H={getattr(self.rounds, 'H', 'a function')!r}, in rounds of different lengths"

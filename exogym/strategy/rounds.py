@@ -38,11 +38,6 @@ class Rounds:
         else:
             check_count("H", H)
 
-    @property
-    def are_even(self) -> bool:
-        """Whether all have the same length by definition."""
-        return not callable(self.H)
-
     def _add(self) -> None:
         number = len(self._ends) - 1
         given: Any = self.H(number)  # type: ignore[operator]

@@ -70,7 +70,7 @@ class Costs:
 
 
 @dataclass
-class Seen:
+class Sight:
     """What a tuner may go by after a round.
 
     Attributes:
@@ -103,7 +103,7 @@ class Tuner:
     of: ClassVar[tuple[str, ...]] = ("H",)
     sees: ClassVar[str] = "bytes"
 
-    def choose(self, name: str, seen: Seen) -> float:
+    def choose(self, name: str, seen: Sight) -> float:
         """Return the next value of the argument `name`."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class ByteBudget(Tuner):
         ArgumentError: before training, if B does not.
         TrainingError: in training, if a meeting takes more than the strategy's formula says, and B does not pay for it.
 
-    >>> ByteBudget(1000.0).choose("H", Seen(value=5, steps_left=80, sent=200, last=100, costs=Costs(each=100)))
+    >>> ByteBudget(1000.0).choose("H", Sight(value=5, steps_left=80, sent=200, last=100, costs=Costs(each=100)))
     10
     """
 
@@ -135,7 +135,7 @@ class ByteBudget(Tuner):
     def __post_init__(self) -> None:
         check_number("total_bytes", self.total_bytes, over=0)
 
-    def choose(self, name: str, seen: Seen) -> float:
+    def choose(self, name: str, seen: Sight) -> float:
         costs, steps = seen.costs, max(1, seen.steps_left)
         if costs is None or not costs.each:
             return seen.value
@@ -177,7 +177,7 @@ class Drift(Tuner):
         target: rho, over 0 and under 1. Of N nodes that go anywhere at random it is (N-1)/N.
         least, most: bounds of H; `most` None: none.
 
-    >>> [Drift(0.5).choose("H", Seen(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
+    >>> [Drift(0.5).choose("H", Sight(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
     [12, 5]
     """
 
@@ -192,7 +192,7 @@ class Drift(Tuner):
         if self.most is not None:
             check_count("most", self.most, least=self.least)
 
-    def choose(self, name: str, seen: Seen) -> float:
+    def choose(self, name: str, seen: Sight) -> float:
         H = int(seen.value)
         if math.isnan(seen.drift):
             return H
@@ -209,7 +209,7 @@ class Autocorrelation(Tuner):
         gain: over 0 and under 0.5.
         least, most: bounds of the factor on the outer rate.
 
-    >>> seen = Seen(value=1.0, steps_left=80, sent=0, last=0, correlation=0.5)
+    >>> seen = Sight(value=1.0, steps_left=80, sent=0, last=0, correlation=0.5)
     >>> Autocorrelation(gain=0.2).choose("outer_lr", seen)
     1.1
     """
@@ -231,7 +231,7 @@ class Autocorrelation(Tuner):
                 f"most={self.most!r}"
             )
 
-    def choose(self, name: str, seen: Seen) -> float:
+    def choose(self, name: str, seen: Sight) -> float:
         if math.isnan(seen.correlation):
             return seen.value
         return min(self.most, max(self.least, seen.value * (1 + self.gain * (seen.correlation - self.target))))
@@ -265,10 +265,6 @@ class TunedRounds(Rounds):
         check_count("H", H)
         super().__init__(H)
         self.H: int = H
-
-    @property
-    def are_even(self) -> bool:
-        return False
 
     def end_after(self, step: int) -> int:
         ended = self._ends
@@ -370,7 +366,7 @@ class Tuning(Stateful):
             final = self._most if self.run.final_sync else 0.0
             costs = Costs(self._most, 0.0 if costs is None else costs.per_step, final)
         left = self.run.total_steps - step
-        seen = Seen(self.value, left, sent, last, self.drift, self.correlation, costs)
+        seen = Sight(self.value, left, sent, last, self.drift, self.correlation, costs)
         self._sent = sent
         self.value = self.tuner.choose(self.name, seen)
         if self.rounds is not None:

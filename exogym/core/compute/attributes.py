@@ -34,7 +34,7 @@ class Attributes:
     def __init__(self, model: nn.Module):
         self.modules = dict(model.named_modules())
         self.kept = {
-            f"{name}.{key}" if name else key: _Kept(value, set(), 0)
+            f"{name}.{key}" if name else key: _Value(value, set(), 0)
             for name, module in self.modules.items()
             for key, value in vars(module).items()
             if key not in _OWN
@@ -139,7 +139,7 @@ def _shapes(batch: Any) -> list[torch.Size]:
     return found
 
 
-class _Kept:
+class _Value:
     """A value, and a copy of what it holds; `held` is None where it is not looked into."""
 
     def __init__(self, value: Any, seen: set[int], depth: int):
@@ -157,12 +157,12 @@ class _Kept:
         else:
             seen.add(id(value))
             if isinstance(value, list | tuple | deque):
-                self.held = [_Kept(item, seen, depth + 1) for item in value]
+                self.held = [_Value(item, seen, depth + 1) for item in value]
             elif isinstance(value, dict) or _is_users_own(value):
                 items = value if isinstance(value, dict) else vars(value)
-                self.held = {key: _Kept(item, seen, depth + 1) for key, item in items.items()}
+                self.held = {key: _Value(item, seen, depth + 1) for key, item in items.items()}
 
-    def same(self, other: _Kept, tolerance: float) -> bool:
+    def same(self, other: _Value, tolerance: float) -> bool:
         a, b = self.held, other.held
         if type(a) is not type(b):
             return False

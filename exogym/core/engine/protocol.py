@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from exogym.balance import share_out
 from exogym.core.communicator import Wire
 from exogym.errors import ArgumentError
 
@@ -112,5 +111,10 @@ def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None)
         raise ArgumentError(
             f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
         )
-    ends = list(itertools.accumulate(share_out(num_nodes, speeds or [1.0] * processes), initial=0))
+    counts = [num_nodes // processes + (k < num_nodes % processes) for k in range(processes)]
+    if speeds is not None:
+        from exogym.balance import share_out
+
+        counts = share_out(num_nodes, speeds)
+    ends = list(itertools.accumulate(counts, initial=0))
     return [list(range(first, last)) for first, last in itertools.pairwise(ends)]

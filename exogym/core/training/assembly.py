@@ -52,13 +52,13 @@ def assemble(
     """
     if options.save_dir is None:
         return _assemble(subject, options, device, max_stretch, wire, {})
-    from exogym.core.training.resuming import Refused
+    from exogym.core.training.resuming import Unfit
 
     refused: dict[str, str] = {}
     while True:
         try:
             return _assemble(subject, options, device, max_stretch, wire, refused)
-        except Refused as error:
+        except Unfit as error:
             refused[error.name] = error.why
 
 
@@ -66,7 +66,7 @@ def _assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire,
     refused: Mapping[str, str],
 ) -> TrainingLoop:  # fmt: skip
-    """Do what `assemble` says; Refused, with all undone, where the checkpoint is not what the run would save.
+    """Do what `assemble` says; Unfit, with all undone, where the checkpoint is not what the run would save.
 
     In this order: the data say how long the run is; then all is known that makes a checkpoint one of this run; a
     checkpoint says what the run had chosen for itself; the choices say what a step holds; the clock goes by that, and

@@ -60,7 +60,7 @@ class ByClock(Algorithm):
         self.dropped = 0
         work = strategy.local_steps(seconds_of_steps(timing.clock))
         self.order = Order(timing.clock, work, strategy.grace_s, strategy.quorum_of(fleet.num_nodes))
-        fleet.state.register("rounds", _Kept(self))
+        fleet.state.register("rounds", _ClockState(self))
         fleet.state.register("server", Shared(self.server.state, self.server.load_state))
         fleet.state.register("order", Shared(self.order.state, self.order.load_state))
         self.shards: Shards | None = None
@@ -238,7 +238,7 @@ class ByClock(Algorithm):
             rows[here] = self.buffers[name]
 
 
-class _Kept(Stateful):
+class _ClockState(Stateful):
     """What an asynchronous run keeps: each node's theta as pulled, the server's buffers, who is where in its round."""
 
     def __init__(self, clocked: ByClock):

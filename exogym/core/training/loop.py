@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import barrier
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.progress import Progress
@@ -143,7 +142,7 @@ class TrainingLoop:
                     self.agenda.keepers.release()
 
     def _carry(self, run: Callable[[], bool]) -> bool:
-        barrier(self.wire)  # nobody trains before all can be told to stop
+        self.wire.agree(False)  # nobody trains before all can be told to stop
         return run()
 
     def _run(self) -> bool:

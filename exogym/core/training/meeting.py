@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.communicator import Communicator, Parcel
-from exogym.core.training.pairing import AWAY, ENDED, PAIRED, PEER, Call, disagreement, gathered, pairs_of
+from exogym.core.training.pairing import AWAY, ENDED, PAIRED, PEER, Stand, disagreement, gathered, pairs_of
 from exogym.errors import StrategyError
 from exogym.strategy.communicate import set_place
 
@@ -128,22 +128,22 @@ class Meeting:
         rows = [place.index] if self.rows is None else self.rows[place.index]
         return [self.comm.ranks[row] for row in rows]
 
-    def _calls(self) -> dict[int, Call]:
+    def _calls(self) -> dict[int, Stand]:
         """Return where the programs here stand, by node."""
         calls = {}
         for place in self.places:
             there = AWAY if place not in self.taking_part else ENDED if place.done else ""
             for k, rank in enumerate(self._ranks(place)):
-                calls[rank] = Call(there) if there else place.request.call(k)
+                calls[rank] = Stand(there) if there else place.request.call(k)
         return dict(sorted(calls.items()))
 
-    def _blocks(self, calls: Mapping[int, Call]) -> Sequence[Sequence[int]]:
+    def _blocks(self, calls: Mapping[int, Stand]) -> Sequence[Sequence[int]]:
         """Return the nodes of all processes that go on together."""
         if self.rows is None:
             return [[node] for node in calls]
         return self.comm.wire.placement if self.comm.wire.is_shared else [self._ranks(place) for place in self.places]
 
-    def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Call]) -> list[_Place]:
+    def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Stand]) -> list[_Place]:
         """Carry the tensors of `pairs` over; return the places here that can go on."""
         self._about_to_move()
         found = {node for pair in pairs for node in pair}
@@ -162,7 +162,7 @@ class Meeting:
             place.result = torch.stack([x for x in mine if x is not None]) if place.has_rows else mine[0]
         return ready
 
-    def _at_home(self, x: Tensor | None, sent: Call) -> Tensor | None:
+    def _at_home(self, x: Tensor | None, sent: Stand) -> Tensor | None:
         """Return what a node got as its own, where `sent` says that it was: on the CPU, or the nodes' device."""
         if x is None:
             return None
@@ -214,13 +214,13 @@ class _Request:
         given = [] if shape is None else [f"{shape[1]} {shape[0]}"]
         self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
 
-    def call(self, k: int) -> Call:
+    def call(self, k: int) -> Stand:
         """Return where the node of row `k` of this place stands."""
         if self.kind not in PAIRED:
-            return Call.of(self.kind, self.signature, -1, None)
+            return Stand.of(self.kind, self.signature, -1, None)
         peers = self.options[PEER[self.kind]]
         tensor = self.tensor[k] if self.has_rows and self.tensor is not None else self.tensor
-        return Call.of(self.kind, None, peers[k] if self.has_rows else peers, tensor)
+        return Stand.of(self.kind, None, peers[k] if self.has_rows else peers, tensor)
 
 
 class _Place:

@@ -27,7 +27,7 @@ NAMED = 8  # nodes that an error names
 
 
 @dataclass(frozen=True)
-class Call:
+class Stand:
     """Where the program of a node stands.
 
     Attributes:
@@ -45,7 +45,7 @@ class Call:
     on_cpu: bool = True
 
     @classmethod
-    def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Call:
+    def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Stand:
         """Return the call of a `kind` on `tensor`, a node's own; collectives are alike where `signature` is."""
         if kind not in PAIRED:
             return cls(COLLECTIVE, zlib.crc32(repr(signature).encode()))
@@ -60,21 +60,21 @@ class Call:
         return [KINDS.index(self.kind), self.mark, self.peer, DTYPES.index(self.dtype), self.on_cpu, *shape]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Call:
+    def from_numbers(cls, numbers: Sequence[int]) -> Stand:
         kind, mark, peer, dtype, on_cpu, dimensions, *shape = numbers
         return cls(KINDS[kind], mark, peer, tuple(shape[:dimensions]), DTYPES[dtype], bool(on_cpu))
 
 
-def gathered(wire: Wire, here: Mapping[int, Call]) -> dict[int, Call]:
+def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
     """Return the calls of all nodes, of which this process has those of `here`."""
     if not wire.is_shared:
         return dict(here)
     mine = torch.tensor([here[rank].numbers() for rank in wire.ranks])
     everyone = sorted(rank for ranks in wire.placement for rank in ranks)
-    return dict(zip(everyone, map(Call.from_numbers, wire.rows(mine, everyone).tolist()), strict=True))
+    return dict(zip(everyone, map(Stand.from_numbers, wire.rows(mine, everyone).tolist()), strict=True))
 
 
-def pairs_of(calls: Mapping[int, Call], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """Return the pairs of nodes that can go on, ascending: giver and receiver, or both partners, the lower first.
 
     Args:
@@ -116,7 +116,7 @@ def pairs_of(calls: Mapping[int, Call], blocks: Sequence[Sequence[int]]) -> list
         pairs = kept
 
 
-def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Call]) -> StrategyError:
+def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Stand]) -> StrategyError:
     """Return the error of programs none of which can go on; `here` has what the nodes here wait at, in words."""
     told = gather(wire, list(here.items()))
     waiting = [f"node {node} waits at {text}" for texts in told for node, text in texts]

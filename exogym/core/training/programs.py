@@ -71,7 +71,7 @@ class Programs(Algorithm):
         if strategy.stacked:
             self._compare_one_row_with_many(strategy)
         self._set_up(strategy)
-        fleet.state.register("program", _Kept(self))
+        fleet.state.register("program", _ProgramState(self))
 
     def _set_up(self, strategy: Strategy) -> None:
         count = len(self.fleet) if self.blocks is None else len(self.blocks)
@@ -276,7 +276,7 @@ class Programs(Algorithm):
         super().close()
 
 
-class _Kept(Stateful):
+class _ProgramState(Stateful):
     """What users' strategies keep: each node's own, or of a stacked one (rows, ...) tensors and the rest."""
 
     def __init__(self, programs: Programs):

@@ -26,7 +26,7 @@ CHOSEN = ("compute", "micro_batch_size", "speeds")
 FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
 
 
-class Refused(Exception):
+class Unfit(Exception):
     """The checkpoint `name` is not one that this run can go on from; `why` says what is wrong with it."""
 
     def __init__(self, name: str, why: str):
@@ -59,7 +59,7 @@ class Kept:
         """Let the loop stand where the checkpoint was taken, if there is one; see that it can be saved at all.
 
         Raises:
-            Refused: the checkpoint is not what the run would save there.
+            Unfit: the checkpoint is not what the run would save there.
         """
         snapshot = self.snapshot
         if snapshot is not None:
@@ -177,7 +177,7 @@ def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
     """Do `check` in every process.
 
     Raises:
-        Refused: there was a CheckpointError in one of them.
+        Unfit: there was a CheckpointError in one of them.
     """
     why = None
     try:
@@ -187,4 +187,4 @@ def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
     troubles = [trouble for trouble in gather(wire, why) if trouble is not None]
     if troubles:
         assert snapshot.path is not None
-        raise Refused(snapshot.path.name, troubles[0])
+        raise Unfit(snapshot.path.name, troubles[0])

@@ -80,12 +80,12 @@ class Ray:
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         import ray
 
-        from exogym.core.engine.ray.seat import Seating
+        from exogym.core.engine.ray.seat import SeatPlan
 
         work = _packed(body)
         folder = None if (self.runtime_env or {}).get("working_dir") else os.getcwd()
         need = _need(options)
-        seating = Seating(options.placement, options.native, options.hang_s, "GPU" in need, folder)
+        seating = SeatPlan(options.placement, options.native, options.hang_s, "GPU" in need, folder)
         with _room_for(len(options.placement), need, self.placement) as places:
             check_machines(places)
             groups = {"control": 1, "meeting": 2 * len(places) + 2}

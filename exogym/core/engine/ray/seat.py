@@ -34,12 +34,12 @@ FOREVER = timedelta(days=30)  # who waits too long for another is found out by t
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 
-class Lost(WorkerError):
+class Missed(WorkerError):
     """Another process of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
-class Seating:
+class SeatPlan:
     """What each process is told of the run.
 
     Attributes:
@@ -59,7 +59,7 @@ def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
     try:
         return call()
     except RuntimeError as error:  # torch knows many words for it
-        raise Lost(f"another process of the run cannot be reached: {error}") from error
+        raise Missed(f"another process of the run cannot be reached: {error}") from error
 
 
 class Seat:
@@ -84,7 +84,7 @@ class Seat:
                 self._open.pop(who).set_result(answer)
         return own.result()
 
-    def train(self, process: int, seating: Seating, work: bytes, first: Any) -> tuple[Any, ...]:
+    def train(self, process: int, seating: SeatPlan, work: bytes, first: Any) -> tuple[Any, ...]:
         """Run `work`, a packed function of a wire, with all others; `first`: the seat that keeps the store.
 
         Returns:
@@ -100,7 +100,7 @@ class Seat:
                 return "done", body(wire)
         except Stopped as stop:
             return "stopped", stop.step, stop.left
-        except Lost as lost:
+        except Missed as lost:
             return "lost", str(lost)
         except BaseException as error:
             return "error", *packed(error)
@@ -119,7 +119,7 @@ def _loaded(work: bytes) -> Callable[[ProcessWire], Any]:
 
 
 @contextlib.contextmanager
-def _group(process: int, seating: Seating, first: Any) -> Any:
+def _group(process: int, seating: SeatPlan, first: Any) -> Any:
     """While entered, all processes of the run are in torch's default process group."""
     import ray
 
