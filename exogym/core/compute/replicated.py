@@ -36,22 +36,29 @@ Numbers = Sequence[Sequence[int]]  # of parameters, for each process on an axis
 class Replicated(Split):
     """A `Split` whose processes gather what they compute with once for each gradient.
 
+    Args:
+        stages: by name those that hold a parameter, where a process computes some of the layers (`compute.staged`).
+
+    Attributes:
+        handles: the parameters of the model that computes; kinds: their numbers, of one dtype each.
+        here: the numbers of those that this process computes with; first: of each the stage whose row has it.
+        at: where this process is on the axes of the mesh, whose groups are `devices`.
+
     Raises:
         ModelError: a parameter without an axis; layers that cannot be computed together.
     """
 
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+    def __init__(
+        self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device,
+        stages: dict[str, list[int]] | None = None,
+    ):  # fmt: skip
         super().__init__(model, mesh, inside, device)
         self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
         self.along = {n: inside.along(self.devices[n]) if size > 1 else ALONE for n, size in mesh.axes.items()}
         self._wholes = whole_layouts(model, "shared out")
-        self._places = Places(mesh, self._wholes, cut_axes(model, mesh, self.devices), self._stages())
+        self._places = Places(mesh, self._wholes, cut_axes(model, mesh, self.devices), stages or {})
         self.parts = [[self._places.layout(layout, k) for layout in self._wholes] for k in range(self.size)]
-        self._at = mesh.coordinates(self.part)
-
-    def _stages(self) -> dict[str, list[int]]:
-        """Return by name the stages that hold a parameter; {}: there is one."""
-        return {}
+        self.at = mesh.coordinates(self.part)
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -81,30 +88,30 @@ class Replicated(Split):
         except ModelError:
             self.plain()
             raise
-        self._handles = [handles[slot.name] for layout in self._wholes for slot in layout]
+        self.handles = [handles[slot.name] for layout in self._wholes for slot in layout]
         self._lay_out()
         for p, home in self._homes:
             p.data = home.new_empty(0)
-        self._lose(range(len(self._handles)))
+        self.lose(range(len(self.handles)))
 
     def _lay_out(self) -> None:
         """Note of each parameter, by its number, what of it is here, and who tells whom."""
-        whole, at, places = [slot for layout in self._wholes for slot in layout], self._at, self._places
+        whole, at, places = [slot for layout in self._wholes for slot in layout], self.at, self._places
         kinds = [layout.dtype for layout in self._wholes for _ in layout]
-        self._first = [places.stages(slot.name)[0] for slot in whole]
+        self.first = [places.stages(slot.name)[0] for slot in whole]
         self._own = [places.owns(slot.name, self.part) for slot in whole]
         self._slots = [slot for layout in self.parts[self.part] for slot in layout]
         self._shapes = [box_shape(places.computed(slot, self.part)) for slot in whole]
-        self._here = [k for k, slot in enumerate(whole) if at["stages"] in places.stages(slot.name)]
+        self.here = [k for k, slot in enumerate(whole) if at["stages"] in places.stages(slot.name)]
         ends = list(itertools.accumulate((len(layout.slots) for layout in self._wholes), initial=0))
-        self._kinds = [range(*pair) for pair in itertools.pairwise(ends)]  # of one dtype each
+        self.kinds = [range(*pair) for pair in itertools.pairwise(ends)]  # of one dtype each
         self._empty = [torch.empty(0, dtype=kind, device=self.device) for kind in kinds]
         shapes = [box_shape(places.held(slot, self.part)) for slot in whole]
-        self._mirrors = {k: self._empty[k].new_zeros(shapes[k]) for k in self._here if not self._own[k]}
+        self._mirrors = {k: self._empty[k].new_zeros(shapes[k]) for k in self.here if not self._own[k]}
         self._memory: dict[int, Tensor] = {}
         self._gives = {name: [list[int]() for _ in range(size)] for name, size in self.mesh.axes.items()}
         self._takes = {name: [list[int]() for _ in range(size)] for name, size in self.mesh.axes.items()}
-        for k in self._here:
+        for k in self.here:
             (first, *others), dealt = places.stages(whole[k].name), places.dealt(whole[k].name)
             if dealt in (None, at["tensor"]) and others:  # across stages, and then from there over "tensor"
                 if at["stages"] == first:
@@ -126,37 +133,38 @@ class Replicated(Split):
         for p, home in self._homes:
             p.data, p.grad = home, None
 
-    def _lose(self, these: Iterable[int]) -> None:
+    def lose(self, these: Iterable[int]) -> None:
         """Let parameters have their shapes, no numbers and no memory."""
         for k in these:
             self._memory.pop(k, None)
-            hold_local(self._handles[k], self._empty[k].new_zeros(()).expand(self._shapes[k]))
+            hold_local(self.handles[k], self._empty[k].new_zeros(()).expand(self._shapes[k]))
 
     # What goes from process to process
 
     def point(self, views: Sequence[Tensor]) -> None:
-        self._pieces = {k: self._mirrors.get(k, views[k]) for k in self._here}
+        self._pieces = {k: self._mirrors.get(k, views[k]) for k in self.here}
         if self.mesh.shard == 1:
             for k, piece in self._pieces.items():
-                hold_local(self._handles[k], piece)
+                hold_local(self.handles[k], piece)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for these in self._kinds:
+        for these in self.kinds:
             for name in ("stages", "tensor"):
-                for k, told in self._hand_on(name, self._pieces, self._gives[name], self._takes[name], these):
+                for k, told in self.hand_on(name, self._pieces, self._gives[name], self._takes[name], these):
                     self._pieces[k].copy_(told)
             here = [k for k in these if k in self._pieces] if self.mesh.shard > 1 else []
             for k in here:
                 if k not in self._memory:
                     self._memory[k] = self._empty[k].new_empty(self._shapes[k])
-                    hold_local(self._handles[k], self._memory[k])
+                    hold_local(self.handles[k], self._memory[k])
             if here:
                 gather(self.along["shard"], [self._pieces[k] for k in here], [self._memory[k] for k in here])
 
-    def _hand_on(
+    def hand_on(
         self, axis: str, tensors: dict[int, Tensor], gives: Numbers, takes: Numbers, these: range
     ) -> Iterator[tuple[int, Tensor]]:
+        """Yield those of `these` parameters that come from other processes on an axis, while others get ours."""
         few = [[[k for k in some if k in these and k in tensors] for some in way] for way in (gives, takes)]
         return hand_on(self.along[axis], tensors, *few)
 
@@ -164,7 +172,7 @@ class Replicated(Split):
         return passes(loss, parts, scale, context) / self.mesh.tensor
 
     def gradients(self) -> list[Tensor | None]:
-        given = [take_gradient(handle) for handle in self._handles]
+        given = [take_gradient(handle) for handle in self.handles]
         told = torch.tensor([[g is not None, g is not None and k not in self._pieces] for k, g in enumerate(given)])
         counts, strange = self.inside.sum(told.long()).unbind(1)
         if bool(strange.any()):
@@ -175,7 +183,7 @@ class Replicated(Split):
             )
         there = (counts > 0).tolist()
         found: list[Tensor | None] = [None] * len(given)
-        for these in self._kinds:
+        for these in self.kinds:
             here, grads = [k for k in these if k in self._pieces and there[k]], list[Tensor]()
             for k in here:
                 grad = given[k]
@@ -183,7 +191,7 @@ class Replicated(Split):
             if self.mesh.shard > 1 and grads:
                 grads = (sums if self.mesh.zero == 1 else scatter_sums)(self.along["shard"], grads)
             pieces = dict(zip(here, grads, strict=True))
-            for k, told in self._hand_on("stages", pieces, self._takes["stages"], self._gives["stages"], these):
+            for k, told in self.hand_on("stages", pieces, self._takes["stages"], self._gives["stages"], these):
                 pieces[k] += told  # towards the owner
             for k in these:
                 if there[k]:

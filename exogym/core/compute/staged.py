@@ -30,9 +30,11 @@ from torch.distributed import pipelining
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.torch_private import Hollow, held_local, hold_local
+from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.replicated import Replicated
-from exogym.core.compute.split import Context, Part
+from exogym.core.compute.split import Context, Part, Split
+from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.traffic import stages_of
 from exogym.errors import ModelError
 
@@ -45,8 +47,8 @@ SCHEDULES: dict[str, Any] = {
 MOST_SCHEDULES = 8  # kept, each for batches of other shapes
 
 
-class Staged(Replicated):
-    """A `Split` of a model of which each process of the node has some layers.
+class Staged(Split):
+    """A `Split` of a model of which each process of the node has some layers, which are held as `Replicated` does.
 
     Raises:
         ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
@@ -54,8 +56,8 @@ class Staged(Replicated):
             looks at numbers before the cut.
     """
 
-    def _stages(self) -> dict[str, list[int]]:
-        model, mesh = self.model, self.mesh
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+        super().__init__(model, mesh, inside, device)
         device_of, cuts = stages_of(model, mesh)
         self.cuts = list(cuts)
         self._schedules: dict[tuple[Any, ...], Any] = {}
@@ -69,7 +71,28 @@ class Staged(Replicated):
         for name, p in model.named_parameters(remove_duplicate=False):
             found.setdefault(id(p), set()).add(device_of(name))
         self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
-        return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
+        stages = {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
+        self.held = Replicated(model, mesh, inside, device, stages)
+        self.parts = self.held.parts
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        return self.held.evaluated
+
+    def split(self) -> None:
+        self.held.split()
+
+    def let_go(self) -> None:
+        self.held.let_go()
+
+    def plain(self) -> None:
+        self.held.plain()
+
+    def point(self, views: Sequence[Tensor]) -> None:
+        self.held.point(views)
+
+    def refresh(self) -> None:
+        self.held.refresh()
 
     def keepers(self, buffer: str) -> range:
         each = self.size // self.mesh.depth
@@ -78,28 +101,29 @@ class Staged(Replicated):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Have the whole model in each process; the memory of all its parameters."""
-        self.refresh()
-        kept = {k: held_local(handle) for k, handle in enumerate(self._handles)}
+        held = self.held
+        held.refresh()
+        kept = {k: held_local(handle) for k, handle in enumerate(held.handles)}
         stages = range(self.mesh.depth)
         try:
-            for these in self._kinds:
-                of = [[k for k in these if self._first[k] == stage] for stage in stages]
-                for k, told in self._hand_on("stages", kept, [of[self._at["stages"]] for _ in stages], of, these):
-                    hold_local(self._handles[k], told)
+            for these in held.kinds:
+                of = [[k for k in these if held.first[k] == stage] for stage in stages]
+                for k, told in held.hand_on("stages", kept, [of[held.at["stages"]] for _ in stages], of, these):
+                    hold_local(held.handles[k], told)
             yield
         finally:
             for k, local in kept.items():
-                hold_local(self._handles[k], local)
+                hold_local(held.handles[k], local)
             self._let_go_of_gathered()
 
     def gradients(self) -> list[Tensor | None]:
-        found = super().gradients()
+        found = self.held.gradients()
         self._let_go_of_gathered()
         return found
 
     def _let_go_of_gathered(self) -> None:
         if self.mesh.shard > 1 and self.mesh.zero == 3:
-            self._lose(self._here)
+            self.held.lose(self.held.here)
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
         schedule, stages = self._schedule(loss, parts, context)
@@ -133,8 +157,8 @@ class Staged(Replicated):
         if len(self._schedules) == MOST_SCHEDULES:  # each has memory for what travels
             del self._schedules[next(iter(self._schedules))]
         between = self._between(loss, largest, max(sizes), context)
-        count, mesh, stage = len(self.cuts) + 1, self.mesh, self._at["stages"]
-        group, held = self.devices["stages"].get_group(), [self._handles[k] for k in self._here]
+        count, mesh, stage = len(self.cuts) + 1, self.mesh, self.held.at["stages"]
+        group, held = self.held.devices["stages"].get_group(), [self.held.handles[k] for k in self.held.here]
         stages = [
             pipelining.PipelineStage(
                 _Stage(self, k, held), k, count, self.device, group=group,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.memory import check_rows
 from exogym.core.engine import Engine, EngineOptions, engine_for
@@ -74,12 +75,16 @@ def run_placed(
 
 
 def _split(options: FitOptions) -> tuple[NodeMesh, ...]:
-    """Return the split of each node whose devices are processes; () where they are not."""
+    """Return the split of each node whose devices are processes; () where they are not.
+
+    Raises:
+        ArgumentError: something that does not go with nodes of several processes.
+    """
     if not options.meshes or world_size() == 1:
         return ()
-    from exogym.core.training.splits import check_split
-
-    return check_split(options)
+    in_parts = options.strategy.features_in_parts()
+    check(options.features() | in_parts | {"node in several processes": "node= in several processes"})
+    return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()
 
 
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
