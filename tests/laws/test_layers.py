@@ -24,7 +24,7 @@ DOORS = {
 # The table. A new room gets its place here.
 FLOORS: list[set[str]] = [
     {"core", "machines", "study"},  # their own files, which hold a line of text
-    {"errors", "core.base", "core.combinations", "core.progress"},
+    {"errors", "core.base", "core.combinations", "core.progress", "core.refusals"},
     {"core.fleet", "core.communicator", "network", "core.mesh", "core.clock", "faults", "balance"},
     {"strategy", "core.compress", "data", "models", "core.engine"},
     {"core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},

@@ -73,7 +73,7 @@ def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
 
 
 def stack_nested(each: Sequence[Any]) -> Any:
-    """Return nested tensors like the first of `each`, those of all in front of one another.
+    """Return nested tensors like the first of `each`, with the tensors of all stacked in front.
 
     >>> stack_nested([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
     [tensor([1, 3]), (tensor([2, 4]),)]

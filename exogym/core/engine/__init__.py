@@ -32,7 +32,7 @@ ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies t
 
 
 def engine_for(options: EngineOptions) -> Engine | None:
-    """Return the engine that takes a run: the one it names, else the first that applies.
+    """Return the engine that takes a run: the one it names, or the first that applies.
 
     None: the number of processes is open.
 
