@@ -8,7 +8,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
 from exogym.core.training.options import FitOptions, takes
 from exogym.core.training.subject import Subject
-from exogym.errors import ArgumentError, Stopped, checked
+from exogym.errors import ArgumentError, checked
 
 if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
     from exogym.core.clock import Clock
@@ -188,40 +188,12 @@ class LocalTrainer(Trainer):
                 if options.engine is None:
                     run_placed(self.subject, options, place, functools.partial(self._train, place), self.engine)
                 else:
-                    self._send(options, place)
+                    from exogym.core.training.away import send
+
+                    send(self, options, place)
             finally:
                 for module, training in modes:
                     module.training = training
-
-    def _send(self, options: FitOptions, device: torch.device) -> None:
-        """Train on an engine elsewhere, and take over what it has come to."""
-        from exogym.core.training.placement import run_placed
-
-        engine = None if isinstance(options.engine, str) else options.engine
-        away = functools.partial(_train_away, self.subject, self.max_stretch)
-        try:
-            self._take(run_placed(self.subject, options, device, away, engine), options)
-        except (Stopped, SystemExit) as end:
-            stop = end if isinstance(end, Stopped) else end.__cause__
-            if isinstance(stop, Stopped):
-                self._take(stop.left, options)
-            raise
-
-    def _take(self, left: Left | None, options: FitOptions) -> None:
-        """Take over what a run elsewhere has come to."""
-        from exogym.callbacks import Callback
-
-        assert left is not None
-        self.history, self.description, self.traffic, self.clock = (
-            left.history,
-            left.description,
-            left.traffic,
-            left.clock,
-        )
-        self.model.load_state_dict(left.state)
-        for callback, state in zip(options.callbacks, left.callbacks, strict=True):
-            if isinstance(callback, Callback):
-                callback.load_state(state)
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
         """Train the rows that `wire` says are here."""
@@ -240,42 +212,3 @@ class LocalTrainer(Trainer):
                 save_spans(self.clock, Path(options.run_dir) / TIMELINE)
             self.spent = loop.spent
             loop.end()
-
-
-@dataclass
-class Left:
-    """What a run elsewhere leaves to the trainer here; `state`: the numbers of the model; `callbacks`: their states."""
-
-    state: dict[str, Any]
-    history: History
-    description: dict[str, Any]
-    traffic: dict[str, dict[str, float]]
-    clock: Clock | None
-    callbacks: list[dict[str, Tensor]]
-
-
-def _train_away(subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
-    """Train, in a process elsewhere, the rows that `wire` says are there; return what process 0 has come to."""
-    from exogym.callbacks import Callback
-    from exogym.core.compute.memory import check_rows
-
-    trainer = LocalTrainer(subject.model, subject.train_dataset, subject.val_dataset)
-    trainer.subject, trainer.max_stretch = subject, max_stretch
-    place = resolve_device(options.device)
-    check_rows(subject.model, options.strategy, place, num_nodes=options.num_nodes, rows=len(wire.ranks))
-
-    def left() -> Left | None:
-        if not wire.is_main:
-            return None
-        state = {name: x.detach().cpu() for name, x in subject.model.state_dict().items()}
-        kept = [x.state() if isinstance(x, Callback) else {} for x in options.callbacks]
-        states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
-        return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
-
-    with preserved_state(place), OneThread(place):
-        try:
-            trainer._train(place, options, wire)
-        except Stopped as stop:
-            stop.left = left()
-            raise
-    return left()

@@ -1,0 +1,82 @@
+"""A run on an engine elsewhere: no process of it is here, so the subject travels there, and the results come back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exogym.callbacks import Callback
+from exogym.core.base.devices import OneThread, resolve_device
+from exogym.core.base.rng import preserved_state
+from exogym.core.clock import Clock
+from exogym.core.communicator import Wire
+from exogym.core.compute.memory import check_rows
+from exogym.core.record.history import History
+from exogym.core.training.options import FitOptions
+from exogym.core.training.placement import run_placed
+from exogym.core.training.subject import Subject
+from exogym.errors import Stopped
+
+
+@dataclass
+class Left:
+    """What a run elsewhere leaves to the trainer here; `state`: the model's numbers; `callbacks`: their states."""
+
+    state: dict[str, Any]
+    history: History
+    description: dict[str, Any]
+    traffic: dict[str, dict[str, float]]
+    clock: Clock | None
+    callbacks: list[dict[str, Tensor]]
+
+
+def send(trainer: Any, options: FitOptions, device: torch.device) -> None:
+    """Train the subject of a `LocalTrainer` on an engine elsewhere; give the trainer the results."""
+    engine = None if isinstance(options.engine, str) else options.engine
+    body = functools.partial(_train, type(trainer), trainer.subject, trainer.max_stretch)
+    try:
+        _take(trainer, run_placed(trainer.subject, options, device, body, engine), options)
+    except (Stopped, SystemExit) as end:
+        stop = end if isinstance(end, Stopped) else end.__cause__
+        if isinstance(stop, Stopped):
+            _take(trainer, stop.left, options)
+        raise
+
+
+def _take(trainer: Any, left: Left | None, options: FitOptions) -> None:
+    """Give the trainer here the results."""
+    assert left is not None
+    trainer.history, trainer.description = left.history, left.description
+    trainer.traffic, trainer.clock = left.traffic, left.clock
+    trainer.model.load_state_dict(left.state)
+    for callback, state in zip(options.callbacks, left.callbacks, strict=True):
+        if isinstance(callback, Callback):
+            callback.load_state(state)
+
+
+def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
+    """Train, in a process elsewhere, the rows that `wire` says are there; return the results in process 0."""
+    trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
+    trainer.subject, trainer.max_stretch = subject, max_stretch
+    place = resolve_device(options.device)
+    check_rows(subject.model, options.strategy, place, num_nodes=options.num_nodes, rows=len(wire.ranks))
+
+    def left() -> Left | None:
+        if not wire.is_main:
+            return None
+        state = {name: x.detach().cpu() for name, x in subject.model.state_dict().items()}
+        kept = [x.state() if isinstance(x, Callback) else {} for x in options.callbacks]
+        states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
+        return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
+
+    with preserved_state(place), OneThread(place):
+        try:
+            trainer._train(place, options, wire)
+        except Stopped as stop:
+            stop.left = left()
+            raise
+    return left()
