@@ -92,6 +92,11 @@ class Callback:
     at_evaluations = True
     may_end = True
 
+    @staticmethod
+    def of(given: Callable[[Running], Any]) -> Callback:
+        """Return a callback as given, or one that calls the function `given` after each evaluation."""
+        return given if isinstance(given, Callback) else _AtEvaluations(given)
+
     def __call__(self, loop: Running) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method __call__(loop)")
 
@@ -120,11 +125,6 @@ class Every(Callback):
 
     def __call__(self, loop: Running) -> Any:
         return self.function(loop)
-
-
-def callback_of(given: Callable[[Running], Any]) -> Callback:
-    """Return a callback as given, or one that calls the function `given` after each evaluation."""
-    return given if isinstance(given, Callback) else _AtEvaluations(given)
 
 
 class _AtEvaluations(Callback):

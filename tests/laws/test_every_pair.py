@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer, NodeMesh
 from exogym.balance import Balance
 from exogym.core import combinations
-from exogym.core.combinations import REFUSED, refusing
+from exogym.core.combinations import REFUSED
 from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions
 from exogym.data import Partitioner
@@ -342,7 +342,7 @@ def test_every_pair_trains_or_is_refused_by_the_table(one: str, tmp_path: Path) 
 def test_a_pair_that_is_missing_in_the_table_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"stacked", "faults"}
     assert not look_at([("stacked", "absent")], tmp_path)
-    monkeypatch.setattr(refusing, "REFUSED", tuple(row for row in REFUSED if {row.one, row.other} != pair))
+    monkeypatch.setattr(combinations, "REFUSED", tuple(row for row in REFUSED if {row.one, row.other} != pair))
     (tmp_path / "again").mkdir()
     assert look_at([("stacked", "absent")], tmp_path / "again")
 
@@ -354,7 +354,7 @@ def test_an_option_that_changes_the_result_is_found(tmp_path: Path, monkeypatch:
 
 def test_an_error_of_another_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {'compute="vmap"', "minibatch_size"}
-    monkeypatch.setattr(refusing, "REFUSED", tuple(row for row in REFUSED if {row.one, row.other} != pair))
+    monkeypatch.setattr(combinations, "REFUSED", tuple(row for row in REFUSED if {row.one, row.other} != pair))
     (found,) = look_at([("vmap", "micro-batches")], tmp_path).values()
     assert found.startswith("before training, ModelError: ")
 

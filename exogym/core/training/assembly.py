@@ -210,9 +210,9 @@ def _agenda(
     per_epoch = _steps_per_epoch(options, stream)
     callbacks: list[Callback] = []
     if options.callbacks:
-        from exogym.callbacks import callback_of
+        from exogym.callbacks import Callback
 
-        callbacks = [callback_of(given) for given in options.callbacks]
+        callbacks = [Callback.of(given) for given in options.callbacks]
     return Agenda(
         options.total_steps(per_epoch), per_epoch, val_interval=options.val_interval,
         log_interval=options.log_interval, checkpoint_interval=options.checkpoint_interval,
