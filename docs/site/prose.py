@@ -1,4 +1,4 @@
-"""Check the words that a user reads: pages, tutorials, public docstrings, error messages, and help of commands.
+"""Check the words that users read: pages, tutorials, public docstrings, messages, help, the page in the browser.
 
     python docs/site/prose.py                  # all files but those in unread.txt; `make lint` runs this
     python docs/site/prose.py docs/runs.md     # these files, with notes on long sentences
@@ -184,8 +184,18 @@ def tutorial(text: str) -> Iterator[Lines]:
     yield from paragraphs("\n".join(kept))
 
 
+def browser(text: str) -> Iterator[Lines]:
+    """Yield the strings of more than three words, and the texts between tags, of a file for the browser."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for found in re.findall(r'"([^"]*)"|`([^`]*)`|>([^<>{}]+)<', re.sub(r"^\s*//.*", "", line)):
+            if len("".join(found).split()) > 3:
+                yield [(number, re.sub(r"\$\{[^}]*\}", "code", "".join(found)))]
+
+
 def prose(file: Path) -> list[Lines]:
     text = file.read_text("utf-8")
+    if file.suffix in (".js", ".html"):
+        return list(browser(text))
     if file.suffix == ".md":
         return list(paragraphs(text))
     return list(tutorial(text) if file.parent.name == "tutorials" else source(text))
@@ -195,6 +205,9 @@ def files() -> list[Path]:
     """Return all files with words for users."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tutorials").glob("*.py")]
     found += (ROOT / "exogym").rglob("*.py")
+    found += [
+        file for kind in ("js", "html") for file in (ROOT / "exogym").rglob(f"*.{kind}") if "min" not in file.name
+    ]
     return [file for file in sorted(found) if name(file) not in SKIPPED]
 
 

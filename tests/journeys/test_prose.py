@@ -115,6 +115,13 @@ def test_a_tutorial_shows_cells_and_comments(tmp_path: Path) -> None:
     assert [line for line, _ in vices(tmp_path, script, "tutorials/x.py")] == [2, 6]
 
 
+def test_the_browser_shows_strings_and_texts(tmp_path: Path) -> None:
+    script = (
+        '// "those of a comment here"\nx = `those of ${node} and more`; y = "those of";\n<p>all those of a node</p>\n'
+    )
+    assert [line for line, _ in vices(tmp_path, script, "page.js")] == [2, 3]
+
+
 def test_a_long_sentence_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("Short words. One " + "word " * 35 + "end.\n", "utf-8")

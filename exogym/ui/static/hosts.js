@@ -43,7 +43,7 @@ export function hostsPage(main) {
     try {
       const found = await get("/api/hosts");
       if (gone) return;
-      at.textContent = found.length ? "" : "No run on hosts has left a word here. Runs of NetworkTrainer and exogym distributed-train do.";
+      at.textContent = found.length ? "" : "No multi-host runs yet. Runs of NetworkTrainer and exogym distributed-train appear here.";
       const open = new Set([...box.querySelectorAll("details[open]")].map((one) => one.dataset.run));
       box.replaceChildren(...found.map((run) => {
         const tables = hostsTables(run), details = tables.at(-1);
