@@ -119,8 +119,8 @@ export function timelinePicture() {
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
     const text = shares.map(([kind, part]) => `${WORDS[kind] ?? kind} ${share(part)}`).join(", ");
     const cut = found.until_s < found.whole_s ? ` The first ${seconds(found.until_s)} of ${seconds(found.whole_s)}.` : "";
-    said.textContent = `Predicted seconds. Of the whole run: ${text}.${cut}`;
-    canvas.setAttribute("aria-label", `what ${found.nodes.length} nodes did when: ${text}`);
+    said.textContent = `Predicted seconds. Shares of the whole run: ${text}.${cut}`;
+    canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes over time: ${text}`);
   }
   return { box, show };
 }
