@@ -33,8 +33,11 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(hang_s: float | None, rank: int) -> Iterator[None]:
-    """While entered, a process beside this one, of that `rank`, kills it if it hangs (`base.pulse`). None: no."""
+def watched(hang_s: float | None, rank: int, or_whom: str = "") -> Iterator[None]:
+    """While entered, a process beside this one, of that `rank`, kills it if it hangs (`base.pulse`). None: no.
+
+    `or_whom` follows the rank in the message: for whom it may wait inside a step, where nobody sees that it waits.
+    """
     if hang_s is None:
         yield
         return
@@ -46,7 +49,7 @@ def watched(hang_s: float | None, rank: int) -> Iterator[None]:
         undo.enter_context(shows_stacks(number))
         words = [sys.executable, "-I", "-S", pulse.__file__, str(os.getpid()), str(number), str(hang_s)]
         other = subprocess.Popen(
-            [*words, f"rank {rank}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [*words, f"rank {rank}{or_whom}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             pass_fds=[number],
         )  # fmt: skip
         undo.callback(other.wait)

@@ -79,7 +79,8 @@ class Group:
         from exogym.core.engine.wire import ProcessWire
 
         join_world(options.device)
-        with watched(options.hang_s, dist.get_rank()):
+        others = " or another device of its node" if options.meshes else ""
+        with watched(options.hang_s, dist.get_rank(), others):
             if options.meshes:
                 from exogym.core.engine.mesh import MeshWire
 

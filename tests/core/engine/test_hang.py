@@ -1,6 +1,7 @@
 """A process that hangs is found by its pulse, named with where it stands, and lost like one that died."""
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -12,6 +13,7 @@ from paths import TESTS
 from processes import family, python, start, world
 from torch import nn
 
+from exogym import NodeMesh
 from exogym.callbacks import Every
 from exogym.core.base import pulse
 from exogym.errors import ArgumentError, WorkerError
@@ -246,11 +248,15 @@ def in_a_world(module, folder, *words):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_rank_of_a_world_that_hangs_is_killed(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"num_nodes": 1, "node": NodeMesh(shard=2)}], ids=["nodes", "devices"])
+def test_a_rank_of_a_world_that_hangs_is_killed(options, tmp_path):
+    """Also one of a node's devices; another one, which waits for it inside its step, may be found first."""
     script = WORLD.replace("sys.argv[1])", "sys.argv[2])").replace("sys.argv[2]\n", "'endless loop'\n")
-    code, said = world(2, tmp_path, script.replace("sys.argv[3:]", "False"))
-    assert code and "exogym: rank 1 hangs: nothing of it was seen for 1 s in a training step" in said, said
-    assert "in spin_for_ever" in said and "ended in" not in said
+    script = script.replace("import torch\n", "import torch\nfrom exogym import NodeMesh\n")
+    code, said = world(2, tmp_path, script.replace("if sys.argv[3:] else {}", f"if False else {options}"))
+    who = "rank [01] or another device of its node" if options else "rank 1"
+    assert code and re.search(f"exogym: {who} hangs: nothing of it was seen for 1 s in a training step", said), said
+    assert "ended in" not in said and (options or "in spin_for_ever" in said)
 
 
 @pytest.mark.slow
