@@ -79,8 +79,8 @@ class OrderedRendezvous(RendezvousHandler):
         if node.rank == 0:
             if not secret:
                 notice(
-                    f"{SECRET} is not set, so anybody who reaches port {port} of {node.address} can disturb this run: set "
-                    "it to the same long random text on all machines"
+                    f"{SECRET} is not set, so anybody who reaches port {port} of {node.address} can disturb this run: "
+                    "set it to the same long random text on all machines"
                 )
             self.host = MeetingPlace(node.address, port, secret)
             port = self.host.port
