@@ -112,8 +112,8 @@ class DistributedTrainer:
         validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]
         if world_size() == 1 and self.node.size > 1:
             notice(
-                f"one process computes what {self.node.size} devices would, to rounding and not faster; to train on "
-                f"them start this script by python -m exogym.launch --nproc_per_node {self.node.size}"
+                f"one process simulates {self.node.size} devices: equal up to rounding, not faster; to train on them "
+                f"start this script with python -m exogym.launch --nproc_per_node {self.node.size}"
             )
         trainer = LocalTrainer(self.model, given["dataset"], validation, loss_fn=self.loss_fn)
         try:
@@ -145,9 +145,9 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     (group,) = optimizer.param_groups
     given, trained = {id(p) for p in group["params"]}, {id(p) for p in model.parameters() if p.requires_grad}
     if not trained <= given <= {id(p) for p in model.parameters()}:
-        raise ArgumentError(f"the {name} has other parameters than the model trains: make it with model.parameters()")
+        raise ArgumentError(f"the {name} does not hold the model's trained parameters: make it with model.parameters()")
     if optimizer.state:
-        raise ArgumentError(f"the {name} has stepped already, and what it keeps would be lost: give a new one")
+        raise ArgumentError(f"the {name} has stepped already, and its state would be lost: give a new one")
     signature = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in group.items() if key in signature and key != "params"}
     return OptimSpec(type(optimizer), **{k: v for k, v in options.items() if v != signature[k].default})
@@ -163,14 +163,16 @@ def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
         raise ArgumentError(f"{name} is a {type(loader).__name__}, wanted a torch.utils.data.DataLoader")
     sampler = loader.sampler
     if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(f"{name} has no batch_size, or a data set without a length: give it a batch_size and one")
+        raise ArgumentError(f"{name} has no batch_size, or a data set without a length: give it both")
     if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
         raise ArgumentError(
-            f"{name} has a {type(sampler).__name__} of its own: examples are dealt to devices here; give shuffle=True "
+            f"{name} has its own {type(sampler).__name__}, but examples are dealt to devices here; give shuffle=True "
             "or False"
         )
     if loader.drop_last and len(loader.dataset) % loader.batch_size:  # type: ignore[arg-type]
-        raise ArgumentError(f"{name} drops its last batch, which is a short step here: leave drop_last out")
+        raise ArgumentError(
+            f"{name} drops its last batch, but here the last batch is a short step: leave drop_last out"
+        )
     kwargs: dict[str, Any] = {} if loader.collate_fn is default_collate else {"collate_fn": loader.collate_fn}
     kwargs |= {"num_workers": loader.num_workers} if loader.num_workers else {}
     kwargs |= {"worker_init_fn": loader.worker_init_fn} if loader.worker_init_fn is not None else {}

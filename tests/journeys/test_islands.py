@@ -102,7 +102,7 @@ def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
     optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
     devices = DistributedTrainer(made.model, optimizer, 2, loss_fn=nn.functional.cross_entropy)
     devices.train(DataLoader(made.subject.train_dataset, batch_size=8))
-    assert "one process computes what 2 devices would" in capsys.readouterr().err
+    assert "one process simulates 2 devices" in capsys.readouterr().err
     whole = made.model.state_dict()
     assert max(float((found[name] - whole[name]).abs().max()) for name in whole) <= splits.SGD
     assert inside == devices.history.last["inside_bytes"] > 0

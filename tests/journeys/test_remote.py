@@ -179,7 +179,7 @@ def test_a_killed_worker_costs_no_bit(
     assert run.wait(300) == 0, (project / "said").read_text()
     text = (project / "said").read_text()
     assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in text
-    assert "not used here: unknown_to_us" in text and "validation loss" in text.splitlines()[-2]
+    assert "unused fields: unknown_to_us" in text and "validation loss" in text.splitlines()[-2]
     assert text.splitlines()[-1].startswith("no prediction to compare with: exogym doctor")
 
     monkeypatch.syspath_prepend(project)
@@ -311,7 +311,7 @@ def test_every_failure_is_named_with_a_remedy(
         entries[number].update(fields)
         wrong.append((entries[number]["address"], check, seen, remedy))
 
-    expect(0, "port", "29500: Address already in use", "end what uses port 29500 there, or give another one")
+    expect(0, "port", "29500: Address already in use", "end the program that uses port 29500 there, or give another")
     expect(1, "login", "Permission denied (publickey)", "ssh-copy-id")
     expect(2, "host key", "Host key verification failed", "compare the fingerprint")
     expect(3, "host key", "Host key verification failed", "ssh-keygen -R 10.77.0.13")
@@ -319,10 +319,10 @@ def test_every_failure_is_named_with_a_remedy(
         4,
         "python",
         "/nowhere/it's $(touch pwned)/python",
-        "name a Python 3.11",
+        "name the host's Python, 3.11",
         python="/nowhere/it's $(touch pwned)/python",
     )
-    expect(5, "exogym", "0.0.1 (code ", "install there what is here", python=old)
+    expect(5, "exogym", "0.0.1 (code ", "install this machine's version", python=old)
     expect(5, "torch", "0.0.1; here", "pip install torch==")
     expect(6, "clock", "+3600.", "network time", python=late)
     expect(7, "python", "3.9.1", "install Python 3.11 or later", python=ancient)
@@ -334,7 +334,7 @@ def test_every_failure_is_named_with_a_remedy(
     expect(11, "way to the others", "10.77.0.18", "firewall")
     expect(12, "device", "cuda:1; torch sees cpu", "workers[11].device", device="cuda:1")
     config["workers"].append({"address": "10.77.0.99", "device": "cpu"})
-    wrong.append(("10.77.0.99", "reachable", "", "see that it is on"))
+    wrong.append(("10.77.0.99", "reachable", "", "check that the host is on"))
     (project / "hosts.json").write_text(json.dumps(config))
 
     known, allowed = hosts.known_hosts.read_text(), hosts[1].authorized_keys.read_text()

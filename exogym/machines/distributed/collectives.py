@@ -212,8 +212,8 @@ def _call(
         raise
     except RuntimeError as error:
         raise GroupError(
-            f"{kind} failed on rank {note.rank} of {note.world_size}; perhaps another process has ended, see what it "
-            f"printed. Torch says: {error}"
+            f"{kind} failed on rank {note.rank} of {note.world_size}; perhaps another process has ended, see its "
+            f"output. Torch says: {error}"
         ) from None
 
 

@@ -53,7 +53,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     if not isinstance(model, _DDP):
         raise ArgumentError(
             f"no_sync() wants a model wrapped in DistributedDataParallel, got a {type(model).__name__}, whose "
-            "gradients nobody synchronises"
+            "gradients are not synchronized"
         )
     return model.no_sync()
 

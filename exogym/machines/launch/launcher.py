@@ -169,8 +169,8 @@ class DistributedLauncher:
         config, cause = self.config, error.__cause__ or error
         if isinstance(cause, WrongSecret):
             return TrainingError(
-                f"{cause}: set {SECRET} to the same text on all machines, or give another master_port= if that run "
-                "continues"
+                f"{cause}: set {SECRET} to the same text on all machines, or give another master_port= if the other "
+                "run continues"
             )
         number = cause.errno if isinstance(cause, OSError) else None
         if number == errno.EADDRINUSE:

@@ -156,7 +156,7 @@ class HostsConfig:
                 f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists without end
-            raise ArgumentError(f"{name}: not JSON that can be read ({error}); wanted {EXAMPLE}") from None
+            raise ArgumentError(f"{name}: unreadable JSON ({error}); wanted {EXAMPLE}") from None
         if not isinstance(value, dict):
             raise ArgumentError(f"{name} holds a {type(value).__name__}, wanted an object such as {EXAMPLE}")
         return _HostsReader(name, value).config()
@@ -186,7 +186,7 @@ def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
-            raise ArgumentError(f"{name}: the field {key!r} stands there twice: keep one")
+            raise ArgumentError(f"{name}: the field {key!r} occurs twice: keep one")
     return dict(pairs)
 
 
@@ -212,7 +212,7 @@ class _HostsReader:
             raise self._wrong("master", "is missing", f"the address of the first host, as in {EXAMPLE}")
         workers = fields.get("workers", [])
         if not isinstance(workers, list | tuple):
-            raise self._wrong("workers", f"={_shown(workers)}", "a list of hosts, which may be empty")
+            raise self._wrong("workers", f"={_shown(workers)}", "a list of hosts; it may be empty")
         hosts = [self._host("master", fields["master"])]
         hosts += [self._host(f"workers[{i}]", worker) for i, worker in enumerate(workers)]
         self._together(hosts)
@@ -225,10 +225,10 @@ class _HostsReader:
             if host.is_loopback != hosts[0].is_loopback:
                 raise self._wrong(
                     where, f"={host.address!r} beside master={hosts[0].address!r}",
-                    "addresses at which the hosts reach each other: localhost means another machine on each",
+                    "addresses at which the hosts reach each other: on each host, localhost is another machine",
                 )  # fmt: skip
             if host.address in seen and not host.is_loopback:
-                raise self._wrong(where, f"={host.address!r} stands there twice", 'one entry with "slots": 2')
+                raise self._wrong(where, f"={host.address!r} occurs twice", 'one entry with "slots": 2')
             seen.add(host.address)
 
     def _host(self, where: str, given: Any) -> Host:
@@ -268,7 +268,7 @@ class _HostsReader:
         """Return the field that counts, the host's own or that of all, by name and value (None: neither is there)."""
         field, value = (f"{where}.{name}", own[name]) if name in own else (common, self.fields.get(common))
         if value is None and (name in own or common in self.fields):
-            raise self._wrong(field, "=null", "a value; or leave the field out")
+            raise self._wrong(field, "=null", "a value, or no such field")
         return field, value
 
     # Values
@@ -289,7 +289,7 @@ class _HostsReader:
         return text
 
     def _folder(self, field: str, value: Any) -> str:
-        wanted = "a folder by its whole path, or beginning with ~/"
+        wanted = "an absolute path of a folder, or a path from ~/"
         text = self._text(field, value, wanted)
         if not text.startswith(("/", "~/")) and text != "~":
             raise self._wrong(field, f"={_shown(text)}", wanted)

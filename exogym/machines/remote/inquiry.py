@@ -96,9 +96,9 @@ class Inquiry:
         """Return which check failed, what was seen, and the remedy, once all has ended without an answer."""
         said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
-            return "reachable", f"no answer within {self.answer_s:g} s", "look at the host's load and its network"
+            return "reachable", f"no answer within {self.answer_s:g} s", "check the host's load and its network"
         if self.answered:
-            return "connection", f"lost: {said}", "look at the network and at the host's own log"
+            return "connection", f"lost: {said}", "check the network and the host's own log"
         status = self.process.returncode
         if status == ssh.SSH_FAILED and not self.host.is_local:
             return diagnose(self.host, self._errors.decode("utf-8", "replace"))
@@ -120,38 +120,37 @@ def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> 
     inquiry.end()
     if answer is None:
         check, seen, remedy = inquiry.diagnosis()
-        raise ExoGymError(f"{host.address}: {check}: {seen}. To do: {remedy}")
+        raise ExoGymError(f"{host.address}: {check}: {seen}. Remedy: {remedy}")
     return answer
 
 
-_PYTHON = "name a Python 3.11 or later that is there, in python_env or the host's own python"
+_PYTHON = "name the host's Python, 3.11 or later, in python_env or in its own field python"
 # What ssh says, in lower case; the check that it tells of; the remedy.
 _SIGNS = (
     (
         "identification has changed",
         "host key",
-        "if the host was set up anew, and only then: ssh-keygen -R {name}; then run {by_hand} once and compare the "
-        "fingerprint",
+        "only if you reinstalled the host: ssh-keygen -R {name}; then run {by_hand} once and compare the fingerprint",
     ),
     (
         "host key verification failed",
         "host key",
-        "run {by_hand} once in a terminal, compare the fingerprint with the host's own (ssh-keygen -lf on it), accept",
+        "run {by_hand} once, compare the fingerprint with the host's own (ssh-keygen -lf there), and accept it",
     ),
     (
         "permission denied",
         "login",
-        "allow the key there: ssh-copy-id -i KEY {target}; or name another one in ssh_key_path, or user in ssh_user. "
-        "{by_hand} must work without asking",
+        "allow the key there: ssh-copy-id -i KEY {target}; or name another key in ssh_key_path, or another user in "
+        "ssh_user. {by_hand} must work without a question",
     ),
-    ("could not resolve", "reachable", "give its IP address, or the name that ssh knows it by in ssh_host"),
+    ("could not resolve", "reachable", "give its IP address, or its name for ssh in ssh_host"),
     (
         "connection refused",
         "reachable",
         "start the ssh server there (macOS: Settings, Sharing, Remote Login; Debian: apt-get install openssh-server), "
         "or give its port in ssh_port",
     ),
-    ("", "reachable", "see that it is on and in this network: {by_hand}"),
+    ("", "reachable", "check that the host is on and in this network: {by_hand}"),
 )
 
 

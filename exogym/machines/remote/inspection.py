@@ -20,7 +20,7 @@ LEAST_DISK_BYTES = 1_000_000_000
 MOST_CLOCK_S = 5.0
 SHOWN_FILES = 3
 WAY = "way to the others"
-OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can go on with them"
+OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can resume from them"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Inspection:
         except Unanswered:
             self._unanswered()
         except ExoGymError as error:  # no such Python on this machine
-            self._note("python", False, str(error), f"name one that is there in {self._field('python', 'python_env')}")
+            self._note("python", False, str(error), f"name the host's Python in {self._field('python', 'python_env')}")
         finally:
             if self.index == 0:
                 self.here.token_is_written.set()
@@ -112,8 +112,8 @@ class Inspection:
             trouble = "; ".join(f"{address}, {why}" for address, why in found["failed"].items())
             self._note(
                 WAY, not trouble, trouble or f"reaches {', '.join(address for address, _ in targets)}",
-                f"let the hosts connect to each other on port {self.config.master_port} and on those above 1023 "
-                "(firewall), and give the addresses that they have in one network",
+                f"open the firewall between the hosts for port {self.config.master_port} and ports above 1023, and "
+                "give their addresses in one network",
             )  # fmt: skip
 
     def end(self) -> None:
@@ -141,8 +141,8 @@ class Inspection:
         seen = ".".join(map(str, found["version"]))
         self._note(
             "python", tuple(found["version"]) >= PYTHON, f"{seen} ({found['executable']})",
-            f"install Python {PYTHON[0]}.{PYTHON[1]} or later there (here it is {platform.python_version()}) and name "
-            f"it in {self._field('python', 'python_env')}",
+            f"install Python {PYTHON[0]}.{PYTHON[1]} or later there (this machine has {platform.python_version()}) and "
+            f"name it in {self._field('python', 'python_env')}",
         )  # fmt: skip
 
     def _clock(self) -> None:
@@ -155,12 +155,12 @@ class Inspection:
                 best_s, off_s = after - before, there - (before + after) / 2
         self._note(
             "clock", abs(off_s) <= MOST_CLOCK_S, f"{off_s:+.2f} s from this machine's",
-            "have both clocks set by network time: timedatectl set-ntp true (Linux), Settings, Date & Time (macOS)",
+            "set both clocks by network time: timedatectl set-ntp true (Linux), Settings, Date & Time (macOS)",
         )  # fmt: skip
 
     def _torch(self) -> None:
         wanted = _public(self.here.torch)
-        remedy = f"{self.host.interpreter} -m pip install torch=={wanted}, there"
+        remedy = f"on the host: {self.host.interpreter} -m pip install torch=={wanted}"
         found = self._answer("torch", remedy, "packages", names=["torch"])
         if found is not None:
             seen = found["torch"]
@@ -169,9 +169,8 @@ class Inspection:
 
     def _exogym(self) -> None:
         remedy = (
-            f"install there what is here, in the environment of {self.host.interpreter}: the same version from the "
+            f"install this machine's version from the same source there, in the environment of {self.host.interpreter}"
         )
-        remedy += "same source"
         found = self._answer("exogym", remedy, "packages", names=["exogym"])
         code = None if found is None else self._answer("exogym", remedy, "exogym", folder=self.folder)
         if found is not None and code is not None:
@@ -190,11 +189,11 @@ class Inspection:
             return
         there = found["sums"]
         unlike = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
-        text = f"{self.folder}: its {len(there)} Python files are those of here"
+        text = f"{self.folder}: its {len(there)} Python files equal those of this machine"
         if unlike:
             shown = ", ".join(f"{path} ({_difference(path, there, here)})" for path in unlike[:SHOWN_FILES])
             more = f" and {len(unlike) - SHOWN_FILES} more" if len(unlike) > SHOWN_FILES else ""
-            text = f"{self.folder} is not as here: {shown}{more}"
+            text = f"{self.folder} differs from this machine's: {shown}{more}"
         self._note("project", not unlike, text, remedy)
 
     def _disk(self) -> None:
@@ -204,12 +203,12 @@ class Inspection:
             text = (
                 f"{readable_bytes(found['free_bytes'])} free in {found['path']}{'' if writable else ', not writable'}"
             )
-            remedy = f"make room for {readable_bytes(LEAST_DISK_BYTES)} in a folder that the user there may write to"
+            remedy = f"free {readable_bytes(LEAST_DISK_BYTES)} in a folder that the user may write to"
             self._note("disk", enough and writable, text, remedy)
 
     def _device(self) -> None:
         device = self.host.device
-        remedy = f"give a device that is there in {self._field('device')}, or install a torch that supports it"
+        remedy = f"give one of the host's devices in {self._field('device')}, or install a torch that supports it"
         found = self._answer("device", remedy, "device", device=device)
         if found is not None:
             kind, _, number = device.partition(":")
@@ -220,16 +219,16 @@ class Inspection:
     def _address(self) -> None:
         host = self.host
         remedy = (
-            f"give the address that `ip addr` (macOS: ifconfig) shows there in {self._field('address')}; a name that "
+            f"give the address that `ip addr` (macOS: ifconfig) shows on the host in {self._field('address')}; put a "
+            "name that only ssh knows into ssh_host"
         )
-        remedy += "only ssh knows goes in ssh_host"
         found = self._answer("address", remedy, "interface", address=host.address, is_loopback=host.is_loopback)
         if found is None:
             return
         self._note("address", "interface" in found, found.get("missing") or f"on {found['interface']}", remedy)
         if self.index == 0:
             port = self.config.master_port
-            if self._listen("port", port, f"end what uses port {port} there, or give another one in master_port"):
+            if self._listen("port", port, f"end the program that uses port {port} there, or give another master_port"):
                 self._note("port", True, f"{port} is free")
         elif "interface" in found:
             self._listen(WAY, 0, "")
@@ -247,13 +246,16 @@ class Inspection:
         if found is not None:
             path = found["path"]
             self._note(
-                "rsync", path is not None, path or "not installed", "install rsync there, or copy by other means"
+                "rsync",
+                path is not None,
+                path or "not installed",
+                "install rsync there, or copy the project in another way",
             )
 
     def _save_dir(self) -> None:
         """See whether this host can write into `save_dir`, and whether what the master writes there is there too."""
         token, folder = self.here.token, self.here.save_dir
-        remedy = "give a save_dir that the user there may write to; see that its disk is not full"
+        remedy = "give a save_dir that the user may write to, on a disk that is not full"
         own = f"{folder}/.writable-{token}-{self.index}"
         written = self._answer("save_dir", remedy, "file", path=own, folder=self.folder, text=token)
         if written is None:

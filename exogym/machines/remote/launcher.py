@@ -177,11 +177,11 @@ class SSHLauncher:
         """Return, as text, every command that a run would have this machine run."""
         lines = []
         for host in self.config.hosts:
-            lines += [f"# {host.address}: onhost/probe.py on stdin, to look at the host"]
+            lines += [f"# {host.address}: onhost/probe.py on stdin, to check the host"]
             lines += [ssh.shown(host)]
         for host in self.config.hosts if self.sync else ():
             if copies(host, self.project):
-                lines += [f"# {host.address}: the project is copied", shlex.join(sync_words(host, self.project))]
+                lines += [f"# {host.address}: copy the project", shlex.join(sync_words(host, self.project))]
         return [*lines, *(part.shown() for part in parts)]
 
     # Inside

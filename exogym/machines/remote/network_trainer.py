@@ -149,8 +149,8 @@ class NetworkTrainer(Trainer):
         if self.nodes_per_host is not None:
             if any(count % self.nodes_per_host for count in slots):
                 raise ArgumentError(
-                    f"nodes_per_host={self.nodes_per_host}, and the hosts have {', '.join(map(str, slots))} slots: "
-                    "give each as many for each of its nodes"
+                    f"nodes_per_host={self.nodes_per_host}, but the hosts have {', '.join(map(str, slots))} slots: "
+                    "give each host a multiple of nodes_per_host"
                 )
             devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
             if node is None and max(devices) > 1:
@@ -240,7 +240,7 @@ class NetworkTrainer(Trainer):
             check_one_fit(number)
             if member.fresh and member.again and given["save_dir"] is None:
                 raise WorkerError(
-                    "all processes were lost, and there is no checkpoint to go on from: give save_dir "
+                    "all processes were lost, and there is no checkpoint to continue from: give save_dir "
                     "and checkpoint_interval"
                 )
             if member.fresh and given["save_dir"] is not None:
@@ -272,7 +272,9 @@ class NetworkTrainer(Trainer):
             given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
         options = checked_options(FitOptions(**given))
         if not options.meshes and options.num_nodes < slots:
-            raise ArgumentError(f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each needs a node")
+            raise ArgumentError(
+                f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each slot needs a node"
+            )
         if self.min_hosts is not None:
             elastic.check(options)
             check_one_fit(number)
@@ -289,7 +291,7 @@ class NetworkTrainer(Trainer):
         )  # fmt: skip
         again = ""
         if options.save_dir is not None and not options.resume:
-            again = "; the same fit with resume=True goes on from the last checkpoint"
+            again = "; the same fit with resume=True continues from the last checkpoint"
         try:
             code = results.carry_out(
                 launcher, self.folder, number, script, *sys.argv[1:], module=is_module,
@@ -352,8 +354,7 @@ def calling_script() -> tuple[str, bool]:
     path = getattr(main, "__file__", None)
     if path is None or not os.path.isfile(path):
         raise ArgumentError(
-            "NetworkTrainer runs the calling script again on every host, and there is none here (a notebook, a REPL or "
-            "python -c): write the training into a file, train.py, and start it with python train.py; or train on this "
-            "machine with LocalTrainer"
+            "NetworkTrainer runs the calling script on every host, but a notebook, a REPL or python -c has no script: "
+            "write the training into a file and run python train.py, or train on this machine with LocalTrainer"
         )
     return os.path.abspath(path), False

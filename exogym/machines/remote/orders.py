@@ -135,7 +135,7 @@ def inside(project: str, script: str | os.PathLike[str]) -> str:
     root, path = Path(os.path.realpath(project)), Path(os.path.realpath(script))
     if not path.is_relative_to(root):
         raise ArgumentError(
-            f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, which is what the hosts have: "
-            "start it from the project's folder (or name that as project= of SSHLauncher)"
+            f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, and the hosts have only that "
+            "folder: start it from the project's folder (or name that as project= of SSHLauncher)"
         )
     return os.path.join(".", path.relative_to(root))

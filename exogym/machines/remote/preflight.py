@@ -67,8 +67,8 @@ def _check_files(config: HostsConfig) -> None:
         for field, path in (("ssh_key_path", host.key), ("ssh_config_path", host.ssh_config)):
             if path is not None and not host.is_local and not os.path.isfile(path):
                 raise ArgumentError(
-                    f"{field}={path!r} (for {host.address}): there is no such file on this machine; name one that is "
-                    "there, or leave the field out: then your SSH config says"
+                    f"{field}={path!r} (for {host.address}): there is no such file on this machine; name an existing "
+                    "file, or leave the field out to use your SSH config"
                 )
 
 
@@ -76,5 +76,5 @@ def require(checks: Sequence[Check]) -> None:
     """Raise ExoGymError, with a line for each failure and its remedy, unless all is well."""
     failed = [check for check in checks if not check.ok]
     if failed:
-        lines = [f"{check.host}: {check.check}: {check.seen}. To do: {check.remedy}" for check in failed]
+        lines = [f"{check.host}: {check.check}: {check.seen}. Remedy: {check.remedy}" for check in failed]
         raise ExoGymError("the hosts are not ready (exogym doctor shows all):\n  " + "\n  ".join(lines))

@@ -94,7 +94,7 @@ class RunProfile:
         if self.balance is not None:
             Balance(self.balance)
         if options_of(self.task_options) and ":" in self.task:
-            raise ArgumentError(f"task_options are of tasks like digits; {self.task} takes no argument")
+            raise ArgumentError(f"task_options are for tasks like digits; {self.task} takes no arguments")
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
@@ -130,7 +130,7 @@ class RunProfile:
             made = getattr(importlib.import_module(module), function)()
         except (ModuleNotFoundError, AttributeError) as error:
             raise ArgumentError(
-                f"task={self.task!r}: {error}; wanted module:function, of a module in the project's folder"
+                f"task={self.task!r}: {error}; wanted module:function, with a module in the project's folder"
             ) from error
         if isinstance(made, Task):
             return made.make_model(self.seed), made.train, made.val, made
@@ -243,7 +243,7 @@ def _with_bases(parser: Mapping[str, Mapping[str, str]], section: str, file: str
     at: str | None = section
     while at is not None:
         if at in chain:
-            raise ArgumentError(f"{file}: base_profile goes round in a circle: {' -> '.join([*chain, at])}")
+            raise ArgumentError(f"{file}: the sections' base_profile form a circle: {' -> '.join([*chain, at])}")
         chain.append(at)
         own = dict(parser[at])
         base = own.pop("base_profile", None)
@@ -253,7 +253,7 @@ def _with_bases(parser: Mapping[str, Mapping[str, str]], section: str, file: str
                 f"{file}: [{at}] has no field {strange[0]!r}: {nearest(strange[0], [*KNOWN, 'base_profile'])}"
             )
         if strange:
-            notice(f"[{at}] of {file}: not used here: {', '.join(strange)}")
+            notice(f"[{at}] in {file}: unused fields: {', '.join(strange)}")
         found = {key: text for key, text in own.items() if key in KNOWN} | found
         if base is None:
             return found

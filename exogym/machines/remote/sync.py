@@ -20,20 +20,20 @@ EXCLUDED = (
 STATUSES = {  # of rsync's manual, with the usual cause
     1: "an option is unknown to one of the two rsyncs: install the same version on both",
     2: "the two rsyncs do not understand each other: install the same version on both",
-    3: "a folder is missing or may not be opened, here or there",
-    5: "the two rsyncs did not begin to talk; a login there that prints text disturbs it",
+    3: "a folder is missing or cannot be opened, on this machine or the host",
+    5: "the two rsyncs could not start; does the login on the host print text?",
     10: "the connection was lost",
-    11: "a file could not be read or written, mostly because the disk there is full",
-    12: "the connection ended early: rsync is missing there or was killed, a full disk, or a login that prints text",
+    11: "a file could not be read or written, usually because the host's disk is full",
+    12: "the connection ended early: rsync is missing there or was killed, the disk is full, or the login prints text",
     13: "one of the two rsyncs had an internal error",
     14: "one of the two rsyncs could not start a process, or lost it",
     20: "it was interrupted",
-    22: "the memory here or there is not enough",
-    23: "some files were not copied: mostly files that may not be read here or written there",
-    24: "files disappeared here while they were copied: leave the folder alone meanwhile, and try again",
-    30: "the other side said nothing for too long",
+    22: "this machine or the host has too little memory",
+    23: "some files were not copied: usually files that cannot be read here or written on the host",
+    24: "files disappeared during the copy: leave the folder alone and try again",
+    30: "the other side was silent for too long",
     35: "the other side did not answer in time",
-    127: "there is no rsync there: install it",
+    127: "the host has no rsync: install it",
     255: "ssh could not connect, or lost the connection",
 }
 
@@ -81,7 +81,7 @@ def _copy(host: Host, project: str, answer_s: float) -> None:
         )
     except FileNotFoundError:
         raise ArgumentError(
-            "there is no rsync on this machine: install it, or copy the project by other means"
+            "there is no rsync on this machine: install it, or copy the project in another way"
         ) from None
     if done.returncode:
         raise ExoGymError(f"{host.address}: {failure(done.returncode, done.stderr)}")
@@ -91,7 +91,7 @@ def failure(status: int, said: str) -> str:
     """Return in words how rsync ended, what its status usually means, and what it said.
 
     >>> failure(11, "")
-    'rsync ended with status 11: a file could not be read or written, mostly because the disk there is full'
+    "rsync ended with status 11: a file could not be read or written, usually because the host's disk is full"
     """
     meaning = "killed by a signal" if status < 0 else STATUSES.get(status, "man rsync says what this status means")
     said = said.strip()

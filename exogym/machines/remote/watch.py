@@ -161,7 +161,7 @@ class RunWatch:
                 for channel in group:
                     if not channel.join(max(0.0, deadline - time.monotonic())):
                         host = channel.order.host
-                        notice(f"{host.address} has not answered the order to stop; it will end by itself")
+                        notice(f"{host.address} did not answer the order to stop; it will end by itself")
         finally:
             for channel in self.channels:
                 if channel.process.poll() is None:
@@ -177,5 +177,5 @@ def _why(channel: Channel, logs: Logs) -> str:
     if channel.status == TRY_AGAIN:
         return f"{host.address} was cut off from the others"
     if _was_cut_off(channel):
-        return f"the connection to {host.address}, or what watched over the run there, is lost"
-    return f"{host.address} ended with exit code {channel.status}; what it said is above and in {logs.folder}"
+        return f"the connection to {host.address}, or the run's guard there, is lost"
+    return f"{host.address} ended with exit code {channel.status}; its output is above and in {logs.folder}"

@@ -632,7 +632,7 @@ def test_a_wrapper_that_cannot_be(alone, options, message):
 
 
 def test_no_sync_wants_a_wrapped_model():
-    with pytest.raises(ArgumentError, match="got a Linear, whose gradients nobody synchronises"):
+    with pytest.raises(ArgumentError, match="got a Linear, whose gradients are not synchronized"):
         ed.no_sync(nn.Linear(1, 1))
 
 

@@ -199,7 +199,7 @@ def test_with_min_hosts_lost_the_run_ends_and_says_why(hosts: Hosts, project: Pa
     kill_worker(hosts, 2)
     assert run.wait(300) != 0
     text = (project / "said").read_text()
-    assert "2 hosts are left, and min_hosts=3" in text and "rank 2 was killed by signal 9" in text
+    assert "2 hosts are left, but min_hosts=3" in text and "rank 2 was killed by signal 9" in text
     assert hosts.left_over() == {}
 
 

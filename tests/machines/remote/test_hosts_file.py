@@ -81,10 +81,10 @@ WRONG = {
     "own port": ({"master": "a", "workers": [{"address": "b", "port": 70000}]}, "workers[0].port=70000; wanted a port"),
     "master_port": ({"master": "a", "master_port": 0}, "master_port=0; wanted a port"),
     "device": ({"master": {"address": "a", "device": "gpu"}}, "master.device='gpu'; wanted auto, cpu, cuda"),
-    "path": ({"master": "a", "project_path": "here"}, "project_path='here'; wanted a folder by its whole path"),
+    "path": ({"master": "a", "project_path": "here"}, "project_path='here'; wanted an absolute path of a folder"),
     "python": ({"master": "a", "python_env": "env/bin/python"}, "python_env='env/bin/python'; wanted the path"),
     "null": ({"master": "a", "ssh_user": None}, "ssh_user=null; wanted a value"),
-    "twice": ({"master": "a", "workers": ["b", "b"]}, "workers[1]='b' stands there twice; wanted one entry"),
+    "twice": ({"master": "a", "workers": ["b", "b"]}, "workers[1]='b' occurs twice; wanted one entry"),
     "localhost": ({"master": "localhost", "workers": ["10.0.0.2"]}, "workers[0]='10.0.0.2' beside master='localhost'"),
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for text, message in (
         ("{", "hosts.json: not JSON, at line 1"),
         ("[]", "hosts.json holds a list"),
-        ('{"master": "a", "master": "b"}', "'master' stands there twice"),
+        ('{"master": "a", "master": "b"}', "'master' occurs twice"),
     ):
         path.write_text(text)
         with pytest.raises(ArgumentError, match=message):
@@ -241,7 +241,7 @@ def test_the_copy_that_is_made() -> None:
 @pytest.mark.parametrize(
     ("status", "said", "meaning"),
     [
-        (11, "", "because the disk there is full$"),
+        (11, "", "because the host's disk is full$"),
         (12, "rsync: not found", "rsync is missing there.*It said: rsync: not found$"),
         (99, "", "man rsync"),
     ],
@@ -273,11 +273,11 @@ def test_the_interface_of_an_address() -> None:
 SAID = {
     "ssh: Could not resolve hostname x: Name or service not known": ("reachable", "ssh_host"),
     "ssh: connect to host x port 22: Connection refused": ("reachable", "start the ssh server"),
-    "ssh: connect to host x port 22: Connection timed out": ("reachable", "see that it is on"),
+    "ssh: connect to host x port 22: Connection timed out": ("reachable", "check that the host is on"),
     "ann@x: Permission denied (publickey).": ("login", "ssh-copy-id -i KEY ann@studio"),
     "No ED25519 host key is known for x\nHost key verification failed.": ("host key", "ssh -l ann studio once"),
     "REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.": ("host key", "ssh-keygen -R studio"),
-    "": ("reachable", "see that it is on"),
+    "": ("reachable", "check that the host is on"),
 }  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_with_too_few_hosts_the_run_is_over() -> None:
     membership.ready(2, member(10), now=0.0)
     assert membership.told[-1] == (
         2,
-        {"hear": "over", "why": "1 hosts are left, and min_hosts=2: lower it, or give save_dir and retries"},
+        {"hear": "over", "why": "1 hosts are left, but min_hosts=2: lower it, or give save_dir and retries"},
     )
     assert membership.hello(1)["over"] is not None
 
@@ -303,7 +303,7 @@ def test_who_does_not_belong_cannot_end_the_membership_server() -> None:
                 while data := stranger.recv(1000):
                     heard += data
             assert heard[32:] in (b"", bytes(32)), words[:40]
-    with pytest.raises(WorkerError, match=r"refused rank 0: .* has another secret"):
+    with pytest.raises(WorkerError, match=r"rejected rank 0: .* has another secret"):
         Member(*place, 0, "another secret")
     with knock(*place, "secret", MEMBERSHIP, 60) as odd:  # one of ours, but of no rank
         odd.sendall(b'{"say": "hello", "rank": 7}\n')

@@ -208,11 +208,11 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
         return {"master": named[0], "workers": named[1:]}
 
     for hosts, per_host, given, message in (
-        (slots(2, 3), 2, {}, "nodes_per_host=2, and the hosts have 2, 3 slots"),
+        (slots(2, 3), 2, {}, "nodes_per_host=2, but the hosts have 2, 3 slots"),
         (slots(2, 4), 1, {"node": NodeMesh(shard=2)}, "with nodes_per_host=1 nodes have 2, 4 slots"),
         (slots(2, 4), 1, {"node": [NodeMesh(shard=4), NodeMesh(shard=2)]}, r"nodes of \[4, 2\] devices"),
         (slots(1, 2), None, {"node": [NodeMesh(shard=2), NodeMesh()]}, "a node would be on two hosts"),
-        (slots(3, 3), 2, {}, "nodes_per_host=2, and the hosts have 3, 3 slots"),
+        (slots(3, 3), 2, {}, "nodes_per_host=2, but the hosts have 3, 3 slots"),
         (
             slots(4, 4),
             1,
@@ -237,7 +237,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_notebook_is_told_what_to_do() -> None:
     code = "from exogym.machines.remote.network_trainer import calling_script; calling_script()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "write the training into a file, train.py, and start it with python train.py" in done.stderr
+    assert "write the training into a file and run python train.py" in done.stderr
 
 
 def test_the_script_that_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_a_profile_with_its_base(config: Path, capsys: pytest.CaptureFixture[str
     assert (profile.task, profile.steps, profile.seed, profile.lr) == ("digits", 40, 3, 0.01)
     assert profile.hosts_config == str(config.parent / "hosts.json")
     assert profile.make_strategy(None).given_arguments == {"H": 20, "outer_lr": 0.5, "lr": 0.01}
-    assert "[medium] of config.ini: not used here: colour" in capsys.readouterr().err
+    assert "[medium] in config.ini: unused fields: colour" in capsys.readouterr().err
     assert load_profile(config, "distributed:medium").steps == 50  # over a base of the same name
     assert load_profile(config, "medium").steps == 50
     config.write_text(CONFIG.replace("[distributed:medium]", "[distributed:other]"))
@@ -523,7 +523,7 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
 
     wrong("has no profile 'fats': did you mean 'fast'?", name="fats")
     wrong("[distributed:misspelt] has no field 'stpes': did you mean 'steps'?", name="misspelt")
-    wrong("goes round in a circle", name="round")
+    wrong("form a circle", name="round")
     wrong("base_profile = nobody: there is no such section", "base_profile = nobody")
     wrong("[distributed:x] steps = 'many'; wanted a whole number", "steps = many")
     wrong("[distributed:x] lr = 'high'; wanted a number", "lr = high")
@@ -587,7 +587,7 @@ def test_bad_input_is_one_line(
         (["distributed-train", "slow", "--config", "config.ini"], "has no profile 'slow'"),
     ):
         assert main(words) == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if "not used here" not in line]
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "unused fields" not in line]
         assert line.startswith("exogym: error: ") and message in line
 
 

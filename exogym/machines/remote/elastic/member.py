@@ -75,8 +75,8 @@ class Member:
             self._socket = knock(address, port, secret, MEMBERSHIP, timeout_s)
         except WrongSecret as error:
             raise WorkerError(
-                f"the membership server at {address} port {port} refused rank {rank}: {error}; end it, or give another "
-                "master_port"
+                f"the membership server at {address} port {port} rejected rank {rank}: {error}; end that run, or give "
+                "another master_port"
             ) from error
         except OSError as error:
             raise WorkerError(
@@ -126,8 +126,8 @@ class Member:
             if failed.count(generation.members) >= TRIES:
                 ranks = ", ".join(map(str, generation.members))
                 raise WorkerError(
-                    f"ranks {ranks} did not reach each other, {TRIES} times: see that no firewall stands between their "
-                    "hosts (exogym doctor tries all ways)"
+                    f"ranks {ranks} could not reach each other, {TRIES} times: look for a firewall between their "
+                    "hosts (exogym doctor tests all connections)"
                 )
             time.sleep(RETRY_S * len(failed))
             planned = False  # a member was lost meanwhile; all stand where they stood
@@ -151,7 +151,7 @@ class Member:
             why = "it closed the connection"
         except OSError as error:
             why = str(error)
-        raise WorkerError(f"the membership server is lost before it said anything: {why}")
+        raise WorkerError(f"the membership server was lost before it answered: {why}")
 
     def _say(self, what: dict[str, Any]) -> None:
         try:
@@ -172,9 +172,9 @@ class Member:
         try:
             for line in self._file:
                 self._hear(json.loads(line))
-            self._cut("the membership server has ended this process's part, or is gone")
+            self._cut("the membership server has ended this process's part, or is lost")
         except TimeoutError:
-            self._cut(f"the membership server has not been heard for {self.silence_s:g} s")
+            self._cut(f"the membership server was silent for {self.silence_s:g} s")
         except (OSError, ValueError) as error:
             self._cut(f"the membership server is lost: {error}")
 

@@ -150,7 +150,7 @@ class Membership:
             kept = sorted(self.members)
             if len(self._hosts(kept)) < self.quorum:
                 self._end(
-                    f"{len(self._hosts(kept))} hosts are left, and min_hosts={self.quorum}: lower it, or give "
+                    f"{len(self._hosts(kept))} hosts are left, but min_hosts={self.quorum}: lower it, or give "
                     "save_dir and retries"
                 )
                 return
@@ -170,7 +170,7 @@ class Membership:
         if len(whole) == self.size or (waited > limit and len(self._hosts(whole)) >= self.quorum):
             self._begin(whole, whole, None, whole[0])
         elif waited > limit:
-            self._end(f"{len(self._hosts(whole))} hosts came within {limit:g} s, and min_hosts={self.quorum}")
+            self._end(f"{len(self._hosts(whole))} hosts arrived within {limit:g} s, but min_hosts={self.quorum}")
 
     def _begin(self, members: list[int], newcomers: list[int], step: int | None, source: int) -> None:
         self.generation += 1
@@ -241,9 +241,9 @@ class MembershipServer:
                 now = time.monotonic()
                 self.door.tidy()
                 for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
-                    line.lost(f"has not been heard for {self.silence_s:g} s")
+                    line.lost(f"was silent for {self.silence_s:g} s")
                 for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
-                    line.lost("has not said who it is")
+                    line.lost("did not identify itself")
                 self.membership.look(now)
                 self._tell()
         finally:
@@ -259,7 +259,7 @@ class MembershipServer:
         if line.rank is None:
             rank = said["rank"]
             if rank not in range(self.membership.size):
-                return line.lost("is of another run")
+                return line.lost("belongs to another run")
             if rank in self.lines:
                 self.lines[rank].lost("has been started again")
             line.rank = rank

@@ -104,8 +104,8 @@ class Assembly:
         step, there = recovery.loop.step, wire.present
         if step and not set(recovery.up(step)) & set(there):
             raise CheckpointError(
-                f"the checkpoint of step {step} holds no rows of the nodes {there}, which were away then, and the "
-                "hosts of the others are not there: start them too"
+                f"the checkpoint of step {step} holds no rows of the nodes {there}, which were absent then: "
+                "start the hosts of the other nodes, too"
             )
         return recovery
 
@@ -209,8 +209,7 @@ class Recovery:
             self._stood = [*self._stood, standing] if standing in self._stood[-1:] else [standing]
             if len(self._stood) > TRIES:
                 raise WorkerError(
-                    f"the same ranks failed {TRIES} times after step {generation.step}; what they printed says why: "
-                    f"{lost}"
+                    f"the same ranks failed {TRIES} times after step {generation.step}; see their output: {lost}"
                 ) from lost
             self.wire.take_part(generation)
             try:
@@ -257,7 +256,7 @@ class Recovery:
         unlike = differences(theirs, mine)
         if unlike:
             lines = "\n  ".join(unlike)
-            raise ModelError(f"the script here is not the one that the others train (saved: theirs):\n  {lines}")
+            raise ModelError(f"the script here differs from the other processes' script (saved: theirs):\n  {lines}")
         with torch.no_grad():
             for name, x in self._constants().items():
                 if name in told.shared:

@@ -23,7 +23,7 @@ from exogym.machines.remote.onhost.interfaces import interface_of
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S, ALONE_S, SWEEP_S = 0.1, 3.0, 10.0
 CANNOT_START = 126
-SILENCE = "the controller has not been heard for too long"
+SILENCE = "the controller was silent for too long"
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the way to the others was lost, which may be better another time
 
 
@@ -93,7 +93,7 @@ def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted:
             return f"signal {noted[0]}"
         if select.select([source], [], [], LOOK_S)[0]:
             if not os.read(source, 65536):
-                return "the controller stopped the run or is gone"
+                return "the controller stopped the run or is lost"
             heard = time.monotonic()
         elif time.monotonic() - heard > silence_s:
             return SILENCE
