@@ -1,6 +1,6 @@
 """How large may the batch be? DDP and DiLoCo on the same number of examples, in ever larger batches.
 
-A batch twice as large means half as many steps, and so half as many synchronisations. How much loss does it cost? In
+A batch twice as large means half as many steps, and so half as many synchronizations. How much loss does it cost? In
 "Scaling laws for DiLoCo" (Charles et al., arXiv:2503.09799) data parallel training bears large batches worse than
 DiLoCo does. That is in runs with thousands of steps: where H stays and steps become few, DiLoCo runs out of rounds.
 The learning rate grows with the square root of the batch, as is usual with Adam. All nodes together share a batch.

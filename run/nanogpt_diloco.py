@@ -34,9 +34,7 @@ def main() -> None:
     parser.add_argument("--n_embd", type=int, default=64)
     parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
-    parser.add_argument(
-        "--engine", choices=["ray"], help="train on a Ray cluster: that of RAY_ADDRESS, or one started here"
-    )
+    parser.add_argument("--engine", choices=["ray"], help="train on the Ray cluster at RAY_ADDRESS, or start one here")
     parser.add_argument("--checkpoints", help="folder to save into at each outer step; a run that is in it goes on")
     parser.add_argument("--restarts", type=int, default=3, help="new starts from there, should a process be lost")
     parser.add_argument("--save", help="file for the final model (safetensors)")

@@ -21,7 +21,7 @@ from exogym.tasks import load_task
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="a folder with a manifest, or one that Hugging Face's save_to_disk wrote")
+    parser.add_argument("--data", help="a folder with a manifest, or from Hugging Face's save_to_disk")
     parser.add_argument("--weights", help="a folder with weights, or a name of Hugging Face's hub")
     parser.add_argument("--num_nodes", type=int, default=2)
     parser.add_argument("--max_steps", "--steps", type=int, default=40, help="of each node (default: 40)")

@@ -28,6 +28,6 @@ def command_line() -> str:
             usage = " ".join([name, *command.collect_usage_pieces(context)])
             records = [parameter.get_help_record(context) for parameter in command.params]
         told = [escaped(paragraph) for paragraph in (command.help or "").split("\n\n")]
-        listed = [f"`{record[0]}`\n: {escaped(record[1]) or '(no more to say)'}" for record in records if record]
+        listed = [f"`{record[0]}`\n: {escaped(record[1]) or '(no description)'}" for record in records if record]
         parts.append("\n\n".join([f"## {name}", f"```text\n{usage}\n```", *told, *listed]))
     return "\n\n".join(parts)

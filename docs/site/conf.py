@@ -10,7 +10,7 @@ from sphinx.util.nodes import make_refnode
 
 import exogym
 
-project, author, copyright = "ExoGym", "ExoGym contributors", "ExoGym contributors, MIT licence"
+project, author, copyright = "ExoGym", "ExoGym contributors", "ExoGym contributors, MIT license"
 version = release = exogym.__version__
 extensions = ["myst_parser"]
 myst_enable_extensions = ["deflist", "dollarmath"]

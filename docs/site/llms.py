@@ -2,7 +2,7 @@
 
     python docs/site/llms.py
 
-The format is that of llmstxt.org: a title, a summary, and lists of links. `make docs` writes it, into the site too.
+llmstxt.org defines the format: a title, a summary, and lists of links. `make docs` writes it, into the site too.
 """
 
 from __future__ import annotations

@@ -291,11 +291,11 @@ def api(*packages: str) -> str:
     for package, names in map(_asked, packages):
         module = opened(package)
         told = markdown(module.__doc__ or "")
-        told = f"Names are imported with `from {package} import ...`, in the examples too.\n\n{told}"
+        told = f"Import names with `from {package} import ...`; the examples assume it.\n\n{told}"
         parts.append(f"## {package}\n\n```{{py:module}} {package}\n```\n\n{told}")
         for name in names:
             first = first_home(package, name)
-            parts.append(entry(package, name) if first == package else f"`{name}` is that of {{py:mod}}`{first}`.")
+            parts.append(entry(package, name) if first == package else f"`{name}`: see {{py:mod}}`{first}`.")
     return said_once("\n\n".join(parts))
 
 
@@ -307,7 +307,7 @@ def said_once(page: str) -> str:
         if found[3] not in seen:
             seen.add(found[3])
             return found[0]
-        return f"Example: that of {{py:obj}}`{found[2]}`, above." if found[1] else found[0]
+        return f"Example: see {{py:obj}}`{found[2]}`, above." if found[1] else found[0]
 
     return re.sub(r"(Example, of `([\w.]+)`:\n\n)?```pycon\n(.*?)\n```", once, page, flags=re.S)
 

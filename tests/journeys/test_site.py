@@ -84,7 +84,7 @@ def test_every_public_value_says_what_it_is() -> None:
 def test_an_example_is_shown_once() -> None:
     page = reference.api("exogym.compare")
     assert page.count('split_strategies("single,ddp")') == 1
-    assert "Example: that of {py:obj}`exogym.compare`, above." in page
+    assert "Example: see {py:obj}`exogym.compare`, above." in page
 
 
 def test_a_name_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
