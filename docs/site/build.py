@@ -3,7 +3,8 @@
     python docs/site/build.py [FOLDER]
 
 The pages lie in docs/ as Markdown that GitHub shows too. The navigation is docs/index.md: each of its sections is one,
-each link of a section's lists is a page in it, and what is listed under another page lies below it.
+each link of a section's lists is a page in it, and pages listed under another page lie below it. If a listed page is
+an index.md, the pages of its own lists lie below it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ def navigation() -> dict[Path, list[tuple[str, list[Path]]]]:
             else:
                 tree[home][-1][1].append(page)
                 above = page
+                if page.name == "index.md":  # a folder with its own list
+                    below = [(page.parent / found).resolve() for _, found in ENTRY.findall(page.read_text("utf-8"))]
+                    tree.update({page: [("", below)]} if below else {})
     return tree
 
 
