@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from exogym.cli.runs import plain
 from exogym.cli.values import Debug
+from exogym.core.base.streams import printable
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
@@ -160,7 +160,7 @@ def kubernetes(
 def status(job: JobNumber, debug: Debug = False) -> None:
     """Show the state of a SLURM job."""
     for name, value in status_of(job).items():
-        print(f"{name.replace('_', ' ')}: {plain(value)}")
+        print(f"{name.replace('_', ' ')}: {printable(value)}")
 
 
 @app.command("logs")
@@ -172,7 +172,7 @@ def logs(
     """Print the last lines of a SLURM job's log."""
     with log_of(job).open(encoding="utf-8", errors="replace") as file:
         for line in deque(file, maxlen=lines):
-            print(plain(line.rstrip("\n").expandtabs()))
+            print(printable(line.rstrip("\n").expandtabs()))
 
 
 @app.command("cancel")

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from exogym.cli.live import drawn
 from exogym.cli.values import Debug
+from exogym.core.base.streams import printable
 from exogym.core.progress import notice, readable_bytes
 from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError, check_choice
@@ -95,7 +96,7 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RU
     wide = max(map(len, facts))
     for key, value in facts.items():
         if value:
-            print(plain(f"{key:<{wide}}  {value}"))
+            print(printable(f"{key:<{wide}}  {value}"))
 
 
 @app.command()
@@ -118,9 +119,9 @@ def note(
     now = Notes(tags, before.note if text is None else text)
     if now != before:
         write_notes(known[name].path, now)
-    print(plain(f"tags  {', '.join(now.tags) or 'none'}"))
+    print(printable(f"tags  {', '.join(now.tags) or 'none'}"))
     for line in now.note.split("\n") if now.note else []:
-        print(plain(f"note  {line}"))
+        print(printable(f"note  {line}"))
 
 
 @app.command()
@@ -237,18 +238,9 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else readable_seconds(value)
 
 
-def plain(text: str) -> str:
-    """Return a text of a run folder without what would steer the terminal.
-
-    >>> plain("loss\\x1b[2Jgone")
-    'loss?[2Jgone'
-    """
-    return "".join(x if x.isprintable() else "?" for x in text)
-
-
 def _print(headers: list[str], rows: list[list[str]]) -> None:
     console = Console()
-    rows = [[plain(cell) for cell in cells] for cells in rows]
+    rows = [[printable(cell) for cell in cells] for cells in rows]
     if console.is_terminal:
         console.print(*drawn(headers, rows, console.width), sep="\n", markup=False, highlight=False)
         return

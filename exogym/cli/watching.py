@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -14,7 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from exogym.core.base.streams import STDERR
+from exogym.core.base.files import end_of
+from exogym.core.base.streams import STDERR, printable
 from exogym.core.progress import readable_bytes
 from exogym.core.record.run_folder import read_object
 from exogym.machines.remote.health import figures, read_hosts
@@ -59,7 +59,7 @@ class LiveView:
     def shown(self) -> Text:
         """Return what is shown now."""
         lines = [*self._steps(), *self._said(), *map(_host, read_hosts(self.folder).get("hosts", []))]
-        return Text("\n".join(map(_printable, lines)), no_wrap=True, overflow="ellipsis")
+        return Text("\n".join(map(printable, lines)), no_wrap=True, overflow="ellipsis")
 
     def _steps(self) -> Iterator[str]:
         status = figures(read_object(self.folder / "status.json"), NUMBERS)
@@ -75,12 +75,7 @@ class LiveView:
 
     def _said(self) -> Iterator[str]:
         """Yield the newest line of progress of rank 0, if there is one."""
-        try:
-            with open(self.folder / "training_rank_0.log", "rb") as file:
-                file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError:
-            return
+        lines = end_of(self.folder / "training_rank_0.log", TAIL_BYTES).decode("utf-8", "replace").splitlines()
         yield from [line for line in lines if LOSS.search(line)][-1:]
 
 
@@ -96,12 +91,3 @@ def _host(host: dict[str, Any]) -> str:
     parts += [f"memory {readable_bytes(host['run_memory_bytes'])}"] if "run_memory_bytes" in host else []
     parts += [f"sends {readable_bytes(host['tx_bps'] / 8)}/s"] if "tx_bps" in host else []
     return ", ".join(parts)
-
-
-def _printable(line: str) -> str:
-    """Return a line that draws nothing on a terminal.
-
-    >>> _printable("a\\x1b[2J")
-    'a?[2J'
-    """
-    return "".join(c if c.isprintable() else "?" for c in line)

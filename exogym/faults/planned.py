@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -138,11 +138,7 @@ class Faults:
         if isinstance(self.bad_nodes, int | float):
             drawn = numpy_generator(self.seed, "bad").permutation(num_nodes)
             return sorted(drawn[: round(self.bad_nodes * num_nodes)].tolist())
-        for node in self.bad_nodes:
-            if node >= num_nodes:
-                raise ArgumentError(
-                    f"faults name node {node} in bad_nodes, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
-                )
+        _check_nodes("bad_nodes", self.bad_nodes, num_nodes)
         return sorted(set(self.bad_nodes))
 
     def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
@@ -158,11 +154,7 @@ class Faults:
         """
         check_count("num_nodes", num_nodes)
         for name in _EXAMPLES:
-            for node in getattr(self, name):
-                if node >= num_nodes:
-                    raise ArgumentError(
-                        f"faults name node {node} in {name}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
-                    )
+            _check_nodes(name, getattr(self, name), num_nodes)
         if lockstep and any(share < 1 for share in self.slow.values()):
             together = {"gradients at every step": "a strategy that takes every step of all nodes together"}
             check({"slow": f"faults with slow={self.slow!r}"} | together)
@@ -402,6 +394,14 @@ class _Outages:
 
 
 _EXAMPLES = {"absent": "{3: [(100, 200)]}", "lost": "{2: [100, 300]}", "slow": "{2: 0.5}"}
+
+
+def _check_nodes(name: str, nodes: Iterable[int], num_nodes: int) -> None:
+    for node in nodes:
+        if node >= num_nodes:
+            raise ArgumentError(
+                f"faults name node {node} in {name}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
+            )
 
 
 def _intervals(node: int, given: Any) -> list[tuple[int, int]]:

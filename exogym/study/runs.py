@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import beside, opened_plain, replacing
+from exogym.core.base.files import beside, end_of, replacing
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
 from exogym.core.record.notes import read_notes
@@ -444,13 +444,8 @@ def _of_process(about: Row) -> str:
 
 def _newest(path: Path) -> Row:
     """Return the newest record of the averaged model, with the values of its newest evaluation, from a file's end."""
-    try:
-        with opened_plain(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")[1 if size > TAIL_BYTES else 0 : -1]  # whole ones
-    except OSError:
-        return {}
+    end = end_of(path, TAIL_BYTES)
+    lines = end.split(b"\n")[1 if len(end) == TAIL_BYTES else 0 : -1]  # whole ones
     found: Row = {}
     for line in reversed(lines):
         row = schema.row_of(line, RECORD)

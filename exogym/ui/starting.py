@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import new_folder
+from exogym.core.base.files import end_of, new_folder
 from exogym.core.base.processes import is_alive
 from exogym.core.record.run_folder import RESUME, read_status
 from exogym.core.training.options import in_full
@@ -161,9 +161,12 @@ class Starter:
         """Return what was started since the page runs, the newest first, with what it printed last."""
         with self._lock:
             return [
-                {"command": command, "pid": process.pid, "status": process.poll(), "output": _tail(log)}
+                {
+                    "command": command, "pid": process.pid, "status": process.poll(),
+                    "output": end_of(log, TAIL_BYTES).decode("utf-8", "replace"),
+                }
                 for command, log, process in reversed(self._started)
-            ]
+            ]  # fmt: skip
 
     def _start(self, command: str, words: list[str]) -> int:
         return self._begin(command, ["-m", "exogym", *words])
@@ -197,13 +200,3 @@ def _values(values: Any) -> str:
     if isinstance(values, str):
         return values
     return (";" if any("," in value for value in values) else ",").join(values)
-
-
-def _tail(log: Path) -> str:
-    try:
-        with open(log, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - TAIL_BYTES, 0))
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""

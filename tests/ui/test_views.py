@@ -235,10 +235,10 @@ def test_the_page_goes_on_with_the_options_that_a_study_had(tmp_path: Path, monk
     compared = compare("digits", "ddp", out=tmp_path, device="cpu", **given).folder
     swept = sweep("digits", {"H": [2]}, out=tmp_path / "sweep", device="cpu", processes=1, **given).folder
     for folder in (compared, swept):
-        assert folder is not None and Starter(tmp_path, forms).resume(folder) == 1
+        assert folder is not None and Starter(tmp_path, lambda: forms).resume(folder) == 1
         assert "--no-shuffle" in begun[-1] and "--gradient-accumulation=2" in begun[-1]
         assert "--no-final-sync" not in begun[-1] and main(begun[-1]) == 0
-    assert Starter(tmp_path, forms).arguments("compare", {"shuffle": True}) == ["--no-shuffle"]
+    assert Starter(tmp_path, lambda: forms).arguments("compare", {"shuffle": True}) == ["--no-shuffle"]
 
 
 def test_going_on_is_for_the_run_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

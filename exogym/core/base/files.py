@@ -58,6 +58,17 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
 
 
+def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return at most so many bytes of a file's end; none where it is not there, or no plain file."""
+    try:
+        with opened_plain(path) as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
+            found: bytes = file.read(most_bytes)
+            return found
+    except OSError:
+        return b""
+
+
 def short_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a file that somebody has written by hand.
 

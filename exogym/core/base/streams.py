@@ -12,6 +12,15 @@ BROKEN_PIPE = 141  # exit status where nobody reads stdout any more: 128 + SIGPI
 GONE = (errno.EPIPE, errno.EIO)  # nobody reads it any more, or its terminal was closed
 
 
+def printable(text: str) -> str:
+    """Return a text without what would steer a terminal.
+
+    >>> printable("loss\\x1b[2Jgone")
+    'loss?[2Jgone'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 class Stderr:
     """The stderr of the moment, as a file. What it cannot take is left out: a run has its results elsewhere.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import rng
+from exogym.core.base.streams import printable
 from exogym.core.progress import notice
 from exogym.data.bulk import BulkDataset
 from exogym.data.speech.audio import SAMPLE_RATE, one_channel, read_audio
@@ -204,7 +205,7 @@ def mixed(own: Speech, general: Speech, share: float) -> Speech:
 
 
 def _short(text: str) -> str:
-    shown = "".join(c if c.isprintable() else "?" for c in text)
+    shown = printable(text)
     return shown if len(shown) <= 80 else shown[:77] + "..."
 
 

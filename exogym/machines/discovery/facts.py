@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from exogym.core.base.streams import printable
+
 SIZE = 512  # of the square matrices that are multiplied
 MEASURED_S, LEAST = 0.2, 3
 TEXTS, NUMBERS = ("device", "exogym", "torch", "python", "system"), ("cores", "memory_bytes", "speed_flops")
@@ -61,7 +63,7 @@ def cleaned(told: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in TEXTS:
         if isinstance(value := given.get(name), str):
-            found[name] = "".join(c if c.isprintable() else "?" for c in value[:SHOWN])
+            found[name] = printable(value[:SHOWN])
     for name in NUMBERS:
         value = given.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST:
