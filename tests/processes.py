@@ -204,6 +204,46 @@ def python(*words, cwd=".", env=None, input=""):
         return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
+class Started:
+    """`python WORDS...` in a fork of this process, which goes on meanwhile; of subprocess's Popen what tests use."""
+
+    def __init__(self, *words, cwd=".", env=None, log=None):
+        self.returncode = None
+        if log is not None:
+            self.pid = start(words, cwd, env, (None, log.fileno(), log.fileno()))
+            return
+        (out, theirs), (err, their_errors) = os.pipe(), os.pipe()
+        self.pid = start(words, cwd, env, (None, theirs, their_errors))
+        os.close(theirs)
+        os.close(their_errors)
+        self.stdout, self.stderr = open(out), open(err)  # noqa: SIM115
+
+    def poll(self, how=os.WNOHANG):
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self):
+        return self.poll(0)
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self):
+        """Wait for the end; return what it has said, which must fit a pipe."""
+        self.wait()
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
+
+
 def everywhere(processes, body):
     """Run `body(rank)` in so many processes forked from this one; AssertionError with what failed in any."""
     pids = []
@@ -302,23 +342,15 @@ def launch(processes, folder, script):
     """Start the script under torchrun with `folder` and this one; return the launcher, which leads its own session."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += [
-        "--master_addr",
-        "127.0.0.1",
-        "--master_port",
-        str(free_port()),
-        "script.py",
-        ".",
-        str(Path(__file__).parent),
-    ]
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_addr", "127.0.0.1"]
+    words += ["--master_port", free_port(), "script.py", ".", Path(__file__).parent]
     with open(folder / "log", "w") as log:
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        return Started(*words, cwd=folder, log=log)
 
 
 def end(launcher):
     """Wait for the launcher; return its exit code, once all of its session are gone."""
-    code = launcher.wait(PATIENCE_S)
+    code = launcher.wait()
     until = time.monotonic() + 60
     while (left := of_session(launcher.pid)) and time.monotonic() < until:
         time.sleep(0.02)

@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import scipy.signal
 import soundfile
 import torch
 from speech_files import folder_of_tones, tone
@@ -49,6 +48,8 @@ def test_what_a_lower_rate_cannot_hold_is_gone():
 
 
 def test_resampling_agrees_with_scipy():
+    import scipy.signal  # takes a second, which collecting need not
+
     noise = np.random.default_rng(0).standard_normal(22_050).astype(np.float32)
     smooth = scipy.signal.sosfiltfilt(scipy.signal.butter(8, 5000, fs=22_050, output="sos"), noise)
     ours, theirs = resample(smooth.astype(np.float32), 22_050), scipy.signal.resample_poly(smooth, 320, 441)

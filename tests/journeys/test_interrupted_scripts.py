@@ -67,6 +67,7 @@ def on_screen(drawn: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_script_on_a_terminal(tmp_path: Path) -> None:
     status, drawn = typed(SCRIPT, tmp_path, b"acc 0.")
     lines = [line for line in on_screen(drawn) if line]

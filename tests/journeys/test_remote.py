@@ -76,14 +76,15 @@ def results(folder: Path, name: str) -> tuple[torch.nn.Module, list[float], dict
     return model, losses, traffic, Path(run)
 
 
-def test_two_hosts_end_in_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
-    """Two strategies, one after the other in one script, which runs again on the hosts for each."""
+@pytest.mark.parametrize("names", [["diloco"], pytest.param(["diloco", "ddp"], marks=pytest.mark.slow)], ids=" ".join)
+def test_two_hosts_end_in_the_bits_of_the_simulation(names: list[str], hosts: Hosts, project: Path) -> None:
+    """One strategy, or two one after the other in one script, which runs again on the hosts for each."""
     (project / "train.py").write_text(TRAIN)
     hosts_file = hosts.file(project / "hosts.json", count=2)
-    done = hosts.controller.run([PYTHON, "train.py", hosts_file.name, "0", "diloco", "ddp"], cwd=project)
+    done = hosts.controller.run([PYTHON, "train.py", hosts_file.name, "0", *names], cwd=project)
     assert done.returncode == 0, said(done)
     assert done.stdout.splitlines()[-1] == "the end" and done.stdout.count("the end") == 1
-    for number, name in enumerate(STRATEGIES, 1):
+    for number, name in enumerate(names, 1):
         expected = simulated(STRATEGIES[name](), 2)
         model, losses, traffic, run = results(project, name)
         assert fingerprint(model) == fingerprint(expected.model)
@@ -93,7 +94,8 @@ def test_two_hosts_end_in_the_bits_of_the_simulation(hosts: Hosts, project: Path
         assert fingerprint(stored) == fingerprint(model)
         assert (run / f"fit_{number}.history.csv").exists()
     assert {path.name for path in run.iterdir()} >= {"launch.json", "training_rank_0.log", "training_rank_1.log"}
-    assert fingerprint(expected.model) != fingerprint(simulated(STRATEGIES["diloco"](), 2).model)  # the control
+    other = {"diloco": "ddp", "ddp": "diloco"}[name]
+    assert fingerprint(expected.model) != fingerprint(simulated(STRATEGIES[other](), 2).model)  # the control
 
 
 ISLANDS = """

@@ -122,6 +122,7 @@ def kernel_has_wireguard(hosts: Hosts) -> bool:
     return made
 
 
+@pytest.mark.slow
 def test_through_ssh_nothing_else_passes(hosts: Hosts, project: Path) -> None:
     for where, line in commands("Through SSH, two hosts"):
         here = line.replace("ssh ", f"ssh -F {hosts.ssh_config} ").replace("192.168.1.101", hosts[1].address)

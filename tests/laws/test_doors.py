@@ -2,11 +2,10 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import exogym
 
@@ -33,7 +32,7 @@ def test_names_that_were_promised_have_a_door() -> None:
 
 @pytest.mark.parametrize("name", ["launch", "distributed"])
 def test_a_door_runs_as_a_module(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"exogym.{name}", "--help"], capture_output=True, text=True)
+    done = python("-m", f"exogym.{name}", "--help")
     assert done.returncode == 0 and f"exogym.{name}" in done.stdout
 
 

@@ -101,13 +101,21 @@ def effects() -> dict[str, str]:
     return dict(zip(codes, done.stdout.split("==\n")[1:], strict=True))
 
 
-def test_an_import_loads_what_is_used_and_no_more() -> None:
-    """The trainer and one strategy, without the others, what a fit is made of, hosts, or a node of several devices."""
+@pytest.fixture(scope="module")
+def fresh() -> list[str]:
+    """What a new Python has loaded for the trainer and one strategy, and then says of names that it did not import."""
     code = (
-        "from exogym import LocalTrainer; from exogym.strategy import DiLoCoStrategy; import sys; print(*sys.modules)"
+        "from exogym import LocalTrainer; from exogym.strategy import DiLoCoStrategy; import exogym, sys\n"
+        "print(*sys.modules)\n"
+        "print(exogym.strategy.DiLoCoStrategy.name, exogym.errors.ArgumentError, exogym.runs.load)"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert {"exogym.trainer", "exogym.strategy.diloco"} <= set(loaded)
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_an_import_loads_what_is_used_and_no_more(fresh: list[str]) -> None:
+    """The trainer and one strategy, without the others, what a fit is made of, hosts, or a node of several devices."""
+    loaded = set(fresh[0].split())
+    assert {"exogym.trainer", "exogym.strategy.diloco"} <= loaded and "exogym.runs" not in loaded
     unwanted = (
         "exogym.strategy.demo",
         "exogym.core.training.assembly",
@@ -115,13 +123,11 @@ def test_an_import_loads_what_is_used_and_no_more() -> None:
         "exogym.study.compare",
         "exogym.study.advise",
     )
-    assert not {*unwanted, "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"} & set(loaded)
+    assert not {*unwanted, "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"} & loaded
 
 
-def test_every_name_and_module_of_the_root_is_there_when_it_is_used() -> None:
-    code = "import exogym; print(exogym.strategy.DiLoCoStrategy.name, exogym.errors.ArgumentError, exogym.runs.load)"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.startswith("diloco <class 'exogym.errors.ArgumentError'> <function load")
+def test_every_name_and_module_of_the_root_is_there_when_it_is_used(fresh: list[str]) -> None:
+    assert fresh[1].startswith("diloco <class 'exogym.errors.ArgumentError'> <function load")
     with pytest.raises(ImportError, match="LocalTrainr"):
         exec("from exogym import LocalTrainr")
 

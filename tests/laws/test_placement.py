@@ -4,7 +4,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 
@@ -27,7 +26,7 @@ from battery import (
     train,
 )
 from paths import TESTS
-from processes import children, family
+from processes import children, family, python
 from strategies import OF_EACH_KIND, STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -279,11 +278,7 @@ print("done")
 
 
 def test_a_caller_that_computed_in_two_threads_does_not_hang():
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_THREADS, str(TESTS)], capture_output=True, text=True, timeout=300,
-        env=environment,
-    )  # fmt: skip
+    done = python("-c", TWO_THREADS, TESTS)
     assert done.stdout == "done\n", done.stderr
 
 

@@ -42,9 +42,7 @@ def by_operations(monkeypatch):
 # The same numbers as the loop
 
 
-@pytest.mark.parametrize(
-    "optimizer", each(OPTIMIZERS, fast=("nesterov", "amsgrad, upwards", "groups", "not in a graph"))
-)
+@pytest.mark.parametrize("optimizer", each(OPTIMIZERS, fast=("amsgrad, upwards", "groups", "not in a graph")))
 def test_every_optimizer_steps_as_in_the_loop(optimizer):
     """Rounds of 13: six graphs of two steps and a single one; optimizers begin anew only in the first."""
     runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=13)) for how in ("compiled", "loop")]
@@ -52,7 +50,7 @@ def test_every_optimizer_steps_as_in_the_loop(optimizer):
     assert runs[0].description["chosen"]["compute"] == "compiled"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", each(MODELS, fast=("unused and frozen", "BatchNorm", "dropout")))
 def test_models(model):
     assert_close(*(fit(how, DiLoCoStrategy("adamw", lr=0.01, H=6), MODELS[model]) for how in ("compiled", "loop")))
 
@@ -113,14 +111,13 @@ def test_strategies(name):
 def test_a_small_gpt():
     tokens = torch.randint(0, 17, (60, 9), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    for dropout in (0.0, 0.2):
-        runs = []
-        for how in ("compiled", "loop"):
-            torch.manual_seed(1)
-            trainer = LocalTrainer(CharGPT(17, 8, n_layer=2, n_head=2, n_embd=16, dropout=dropout), data)
-            trainer.fit(DiLoCoStrategy("adamw", H=6, lr=0.01), num_nodes=2, max_steps=12, batch_size=4, compute=how)
-            runs.append(trainer)
-        assert_close(*runs, 5e-5)
+    runs = []
+    for how in ("compiled", "loop"):
+        torch.manual_seed(1)
+        trainer = LocalTrainer(CharGPT(17, 8, n_layer=1, n_head=2, n_embd=16, dropout=0.2), data)
+        trainer.fit(DiLoCoStrategy("adamw", H=6, lr=0.01), num_nodes=2, max_steps=12, batch_size=4, compute=how)
+        runs.append(trainer)
+    assert_close(*runs, 5e-5)
 
 
 def test_steps_are_really_taken_by_graphs(monkeypatch):
@@ -145,8 +142,8 @@ def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
     """Told to stop in a graph of five steps, in the middle of a stretch of 12, a node goes on with the next five."""
     monkeypatch.setattr(compute.compiled, "STEPS", STEPS)
     strategy = lambda: DiLoCoStrategy("adamw", lr=0.01, H=12)  # noqa: E731
-    whole = fingerprint(fit("compiled", strategy()).model)
-    assert fingerprint(fit("compiled", strategy(), processes=2).model) == whole
+    whole = fingerprint(fit("compiled", strategy(), num_nodes=2).model)
+    assert fingerprint(fit("compiled", strategy(), num_nodes=2, processes=2).model) == whole
 
     run, calls = Stretches.run, itertools.count(1)
 
@@ -157,9 +154,9 @@ def test_placement_and_stopping_change_no_bits(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="SIGINT after step"):
         patch.setattr(Stretches, "run", interrupted)
-        fit("compiled", strategy(), save_dir=tmp_path)
-    assert next(calls) < 12  # of 36
-    assert fingerprint(fit("compiled", strategy(), save_dir=tmp_path, resume=True).model) == whole
+        fit("compiled", strategy(), num_nodes=2, save_dir=tmp_path)
+    assert next(calls) < 12  # of 24
+    assert fingerprint(fit("compiled", strategy(), num_nodes=2, save_dir=tmp_path, resume=True).model) == whole
 
 
 def test_a_checkpoint_goes_on_as_it_was_saved(tmp_path):

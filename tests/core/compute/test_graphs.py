@@ -33,7 +33,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(compute.graphs, "captured", by_hand)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "groups", "not in a graph"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "groups", "not in a graph"])
 def test_every_optimizer_steps_as_in_the_loop(optimizer, capsys):
     runs = [fit(how, FedAvgStrategy(OPTIMIZERS[optimizer], H=13)) for how in ("graphs", "loop")]
     assert_close(*runs)

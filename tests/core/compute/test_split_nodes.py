@@ -30,13 +30,18 @@ from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
 
+OF_NAMES = (
+    "test_two_processes_for_a_node_train_what_one_would",
+    "test_what_looks_at_a_whole_row_sees_it_in_parts",
+    "test_a_tuner_sees_the_whole_row",
+)
 DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 
 
 @pytest.fixture(scope="module")
 def halves(request, tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
-    names = [params["name"] for params in asked(request, "test_two_processes_for_a_node_train_what_one_would")]
+    names, warily, tuners = ([params["name"] for params in asked(request, test)] for test in OF_NAMES)
     body = f"""
 from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
@@ -45,9 +50,9 @@ found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name in {name
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
     found[split] = fit(text_trainer(), {DILOCO}, node=eval(f"NodeMesh({{split}})"))
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
-for name in WARY:
+for name in {warily!r}:
     found[name] = wary(name, node=NodeMesh(shard=2))
-for name in TUNERS:
+for name in {tuners!r}:
     found[name] = tuned(name, node=NodeMesh(shard=2), save_dir=name)
 found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native")
 speeds = Balance("batch", speeds=[1, 3])
@@ -100,14 +105,14 @@ def test_the_clock_says_what_it_says_in_one_process(halves):
     assert len(halves["measured"]) > 1 and halves["measured"] == sorted(halves["measured"])
 
 
-@pytest.mark.parametrize("name", WARY)
+@pytest.mark.parametrize("name", each(WARY, fast=("krum", "capped")))
 def test_what_looks_at_a_whole_row_sees_it_in_parts(name, halves):
     """The vector closest to its neighbours, norms, and noise as long as the update of a bad node."""
     assert_alike(halves[name], wary(name), ADAM)
     assert apart(halves[name], wary("plain")) > 100 * SGD  # the control: it makes a difference
 
 
-@pytest.mark.parametrize("name", TUNERS)
+@pytest.mark.parametrize("name", each(TUNERS, fast=("drift",)))
 def test_a_tuner_sees_the_whole_row(name, halves):
     (run, seen), (dense, wanted) = halves[name], tuned(name)
     assert_alike(run, dense, ADAM)

@@ -68,7 +68,8 @@ MIXED = "[NodeMesh(stages=2), NodeMesh(shard=2, tensor=2)]"
 STAGED = "[NodeMesh(shard=2), NodeMesh(stages=2, shard=2)]"
 
 
-@pytest.mark.parametrize("names", [["demo"], pytest.param(["diloco clipped", "topk"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["demo"], ["diloco clipped", "topk"]], ids=str)
 def test_two_devices_beside_four(names, tmp_path):
     """Rows in two parts, of which the larger node has two copies; whole tensors, whole rows, norms and other splits."""
     body = f"""

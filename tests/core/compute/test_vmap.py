@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from battery import in_turn
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -90,8 +91,7 @@ def fit(compute, strategy, model=None, **options):
     return trainer
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "model"), in_turn(STRATEGIES, list(MODELS)))
 def test_vmap_is_the_loop(name, model):
     """Twelve nodes: two chunks of rows. 130 examples: epochs of 11 for each node, so the last batches have 3."""
     loop, vmap = (fit(compute, STRATEGIES[name](), MODELS[model]) for compute in ("loop", "vmap"))
@@ -181,8 +181,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fedavg", "by hand"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "strategy"), in_turn(REFUSED, ["ddp", "fedavg", "by hand"]))
 def test_refused_where_it_would_be_something_else(name, strategy, capsys):
     build, options, words = REFUSED[name]
     with pytest.raises((ArgumentError, ModelError), match=words):

@@ -3,6 +3,7 @@
 A process of Ray's takes seconds to start, so one script holds what the short test looks at; the others are slow.
 """
 
+import importlib.util
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
 
-pytest.importorskip("ray")
+if importlib.util.find_spec("ray") is None:  # importing it takes a second of a core
+    pytest.skip("needs Ray", allow_module_level=True)
 
 SHORT = "--num_nodes 6 --H 5 --batch_size 4 --block_size 16 --n_layer 1 --n_embd 16 --write 0"
 TEXT = "\n\n".join(f"ANN:\nThe {i} bells of number {i * i} ring." for i in range(400))

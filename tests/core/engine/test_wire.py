@@ -108,7 +108,7 @@ def test_a_plain_sum_has_other_bits():
     assert not torch.equal(Wire(range(8)).reduce(x, list(range(8)), "sum"), x.flip(0).cumsum(0)[-1])
 
 
-@pytest.mark.parametrize("half_bytes", [64, 4096])
+@pytest.mark.parametrize("half_bytes", [256, 4096])
 def test_what_does_not_fit_the_memory_goes_in_pieces(half_bytes, monkeypatch):
     monkeypatch.setattr(shared, "HALF_BYTES", half_bytes)
     wanted = calls(Wire(range(5)), matrix(5), 5)

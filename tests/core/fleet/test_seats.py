@@ -23,17 +23,16 @@ from exogym.core.saving.checkpoint_files import Snapshot, load
 from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, OptimSpec, ScaffoldStrategy, SPARTADiLoCoStrategy
 
-STOPPED = {"fedavg, momentum kept", "scaffold", "dp-fedavg"}  # the others by make slow
+STOPPED = {"fedavg, momentum kept", "scaffold"}  # the others by make slow
 
 
-@pytest.mark.parametrize("name", each(WITH_A_SERVER, fast=STOPPED | {"fedavg", "fednova", "fedopt"}))
+@pytest.mark.parametrize("name", each(WITH_A_SERVER, fast=STOPPED | {"dp-fedavg", "fedavg", "fednova", "fedopt"}))
 def test_seats_are_all_rows(name: str) -> None:
     make, norm = WITH_A_SERVER[name], name in ("fedavg", "scaffold", "fednova")
     wanted = trained(make(), norm, faults=ALL_ROWS)
     seated = trained(make(), norm)
     assert same(seated, wanted)
-    for processes in (2, 3):
-        assert same(trained(make(), norm, processes=processes), wanted)
+    assert same(trained(make(), norm, processes=3), wanted)
     acted = {row["node"] for row in seated.history if row["node"] is not None}
     assert acted == {row["node"] for row in wanted.history if row["node"] is not None}
     assert 4 < len(acted) < CLIENTS
@@ -48,10 +47,10 @@ def test_seats_are_all_rows(name: str) -> None:
 def test_stopped_and_resumed_on_other_layouts(name: str, step: int, tmp_path: Path) -> None:
     make = WITH_A_SERVER[name]
     wanted = trained(make())
-    for before in (1, 3):
+    for before, afters in ((1, [3]), (3, [1, 2])):
         folder = tmp_path / str(before)
         trained(make(), save_dir=folder, checkpoint_interval=1, keep_checkpoints=100, processes=before)
-        for after in (1, 2, 3):
+        for after in afters:
             there = tmp_path / f"{before} {after}"
             shutil.copytree(folder / f"step_{step:010d}", there / f"step_{step:010d}")
             assert same(trained(make(), save_dir=there, resume=True, processes=after), wanted)

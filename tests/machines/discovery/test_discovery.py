@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from hosts import Hosts, Machine, fixtures
 from paths import ROOT
-from processes import python
+from processes import Started, python
 
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.discovery import agent as room
@@ -112,9 +111,8 @@ def other(code: str, by: int = 1) -> str:
 # With the commands
 
 
-def code_of(process: subprocess.Popen[str]) -> str:
+def code_of(process: Started) -> str:
     """Return the code that an `exogym agent` shows, once it can be found."""
-    assert process.stdout is not None
     said = [next(process.stdout) for _ in range(2)]
     assert "can be found" in said[1]
     found = re.fullmatch(r"code for pairing: (\d{3}-\d{3})\n", said[0])
@@ -135,8 +133,8 @@ def test_two_computers_are_found_paired_and_then_known(hosts: Hosts, tmp_path: P
 
     agents = []
     for name, host in zip(("studio", "den"), hosts.machines, strict=True):
-        words = [sys.executable, "-m", "exogym", "agent", "--name", name, "--authorized-keys", host.authorized_keys]
-        agents.append(host.start(words, stdout=subprocess.PIPE))
+        with host.inside():
+            agents.append(Started("-m", "exogym", "agent", "--name", name, "--authorized-keys", host.authorized_keys))
     try:
         studio, den = map(code_of, agents)
         found = json.loads(discover("--json").stdout)
@@ -159,8 +157,7 @@ def test_two_computers_are_found_paired_and_then_known(hosts: Hosts, tmp_path: P
     finally:
         for process in agents:
             process.kill()
-            process.wait()
-            process.stdout.close()
+            process.communicate()
 
 
 # What is said to whom

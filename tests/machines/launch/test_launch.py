@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -64,16 +63,14 @@ def start():
     """Return a function that starts `python WORDS...`; what still runs when the test ends is stopped."""
     started = []
 
-    def run(*words: object, **options) -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([sys.executable, *map(str, words)], **pipes | options))
+    def run(*words: object, **options) -> processes.Started:
+        started.append(processes.Started(*words, **options))
         return started[-1]
 
     yield run
     for process in started:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate()
+        process.terminate()
+        process.wait()
 
 
 def said(folder: Path, name: str, count: int = 0) -> list[int]:
@@ -427,7 +424,7 @@ def test_the_command_ends_as_it_was_told(script, start, tmp_path):
     for number, code in ends.items():
         pids = said(tmp_path / number.name, "up", 2)
         started[number].send_signal(number)
-        err = started[number].communicate(timeout=WAIT_S)[1]
+        err = started[number].communicate()[1]
         assert started[number].returncode == code
         assert ended(*pids)  # even after SIGKILL: the kernel tells the ranks
         assert (number == signal.SIGINT) == ("interrupted" in err)
@@ -468,7 +465,7 @@ def test_two_nodes_in_the_order_of_their_ranks(script, start, capfd):
     words = [f"--{name}={value}" for name, value in options.items()]
     other = start("-m", "exogym.launch", *words, "--node_rank=1", path)
     assert launch_distributed_training(path, nproc_per_node=2, **options) == 0
-    out, err = other.communicate(timeout=WAIT_S)
+    out, err = other.communicate()
     assert out == "[rank 2] 3 0 1 127.0.0.1\n" and other.returncode == 0
     assert "exogym: rank 2 was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)\n" in err
     here = capfd.readouterr()

@@ -19,6 +19,7 @@ import torch
 from hosts import Hosts, fixtures
 from hosts.fixtures import said, wait_for
 from paths import TESTS
+from processes import python
 
 from exogym import LocalTrainer, load_model
 from exogym.core.record.run_folder import read_status
@@ -155,7 +156,8 @@ def is_told_without_a_gap(folder: Path, steps: int, away: dict[int, Any]) -> Non
     assert losses == [row["train_loss"] for row in rows if row.get("train_loss") is not None]
 
 
-@pytest.mark.parametrize(("name", "number"), [("diloco", 1), pytest.param("sparta", 0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "number"), [("diloco", 1), ("sparta", 0)])
 def test_a_killed_worker_is_done_without_and_comes_back(hosts: Hosts, project: Path, name: str, number: int) -> None:
     """The first rank's too: then another one is the first meanwhile."""
     run = start(hosts, project, name, min_hosts=1)
@@ -274,15 +276,8 @@ def said_by(project: Path) -> str:
 def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
     (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
     hosts.file(project / "hosts.json")
-    words = [
-        str(Path(sys.executable).with_name("exogym")),
-        "distributed-train",
-        "a",
-        "--hosts",
-        "hosts.json",
-        "--dry-run",
-    ]
-    done = hosts.controller.run(words, cwd=project)
+    with hosts.controller.inside():
+        done = python("-m", "exogym", "distributed-train", "a", "--hosts", "hosts.json", "--dry-run", cwd=project)
     assert done.returncode == 0, said(done)
     assert (
         "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout

@@ -1,7 +1,6 @@
 """What a run on hosts sees of them: the file it leaves, and what is said about the prediction before it."""
 
 import json
-import os
 import re
 
 import pytest
@@ -93,43 +92,35 @@ def test_several_nodes_of_a_process_are_no_hosts(tmp_path):
     in_world(2, 4, tmp_path, body)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A run on two hosts without a measurement, one with that of the first, and one with that of other hosts."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "config.ini").write_text(CONFIG)
-    (folder / "hosts.json").write_text(json.dumps({"master": {"address": "localhost", "device": "cpu", "slots": 2}}))
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        words = ["distributed-train", "small", "--hosts", "hosts.json"]
-        assert main(words) == 0
-        (first,) = (folder / "runs").iterdir()
-        yield folder, first, words
-    finally:
-        os.chdir(before)
+BEFORE = {  # as if a run on these hosts had been measured before
+    "num_nodes": 2, "hosts": ["localhost", "localhost"], "step_s": [0.01, 0.01], "message_s": 0.001,
+    "collectives": {"exact all_reduce": {str(4 * PARAMETERS): 0.002}},
+}  # fmt: skip
 
 
-def test_a_run_leaves_what_it_saw_and_the_next_is_held_against_it(runs, capsys):
-    folder, first, words = runs
-    fields = json.loads((first / "measured.json").read_text())
-    network = Network.of(str(first / "measured.json"))
+def test_a_run_leaves_what_it_saw_and_is_held_against_what_was_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.ini").write_text(CONFIG)
+    (tmp_path / "hosts.json").write_text(json.dumps({"master": {"address": "localhost", "device": "cpu", "slots": 2}}))
+    (tmp_path / "measured.json").write_text(json.dumps(BEFORE))
+    monkeypatch.chdir(tmp_path)
+    words = ["distributed-train", "small", "--hosts", "hosts.json"]
+    assert main(words) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    fields = json.loads((run / "measured.json").read_text())
+    network = Network.of(str(run / "measured.json"))
     network.measurement.check_hosts(["localhost", "localhost"])
     assert list(fields["collectives"]["exact all_reduce"]) == [str(4 * PARAMETERS)]
     assert min(fields["step_s"]) > 0 and fields["message_s"] > 0 and "hosts" in fields
-    description = json.loads((first / "fit_1.facts.json").read_text())["description"]
+    description = json.loads((run / "fit_1.facts.json").read_text())["description"]
     assert description["parameters"] == PARAMETERS
 
-    (folder / "measured.json").write_text((first / "measured.json").read_text())
-    assert main(words) == 0
     said = capsys.readouterr().out
-    (again,) = set((folder / "runs").iterdir()) - {first}
-    description = json.loads((again / "fit_1.facts.json").read_text())["description"]
-    assert held_against(network, description, None) in said
+    assert held_against(Network.of(BEFORE), description, None) in said
+    assert held_against(network, description, None) not in said  # the control
     assert re.search(r"a step was predicted to take .* and took .*: \d+\.\d % (more|less); .* communication", said)
 
     other = json.dumps(fields | {"hosts": ["a", "b"]})
-    (folder / "measured.json").write_text(other)
+    (tmp_path / "measured.json").write_text(other)
     assert main([*words, "--network", "measured.json"]) == 2
     assert "the measurement is of a, b; the hosts are localhost, localhost" in capsys.readouterr().err
 
