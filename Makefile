@@ -38,6 +38,7 @@ lint: $(VENV)/.stamp-dev ## check format, code and prose, change nothing
 prose: $(VENV)/.stamp-dev ## print words, sentence length and readability of each page
 	$(BIN)/python docs/site/prose.py --measure
 
+types: export MYPY_NUM_WORKERS = $(WORKERS)
 types: $(VENV)/.stamp-dev ## check types
 	$(BIN)/mypy exogym
 

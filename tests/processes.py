@@ -208,7 +208,7 @@ class Started:
     """`python WORDS...` in a fork of this process, which goes on meanwhile; of subprocess's Popen what tests use."""
 
     def __init__(self, *words, cwd=".", env=None, log=None):
-        self.returncode = None
+        self.stdout = self.stderr = self.returncode = None
         if log is not None:
             self.pid = start(words, cwd, env, (None, log.fileno(), log.fileno()))
             return
@@ -240,8 +240,17 @@ class Started:
     def communicate(self):
         """Wait for the end; return what it has said, which must fit a pipe."""
         self.wait()
-        with self.stdout, self.stderr:
+        with self:
             return self.stdout.read(), self.stderr.read()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.wait()
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def everywhere(processes, body):

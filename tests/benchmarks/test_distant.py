@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from paths import ROOT
+from processes import python
 
 SCRIPT = ROOT / "benchmarks" / "distant.py"
 RUN = [
-    *(sys.executable, str(SCRIPT), "--rates", "20mbit", "--latencies", "5ms", "--sizes", "100000", "--pauses", "0"),
+    *(str(SCRIPT), "--rates", "20mbit", "--latencies", "5ms", "--sizes", "100000", "--pauses", "0"),
     *("--repeat", "1"),
 ]
 
@@ -21,7 +20,7 @@ def test_no_sum_is_faster_than_the_line(tmp_path, flows):
     """100 kB among two cross the line once each way, half of it after the other half: two latencies at least."""
     file = tmp_path / "rows.json"
     words = [*RUN, "--json", str(file), "--flows", str(flows)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = python(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(file.read_text())
     assert [row["reduction"] for row in rows] == ["native", "tree"]

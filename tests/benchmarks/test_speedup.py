@@ -1,16 +1,15 @@
 """Speed-ups on links of limited rate: the short version of `benchmarks/speedup.py`. Times themselves are not judged."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from paths import ROOT
+from processes import python
 
 BENCHMARKS = ROOT / "benchmarks"
 H, SLOW_BPS = 4, 20e6
 RUN = [
-    *(sys.executable, str(BENCHMARKS / "speedup.py"), "--quick", "--hosts", "2", "--links", "20mbit,1gbit"),
+    *(str(BENCHMARKS / "speedup.py"), "--quick", "--hosts", "2", "--links", "20mbit,1gbit"),
     *("--strategies", f"ddp,diloco:H={H}", "--reductions", "tree", "--steps", "2", "--repeats", "1"),
 ]
 
@@ -27,7 +26,7 @@ def test_a_short_run_gives_sane_rows(tmp_path, speedup):
     """No step is faster than its bytes on the link, and the prediction has them."""
     files = {name: tmp_path / name for name in ("rows.json", "speedup.png")}
     words = [*RUN, "--json", str(files["rows.json"]), "--figure", str(files["speedup.png"])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = python(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert files["speedup.png"].stat().st_size > 1000
     rows = json.loads(files["rows.json"].read_text())

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from battery import each
 from paths import ROOT
 from processes import python
 
@@ -70,7 +71,7 @@ def test_it_runs_and_prints_what_it_says(tutorial: Path, tmp_path: Path) -> None
     assert not missing(run(tutorial, tmp_path), tutorial.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(SHORTENED))
+@pytest.mark.parametrize("name", each(sorted(SHORTENED), fast=["tutorial_strategies"]))
 def test_a_long_one_runs_with_fewer_steps(name: str, tmp_path: Path) -> None:
     run(ROOT / "tutorials" / f"{name}.py", tmp_path, EXOGYM_SHORT="1")
 

@@ -253,7 +253,7 @@ def test_skipped_after_local_steps_is_an_absent_round(name: str, step: int) -> N
     assert fingerprint(skipped.model) != fingerprint(train(ALL[name](), {}).model)
 
 
-@pytest.mark.parametrize("name", each([*ALL], fast=("ddp", "demo", "diloco", "sparta topk 4 bit", "one node", "async")))
+@pytest.mark.parametrize("name", each([*ALL], fast=("ddp", "diloco", "one node", "async")))
 def test_the_laws_hold_with_a_planted_nan(name: str, tmp_path: Any) -> None:
     """Placement, stopping and stretches change no bit, whoever is left out when."""
     poison = {2: [3, 6], 1: [8], 0: [STEPS]}

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import small_disk
-from processes import apart, ended
+from processes import Started, apart, ended
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
@@ -215,7 +214,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 
 
 def test_a_folder_of_a_living_run_is_refused_and_that_of_a_dead_one_is_taken_over(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)]) as process:
+    with Started("-c", ENDLESS, tmp_path) as process:
         try:
             while read_status(tmp_path).get("step", 0) == 0:
                 assert process.poll() is None
@@ -357,7 +356,7 @@ trainer.fit(DiLoCoStrategy(lr=0.02, H=4), num_nodes=3, max_steps=10**7, device="
 
 
 def test_a_killed_run_is_lost_and_its_lines_are_whole(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path / "run")]) as process:
+    with Started("-c", ENDLESS, tmp_path / "run") as process:
         try:
             until = time.monotonic() + 300
             while read_status(tmp_path / "run").get("step", 0) == 0:

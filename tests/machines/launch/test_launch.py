@@ -69,8 +69,8 @@ def start():
 
     yield run
     for process in started:
-        process.terminate()
-        process.wait()
+        with process:
+            process.terminate()
 
 
 def said(folder: Path, name: str, count: int = 0) -> list[int]:

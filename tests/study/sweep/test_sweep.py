@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Started
 
 from exogym.cli import main
 from exogym.errors import ArgumentError, WorkerError
@@ -139,7 +140,7 @@ sweep("digits", grid, seeds=2, processes=2, out=sys.argv[1], max_steps=10, num_n
 
 def test_killed_and_gone_on_with(undisturbed: Swept, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    with subprocess.Popen([sys.executable, "-c", KILLED, folder]) as process:
+    with Started("-c", KILLED, folder) as process:
         while len(list(folder.glob("*/outcome.json"))) < 3:
             assert process.poll() is None
             time.sleep(0.005)
