@@ -26,7 +26,7 @@ from exogym.core.base import rng
 from exogym.core.clock import StepTime
 from exogym.core.communicator import Communicator
 from exogym.core.engine.protocol import place
-from exogym.core.training import dealing, speeds
+from exogym.core.training import balancing
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
@@ -123,7 +123,7 @@ def test_nodes_are_dealt_by_the_speeds_that_were_measured(
     assert fingerprint(measured.model) == fingerprint(alone.model)
     found = measured.description["placement"]
     assert max(found["speeds"]) == 1.0 and found["nodes"] == place(5, 2, found["speeds"])
-    monkeypatch.setattr(dealing, "step_seconds", lambda worker, stream, node: [0.03, 0.01][node])
+    monkeypatch.setattr(balancing, "step_seconds", lambda worker, stream, node: [0.03, 0.01][node])
     stop = [Every(4, lambda loop: True)]
     capfd.readouterr()
     options = {"num_nodes": 5, "save_dir": tmp_path, "balance": "nodes"}
@@ -319,13 +319,13 @@ def test_measured_speeds_are_kept_and_replay_the_run(kind: str, tmp_path: Path) 
 
 def test_measuring_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     equal = fit(DiLoCoStrategy(H=4, lr=0.01), num_nodes=2, processes=2)
-    taken = speeds.step_seconds
+    taken = balancing.step_seconds
 
     def as_fast(*args: Any) -> float:
         assert taken(*args) > 0
         return 0.01
 
-    monkeypatch.setattr(speeds, "step_seconds", as_fast)
+    monkeypatch.setattr(balancing, "step_seconds", as_fast)
     measured = fit(DiLoCoStrategy(H=4, lr=0.01), num_nodes=2, processes=2, balance="batch")
     assert measured.description["chosen"]["speeds"] == [1.0, 1.0]
     assert fingerprint(measured.model) == fingerprint(equal.model)

@@ -1,18 +1,15 @@
-"""Whether the rows of a run fit in memory, and the micro-batch that does."""
+"""Whether the rows of a run fit in memory."""
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.batches import batch_examples, map_tensors, micro_batches
 from exogym.core.base.devices import free_memory_bytes
-from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
@@ -124,49 +121,3 @@ def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, in
 
 def _bytes(tensors: dict[str, Tensor]) -> int:
     return sum(x.nbytes for x in tensors.values())
-
-
-def activation_bytes(worker: Worker, batch: Any) -> int:
-    """Return the bytes autograd keeps between forward and backward on `batch`, without parameters and batch."""
-    batch = worker.to_device(batch)
-    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
-    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
-        worker.loss(batch)
-    return sum(seen.values())
-
-
-def fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
-    """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
-
-    Raises:
-        ArgumentError: not even one example fits.
-    """
-    size = batch_examples(batch)
-    while True:
-        part, _ = next(iter(micro_batches(batch, size)))
-        try:
-            needed = resident_bytes + activation_bytes(worker, part)
-        except Exception as error:
-            if size == batch_examples(batch):
-                raise
-            raise ArgumentError(
-                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and of "
-                f"{size} the model cannot compute the loss ({error}): raise it, train fewer nodes, or shrink the model"
-            ) from error
-        if needed <= limit_bytes:
-            return size
-        if size == 1:
-            raise ArgumentError(
-                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB "
-                "with the fleet's rows: raise it, train fewer nodes, or use a smaller model"
-            )
-        size = -(-size // 2)

@@ -175,7 +175,7 @@ def _run_and_clock(
     work, shares, spread, timing, step_s = None, list[Fraction](), None, None, None
     sizes: int | np.ndarray = options.step_examples
     if options.weighing is not None:
-        from exogym.core.training.speeds import share_out
+        from exogym.core.training.balancing import share_out
 
         work, shares = share_out(options.weighing, chosen, worker, stream, is_fresh)
         sizes = sizes if work is None else stream.batch_sizes

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from exogym.core.base.batches import batch_examples, map_tensors, micro_batches
 from exogym.core.base.devices import total_memory_bytes
-from exogym.core.compute.memory import fitting_micro_batch
 from exogym.core.compute.parts import check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
@@ -14,6 +17,7 @@ from exogym.core.saving.keepers import on_main
 from exogym.core.training.options import FitOptions
 from exogym.core.training.subject import Subject
 from exogym.data.stream import Stream, is_factory
+from exogym.errors import ArgumentError
 
 
 def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
@@ -22,7 +26,7 @@ def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> d
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
         limit = options.max_memory_usage * total_memory_bytes(worker.device)
-        found = fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
+        found = _fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
         micro = found if micro is None else min(found, micro)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
     compute = options.compute
@@ -31,6 +35,52 @@ def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> d
 
         compute = choose(worker, stream, options.strategy, options.total_steps(stream.steps_per_epoch))
     return {"compute": compute, "micro_batch_size": micro}
+
+
+def _activation_bytes(worker: Worker, batch: Any) -> int:
+    """Return the bytes autograd keeps between forward and backward on `batch`, without parameters and batch."""
+    batch = worker.to_device(batch)
+    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
+        worker.loss(batch)
+    return sum(seen.values())
+
+
+def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
+    """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
+
+    Raises:
+        ArgumentError: not even one example fits.
+    """
+    size = batch_examples(batch)
+    while True:
+        part, _ = next(iter(micro_batches(batch, size)))
+        try:
+            needed = resident_bytes + _activation_bytes(worker, part)
+        except Exception as error:
+            if size == batch_examples(batch):
+                raise
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and of "
+                f"{size} the model cannot compute the loss ({error}): raise it, train fewer nodes, or shrink the model"
+            ) from error
+        if needed <= limit_bytes:
+            return size
+        if size == 1:
+            raise ArgumentError(
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB "
+                "with the fleet's rows: raise it, train fewer nodes, or use a smaller model"
+            )
+        size = -(-size // 2)
 
 
 def check_computed_in_parts(

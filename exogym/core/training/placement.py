@@ -125,6 +125,6 @@ def _dealt(
     even = replace(asked, placement=place(rows_of_run(options, processes, engine), processes))
     if options.shares is None or options.shares.kind != "nodes" or processes == 1:
         return even, options
-    from exogym.core.training.dealing import deal_by_speed
+    from exogym.core.training.balancing import deal_by_speed
 
     return deal_by_speed(options.shares, engine, even, options, subject)
