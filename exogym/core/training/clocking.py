@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.compute.spans import Compute, Losses, Span
-from exogym.core.training.algorithm import Algorithm, Around
+from exogym.core.training.algorithm import Algorithm
+from exogym.core.training.around import Around
 from exogym.core.training.timing import Timing
 
 AGREEMENTS = 2  # of processes in a stretch: whether to stop, and the losses; where gradients meet, whose there are
