@@ -49,7 +49,7 @@ from exogym.strategy.sparta import SparseCommunicator
 NODES, P = 4, 178
 PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
 OWN = Path(__file__).parent.parent / "docs" / "strategies/own.md"
-IDENTITIES = Path(__file__).parent.parent / "docs" / "reference/strategies.md"
+TABLES = Path(__file__).parent.parent / "docs" / "reference/strategies.md"
 COMBINATIONS = Path(__file__).parent.parent / "docs" / "reference/combinations.md"
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
 
@@ -277,16 +277,16 @@ OF_EACH_KIND = (
 )
 
 
-def table_of_the_page(page=PAGE, head="| name | payload"):
-    """Return docs/strategies.md (or `page`) before its table of strategies, the table, and what follows."""
-    page = page.read_text("utf-8")
+def table_of_the_page(head="| name | payload"):
+    """Return docs/reference/strategies.md before its table with this head, the table, and the text after it."""
+    page = TABLES.read_text("utf-8")
     start = page.index(head)
     end = page.find("\n\n", start) + 1 or len(page)
     return page[:start], page[start:end], page[end:]
 
 
 def identities_of_the_page():
-    return table_of_the_page(IDENTITIES, "| name and class")
+    return table_of_the_page("| name and class")
 
 
 def intro_of_combinations():
@@ -347,7 +347,7 @@ class Broken(PeriodicModule):
 
 if __name__ == "__main__":  # make table
     before, _, after = table_of_the_page()
-    PAGE.write_text(before + table() + after, "utf-8")
+    TABLES.write_text(before + table() + after, "utf-8")
     before, _, after = identities_of_the_page()
-    IDENTITIES.write_text(before + table_of_identities() + after, "utf-8")
+    TABLES.write_text(before + table_of_identities() + after, "utf-8")
     COMBINATIONS.write_text(intro_of_combinations() + combinations_of_the_page(), "utf-8")
