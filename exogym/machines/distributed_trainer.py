@@ -23,19 +23,19 @@ BACKENDS = ("auto", "nccl", "gloo")
 
 
 class DistributedTrainer:
-    """Trains one model on `num_gpus` devices: `LocalTrainer` with one node, which is that many devices.
+    """Trains one model on `num_gpus` devices: a `LocalTrainer` with one node of so many devices.
 
-    Started by `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. In one process the
-    result is the same to rounding, computed on one device, and that is said. Each batch of the loader is shared out: a
-    step is one step on the whole batch, as on one device.
+    Started by `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. A single process
+    computes the same result, up to rounding, on one device, and says so. Each batch of the loader is divided over the
+    devices: a step is one step on the whole batch, as on one device.
 
     Args:
         model: as for `LocalTrainer`.
         optimizer: one of torch's, made for this model's parameters, which gives its class and arguments; or what
             strategies take, a name or an `OptimSpec`.
         num_gpus: devices; None: as many as processes run this script, or as `node` has.
-        backend: "nccl" or "gloo" carries what processes say; "auto": NCCL where each has a GPU, else gloo. It plays no
-            part in one process.
+        backend: "nccl" or "gloo" connects the processes; "auto": NCCL if each process has a GPU, otherwise gloo.
+            Without effect in one process.
         node: another split than data parallelism with all sharded: a `NodeMesh`, or a `PipelineParallel`.
         loss_fn: as for `LocalTrainer`.
 
@@ -44,7 +44,7 @@ class DistributedTrainer:
 
     Raises:
         ArgumentError: an optimizer of other parameters, with several groups or that has stepped already; a number of
-            devices that is not that of the processes or of `node`; a backend that is not there.
+            devices that differs from the processes' or from `node`; a backend that is not available.
 
     >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     >>> loader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
@@ -102,11 +102,11 @@ class DistributedTrainer:
                 iterated itself. A last, short batch of an epoch is a step too.
             val_loader: its data set is evaluated after each epoch.
             accumulation_steps: batches of a step.
-            seed: of the order, and of what the model draws.
+            seed: of the order and the model's random numbers.
 
         Raises:
-            ArgumentError: a loader with a sampler of its own, without a batch size, or that drops batches.
-            What `LocalTrainer.fit` raises.
+            ArgumentError: a loader with its own sampler, without a batch size, or that drops batches.
+            The errors of `LocalTrainer.fit`.
         """
         given = _parts_of(train_loader, "train_loader")
         validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]

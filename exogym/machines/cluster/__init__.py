@@ -1,6 +1,6 @@
-"""Runs on clusters that have a scheduler: what SLURM and Kubernetes are to be told. (Ray is an engine.)
+"""Job scripts for SLURM, and manifests for Kubernetes. (Ray is an engine.)
 
-What is written can be looked at anywhere; what asks SLURM wants a machine that has it:
+Writing works anywhere; commands for SLURM need a machine that has it:
 
 >>> from pathlib import Path
 >>> job = SlurmJob("train.py", nodes=2, time="01:00:00")

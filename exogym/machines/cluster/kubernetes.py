@@ -26,18 +26,18 @@ LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
 
 @dataclass(frozen=True)
 class Pods:
-    """A script and what it needs of the cluster.
+    """A script and its needs on the cluster.
 
     Args:
         script: path of a Python file in the image; `arguments`: its own.
         image: name of the image, as the cluster pulls it.
-        nodes: pods; processes_per_node: in each (None: one a GPU, else one).
-        name, namespace: of what is made.
+        nodes: pods; processes_per_node: in each (None: one per GPU, or one).
+        name, namespace: of the objects.
         cpus, memory, gpus: of a pod, as Kubernetes' quantities.
         claim: the PersistentVolumeClaim for checkpoints, seen by all pods; mounted at `mount`.
         grace_s: seconds between SIGTERM, at which the run saves, and the end of a pod.
-        restarts: pods that may fail before the run has; those that were preempted do not count.
-        kind: "job", or "pytorchjob" where the training operator is.
+        restarts: failures that are allowed; preempted pods do not count.
+        kind: "job", or "pytorchjob" for the training operator.
 
     Raises:
         ArgumentError: a word that is not of the form it must have.

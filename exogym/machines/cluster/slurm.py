@@ -56,16 +56,16 @@ exit "$code"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A script and what it needs of the cluster.
+    """A script and its needs on the cluster.
 
     Args:
         script: path of a Python file, seen by all machines; `arguments`: its own.
-        nodes: machines; processes_per_node: on each (None: one a GPU, else one).
-        folder: the current one of the script; `python`: the interpreter there.
+        nodes: machines; processes_per_node: on each (None: one per GPU, or one).
+        folder: in which the script runs; `python`: the interpreter there.
         cpus, gpus, memory, time, partition, account, qos: as SLURM's options; None: its defaults.
-        before_s: seconds before the time limit at which the run is told to save.
-        port: at which the machines meet; None: one that follows from the number of the job.
-        restarts: so often at most the job has itself started again.
+        before_s: seconds before the time limit at which the run saves.
+        port: at which the machines meet; None: computed from the job's number.
+        restarts: how often the job may restart itself.
 
     Raises:
         ArgumentError: a word that is not of the form it must have.
@@ -138,7 +138,7 @@ def submit(script: Path, job: SlurmJob) -> int:
     """Submit a job script; return the number of the job.
 
     Raises:
-        ArgumentError: SLURM will not have it, as where a partition is not there.
+        ArgumentError: SLURM rejects it, for example for an unknown partition.
         ExoGymError: there is no SLURM here, or it does not answer.
     """
     if not Path(job.folder, job.script).is_file():
@@ -164,7 +164,7 @@ def log_of(job: int) -> Path:
     """Return the file that a job writes.
 
     Raises:
-        ExoGymError: it is not there yet, or not seen from here.
+        ExoGymError: it does not exist yet, or not on this machine.
     """
     path = Path(_facts(job).get("StdOut", ""))
     if not path.is_file():

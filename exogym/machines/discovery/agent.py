@@ -26,13 +26,13 @@ class Agent:
     """Answers callers at `address` until it is closed.
 
     Args:
-        name: what callers without the code are told, and all they are told.
+        name: the only thing that callers without the code learn.
         address: an address of this computer; it listens nowhere else.
         port: to listen on; 0: a free one.
         user, ssh_port: for the login that a pair gets; the SSH server is asked for its keys at once.
         authorized_keys: the file that gets a line for each pair.
-        facts: about this computer, told to a caller that has paired.
-        show: called with each line that whoever sits at this computer should see.
+        facts: about this computer, for a paired caller.
+        show: called with each line for the person at this computer.
 
     Raises:
         ArgumentError: the port is taken, or no SSH server answers there.

@@ -1,5 +1,5 @@
-"""Agents found by mDNS, and announced by it. What is announced is believed of nobody: an address in one of this
-computer's networks, a port, and a name of letters and digits are what is left of it."""
+"""Agents announced and found by mDNS. Announcements are not trusted: only an address in this computer's networks, a
+port, and a name of letters and digits are used."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain_name(text: str) -> str:
 
 
 def own_networks() -> list[ipaddress.IPv4Interface]:
-    """Return the addresses of this computer with their networks, those of the loopback left out."""
+    """Return the addresses of this computer with their networks, without the loopback's."""
     import ifaddr
 
     found = []
@@ -67,7 +67,7 @@ def own_networks() -> list[ipaddress.IPv4Interface]:
 
 
 def own_address(given: str | None = None) -> str:
-    """Return the address at which others reach this computer: the one given, its only one, or that of the way out.
+    """Return the address at which others reach this computer: the given one, its only one, or the outgoing one.
 
     Raises:
         ArgumentError: it has no such address, none at all, or several and no way out.
@@ -155,7 +155,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
 
 
 def is_name(name: str) -> bool:
-    """Say whether an announced name is one that an agent could have.
+    """Say whether an agent could have the announced name.
 
     >>> is_name("studio._exogym._tcp.local."), is_name("a\\x1b[2J._exogym._tcp.local.")
     (True, False)
@@ -164,7 +164,7 @@ def is_name(name: str) -> bool:
 
 
 def place_of(info: Any, networks: Iterable[ipaddress.IPv4Interface]) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, address, port) of what was announced: the first address that is in one of our networks, or none.
+    """Yield (name, address, port) of an announcement: the first address in one of our networks, or none.
 
     A caller is led to no other place: not to a loopback, not to the world outside, not to a port of the system's.
     """
@@ -190,7 +190,7 @@ def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
     """Ask the agent at an address for its name.
 
     Raises:
-        OSError: nobody is there.
+        OSError: nobody answers.
         PairingError: it is no agent, or does not answer in time.
     """
     with socket.create_connection((address, port), timeout=seconds) as connection:
@@ -203,9 +203,9 @@ def told_name(answer: dict[str, Any]) -> str:
     """Return the name in an agent's first answer.
 
     Raises:
-        PairingError: there is none that an agent could have.
+        PairingError: no agent could have the name.
     """
     name = answer.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise PairingError("what answers there is no agent of this version of exogym")
+        raise PairingError("that computer runs no agent of this version of exogym")
     return name

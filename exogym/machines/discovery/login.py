@@ -35,7 +35,7 @@ def public_key(text: object) -> str:
     """Return a public key as "KIND BASE64", without what may stand behind it.
 
     Raises:
-        ArgumentError: it is none; nothing that could be a line or an option of its own comes through.
+        ArgumentError: `text` is no key. Nothing that could be a separate line or option passes.
 
     >>> public_key("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA ann@laptop")[:20]
     'ssh-ed25519 AAAAC3Nz'
@@ -53,12 +53,12 @@ def public_key(text: object) -> str:
 
 
 def own_key(path: str) -> str:
-    """Return the public key that belongs to the private key `path`, which is made where it is not there.
+    """Return the public key that belongs to the private key `path`, which is made if it does not exist.
 
     A new one has no passphrase, since runs start without asking; it opens nothing but what pairing lets it into.
 
     Raises:
-        ArgumentError: there is a file that is no key, or none can be made.
+        ArgumentError: the file is no key, or no key can be made.
     """
     file = os.path.abspath(os.path.expanduser(path))
     if not os.path.exists(file):
@@ -93,14 +93,14 @@ def signed(key: str, statement: str, signature: object) -> bool:
 
 
 def authorize(path: str, key: str, address: str, name: str) -> bool:
-    """Let who has `key` log in from `address`: write a line of `authorized_keys` that ends in `exogym:NAME`.
+    """Let the owner of `key` log in from `address`: write a line of `authorized_keys` that ends in `exogym:NAME`.
 
     The line gives a login and commands, but no forwarding, no tunnel, no terminal. It replaces the lines of that key
-    that pairing wrote before; no other line changes. If the user has let the key in by a line of their own, the file
-    stays as it is: that line says what the key may do, and a line of ours must give it neither less nor more.
+    that pairing wrote before; no other line changes. If the user's own line admits the key, the file stays as it is.
+    That line limits the key's rights, and another line must neither reduce nor extend them.
 
     Returns:
-        whether there is a line of ours now; False: the user's own line stands.
+        True if the file has pairing's line now; False if the user's own line admits the key.
 
     Raises:
         OSError: the file cannot be read or written.

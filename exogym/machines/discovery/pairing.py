@@ -52,13 +52,13 @@ class Paired:
 
 
 def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
-    """Pair with the agent at `address`, which shows `code`; afterwards who has the private key `key` may log in there.
+    """Pair with the agent at `address`, which shows `code`. Then the owner of the private key `key` may log in there.
 
     Args:
-        key: the file of the private key, made where it is not there. It signs the session, and is not sent.
+        key: the file of the private key, made if it does not exist. It signs the session, and is not sent.
 
     Raises:
-        ArgumentError: `code` is none, or `key` is no private key.
+        ArgumentError: `code` is no code, or `key` is no private key.
         PairingError: the codes differ, somebody stood between, or the agent could not; the message says what to do.
     """
     code, public_key = typed_code(code), login.own_key(key)
@@ -111,7 +111,7 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
 def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_config: str | None = None) -> Host:
     """Remember a paired computer's host key, see that the login works, and put it into the hosts file.
 
-    In a file that is not there it becomes the master; in one that is, a worker, in place of an entry of its address.
+    In a new file it becomes the master; in an existing file a worker, in place of an entry with its address.
 
     Args:
         key: the private key that was given to `pair`.
@@ -139,10 +139,10 @@ def _whole(path: str) -> str:
 
 
 def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_config: str | None = None) -> None:
-    """Put an entry into a hosts file, in place of one of the same address; what else stands there stays.
+    """Put an entry into a hosts file, in place of an entry with its address; all else stays.
 
     Raises:
-        ArgumentError: the file is there and no hosts file, or speaks of another `ssh_config_path`.
+        ArgumentError: the file is no hosts file, or has another `ssh_config_path`.
     """
     fields: dict[str, Any] = {}
     if os.path.exists(path):

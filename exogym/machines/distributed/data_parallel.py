@@ -22,7 +22,7 @@ class DistributedDataParallel(_DDP):
     Args:
         module: the model, on its device.
         bucket_size_mb: another name for torch's `bucket_cap_mb`, mebibytes of gradients sent at once (25).
-        options: those of torch: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
+        options: torch's options: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
 
     Raises:
         ArgumentError: an unknown option, or both names of the same one.
@@ -66,7 +66,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     Args:
         dataset: the data set; or leave it out and give `dataset_size`.
-        num_replicas, rank: among how many processes, and which this is; None: those of the process group.
+        num_replicas, rank: number of processes, and this process's rank; None: the process group's.
 
     Raises:
         ArgumentError: neither or both of data set and size, or a rank outside.

@@ -1,4 +1,4 @@
-"""The process group: joining it, leaving it, and who is in it."""
+"""The process group: joining it, leaving it, and its members."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def init_process_group(
     """Join the world of processes. Every process calls this once, before any collective.
 
     Under `python -m exogym.launch` or `torchrun` no argument is needed: rank and world size come from their
-    environment. Without a launcher the process is a world of its own (and a line on stderr says so). With "nccl" the
+    environment. Without a launcher the process is a world of one (and a line on stderr says so). With "nccl" the
     GPU of the local rank becomes the current one.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for it). None: what the
-            launcher was given, else "nccl" if every process of this machine has a GPU of its own, else "gloo".
+        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for it). None: the
+            launcher's, or "nccl" if every process on this machine has its own GPU, otherwise "gloo".
         init_method: where the processes meet: "env://" (MASTER_ADDR and MASTER_PORT, the default), "tcp://host:port" or
             "file:///path".
-        world_size: number of processes; None: WORLD_SIZE of the environment. 1 is a world of its own.
+        world_size: number of processes; None: WORLD_SIZE of the environment. 1 is a world of one process.
         rank: this process, 0 to world_size - 1; None: RANK of the environment.
         timeout_s: seconds after which a collective that not all have joined fails; None: torch's default.
         store: a torch store to meet in, instead of `init_method`.
 
     Raises:
-        ArgumentError: an unknown backend, one that cannot be used here, or a rank or address that is missing or wrong.
+        ArgumentError: an unknown or unusable backend, or a missing or wrong rank or address.
         GroupError: there is a process group already.
 
     >>> init_process_group("gloo", world_size=1, rank=0)
@@ -82,7 +82,7 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Leave the process group; does nothing where there is none."""
+    """Leave the process group, if there is one."""
     leave_group()
 
 
@@ -110,10 +110,10 @@ def require_group(caller: str) -> None:
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """Return what is known of this process and its world; works without a process group too.
+    """Describe this process and its world, with or without a process group.
 
     `available` (torch can), `initialized`, `backend` (None without a group), `backends` (usable here), `world_size`,
-    `rank`, `local_rank`, `local_world_size`, `node_rank` (without a group: as the launcher says, else a world of one),
+    `rank`, `local_rank`, `local_world_size`, `node_rank` (without a group: the launcher's, or a world of one),
     `device` (where the tensors of this backend live), `hostname`, `pid`, `master_addr` and `master_port` (None if
     unset), `restart_count` (times the launcher has started the processes again).
 

@@ -27,13 +27,12 @@ TOLERANCE = 1e-6  # of an average; everything else is exact
 def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5) -> list[Row]:
     """Check and time every collective; all processes call it, and all get the same rows.
 
-    The results are those of small whole numbers and powers of two, so they are exact and known beforehand (every
-    operation at every size; every root at the smallest size). What is timed is torch's bare collective, on float32
-    tensors; the time of a call is that of the slowest process, and the median of `repeats` counts. Before it there is a
-    call that is not timed.
+    Inputs are small whole numbers and powers of two, so the results are exact and known beforehand (every operation at
+    every size; every root at the smallest size). The test times torch's bare collective on float32 tensors: the slowest
+    process's time, the median of `repeats` calls after one untimed call.
 
     Args:
-        sizes_bytes: sizes to measure; of gather, all_gather, scatter and reduce_scatter the size is that of all parts
+        sizes_bytes: sizes to measure; for gather, all_gather, scatter and reduce_scatter the size of all parts
             together. Rounded up to a multiple of 4 bytes times the processes.
         repeats: timed calls of each size.
 
@@ -54,7 +53,7 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
     n = dist.get_world_size()
     if n == 1:
         raise ArgumentError(
-            "the self-test wants at least two processes: "
+            "the self-test needs at least two processes: "
             "python -m exogym.launch --nproc_per_node 2 -m exogym.distributed"
         )
     unit = ITEM_BYTES * n

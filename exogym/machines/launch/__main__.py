@@ -1,8 +1,8 @@
 """`python -m exogym.launch [options] script.py [script arguments]`.
 
-Options stand before or after the script. Those of the launcher are taken wherever they stand, all others after the
-script are the script's; behind `--` everything is the script's. Exit status: that of the first process that failed;
-2 for bad input, 1 if the nodes did not meet, 130 after Ctrl-C.
+Options may stand before or after the script. The launcher takes its own options anywhere; all other words after the
+script are the script's, and so is everything behind `--`. Exit status: the status of the first process that failed;
+2 for bad input, 1 if the machines did not meet, 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a launch is: how many processes, on how many nodes, and what to do when one fails."""
+"""The description of a launch: processes, machines, and restarts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ class LaunchConfig:
     """The description of a launch, checked when it is made.
 
     Args:
-        nproc_per_node: processes to start on this node.
-        nnodes: nodes that take part; the launcher is started once on each.
-        node_rank: which of them this is, 0 to nnodes - 1. Node 0 has the first ranks.
-        master_addr: name or address of node 0, needed with several nodes. One node alone uses its loopback.
-        master_port: port of node 0 at which the nodes meet; 29500 with several nodes, a free one on one node.
-        backend: "gloo" or "nccl": what `init_process_group()` uses where the script names none. None: the script, or
-            what suits the machine.
-        max_restarts: times all processes are started again after one of them failed.
-        monitor_interval: seconds between two looks at the processes.
-        start_timeout: whole seconds within which all nodes must be there.
+        nproc_per_node: processes to start on this machine.
+        nnodes: machines; the launcher is started once on each.
+        node_rank: number of this machine, 0 to nnodes - 1. Machine 0 has the first ranks.
+        master_addr: name or address of machine 0, needed with several machines. One machine alone uses its loopback.
+        master_port: port of machine 0 where the machines meet; 29500 with several machines, a free port on one.
+        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names none. None: fits the machine.
+        max_restarts: restarts of all processes after a failure.
+        monitor_interval: seconds between two checks of the processes.
+        start_timeout: whole seconds within which all machines must arrive.
         log_dir: folder for the output of each rank, appended to `training_rank_{rank}.log`. None: no files.
-        first_rank: added to the ranks in what is printed and in the names of those files, where this launch is one of
-            several that a greater program watches over.
+        first_rank: number added to the ranks in the output and in those files' names, if this launch is part of a
+            larger run.
 
     Raises:
-        ArgumentError: a value that cannot be; the message says which and what was wanted.
+        ArgumentError: an impossible value; the message names it and the values that are possible.
 
     >>> LaunchConfig(nproc_per_node=4).nnodes
     1

@@ -50,20 +50,20 @@ class DistributedLauncher:
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
         TORCHELASTIC_RESTART_COUNT (0 at first) in its environment, OMP_NUM_THREADS=1 unless it is set, and the backend
-        of the config in EXOGYM_BACKEND. What it prints goes to the terminal after `[rank N]`. When one fails, all are
-        stopped, and started again while `max_restarts` allows.
+        of the config in EXOGYM_BACKEND. Its output goes to the terminal after `[rank N]`. When a process fails, all are
+        stopped, and restarted while `max_restarts` allows.
 
         Args:
             script: the path of a Python file, or with `module=True` the name of a module, as for `python -m`.
             args: handed to the script, as text.
 
         Returns:
-            0 if all processes ended well; else the exit code of the first that failed, 128 + the number of the signal
-            that killed it.
+            0 if all processes ended well; otherwise the exit code of the first failed process, or 128 + the signal that
+            killed it.
 
         Raises:
             ArgumentError: no such script, or a port that is taken.
-            TrainingError: not all nodes came within `start_timeout`, or the node that holds the meeting was lost.
+            TrainingError: not all machines arrived within `start_timeout`, or machine 0 was lost.
             KeyboardInterrupt: Ctrl-C, after all processes have ended. (SIGTERM, too, takes its usual effect then.)
         """
         target = os.fspath(script)

@@ -9,7 +9,7 @@
       "project_path": "~/whisper"
     }
 
-Values that ssh could take for an option, or that a shell or ssh itself gives a meaning, are refused here.
+Values that ssh could read as an option, or that have a meaning for a shell or ssh, are rejected here.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ EXAMPLE = '{"master": "192.168.1.100", "workers": ["192.168.1.101"], "ssh_user":
 
 @dataclass(frozen=True)
 class Host:
-    """One host, with what the whole file says where it says nothing itself.
+    """One host, with the file's common fields as defaults.
 
     Attributes:
         address: name or address at which the other hosts reach it; an interface of the host must have it.
-        ssh_host: what ssh calls it: the address, or an alias of the user's ssh config.
+        ssh_host: its name for ssh: the address, or an alias in the user's ssh config.
         user, key, port: for ssh; None: as the user's ssh config says.
         python: the Python there; None: see `interpreter`.
         path: the project's folder there; None: the same as here.
@@ -71,7 +71,7 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """The Python there: as given, else this very one on this machine and python3 on another."""
+        """The Python there: the given one, or by default the running one on this machine and python3 on another."""
         return self.python or (sys.executable if self.is_local else "python3")
 
     @property
@@ -163,7 +163,7 @@ class HostsConfig:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address is this machine's own whoever says it: localhost, 127.x.x.x or ::1."""
+    """Say whether an address means the same machine everywhere: localhost, 127.x.x.x or ::1."""
     if address == "localhost":
         return True
     try:

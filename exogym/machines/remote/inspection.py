@@ -1,4 +1,4 @@
-"""The inspection of one host: what is looked at there, and the remedy for each thing that is wrong."""
+"""The inspection of one host: the checks, and a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can res
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: what was looked at on a host, whether it is well, what was seen, and what to do.
+    """One line of the table: host, check, whether it passed, the finding, and the remedy.
 
     >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
     >>> check.ok, check.remedy

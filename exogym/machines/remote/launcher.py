@@ -37,11 +37,12 @@ class SSHLauncher:
     Args:
         hosts_config: a hosts file or a dict (see `HostsConfig.load`).
         sync: copy the project's folder to the hosts first, with rsync.
-        max_restarts: times all processes are started again after one of them failed.
-        min_hosts: go on while so many hosts are left, and take in again those that come back; `max_restarts` then
-            counts for each host. For scripts whose training can do that (see `NetworkTrainer`). None: all are needed.
-        retries: times the whole run is started again, on all hosts, after a host was lost, with longer and longer
-            pauses; EXOGYM_NETWORK_RETRY tells the processes how often that was.
+        max_restarts: restarts of all processes after a failure.
+        min_hosts: continue while at least this many hosts are left, and take back hosts that return; `max_restarts`
+            then counts for each host. The script's training must support it (see `NetworkTrainer`). None: all hosts are
+            needed.
+        retries: restarts of the whole run on all hosts after a host was lost, with longer and longer pauses. The
+            processes find their number in EXOGYM_NETWORK_RETRY.
         project: the project's folder here; the current one by default.
         out: the folder in which each run gets a new one for its logs.
         start_timeout_s: seconds within which the hosts' launchers must have met.
@@ -50,7 +51,7 @@ class SSHLauncher:
 
     Attributes:
         folder: the folder of the last run; `finished`: the hosts whose part in it ended well.
-        first_failure: what the rank that failed first in it ended of, in words; None: nobody said.
+        first_failure: why the first rank of that run failed, in words; None: unknown.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -90,7 +91,7 @@ class SSHLauncher:
         self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
-        """Look at all hosts (see `check_hosts`)."""
+        """Check all hosts (see `check_hosts`)."""
         return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir, answer_s=self.answer_s)
 
     def launch(
@@ -106,15 +107,15 @@ class SSHLauncher:
     ) -> int:
         """Run `script` with `args` in every slot of every host, wait, and return the exit code.
 
-        Each host is looked at first. Its processes find what torchrun's do in their environment, and EXOGYM_NETWORK=1.
-        What they print comes here under the host's address, and into files of `folder`.
+        Each host is checked first. Its processes have torchrun's environment variables and EXOGYM_NETWORK=1. Their
+        output appears here after the host's address, and in files in `folder`.
 
         Args:
             script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
             args: handed to the script, as text.
             environment: added to the environment on all hosts.
             save_dir: where the script keeps checkpoints, one folder for all hosts or each host's own.
-            dry_run: print every command that would be run, and run none.
+            dry_run: print every command and run nothing.
             folder: for the logs, instead of a new one in `out`.
             mirror: below `folder`, the run folder that rank 0 writes on the master, as `runs/...` in the project's
                 folder; it is filled here while it is written there.
@@ -167,7 +168,7 @@ class SSHLauncher:
             host: the master by default.
 
         Raises:
-            ExoGymError: it is not there, is larger than what a host may fill here, or was damaged on the way.
+            ExoGymError: it does not exist, is larger than a host's share of the disk here, or was damaged on the way.
         """
         host = host or self.config.master
         budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))

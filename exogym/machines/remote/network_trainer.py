@@ -41,35 +41,34 @@ _folders: dict[str, Path] = {}  # the run's folder of the script that is running
 
 
 class NetworkTrainer(Trainer):
-    """Trains on real hosts: `fit` runs the calling script again in every slot of every host, and waits for the result.
+    """Trains on real hosts: `fit` runs the calling script in every slot of every host, and waits for the result.
 
-    In the script that you start (on the controller) `fit` looks at the hosts, starts the script there through
-    `SSHLauncher`, waits, fetches the final model and the history, and returns. In a process on a host `fit` trains, as
-    `LocalTrainer` does in torchrun's world, and then ends the process: what follows `fit` runs on the controller only,
-    what precedes it runs everywhere. So every host reads the data by itself, and nothing is ever unpickled. The initial
-    weights are those that rank 0 made, on the master. A script may call `fit` several times: an earlier call gives the
-    processes of a later one what it gave the controller.
+    On the controller, where you start the script, `fit` checks the hosts, starts the script there with `SSHLauncher`,
+    waits, fetches the final model and the history, and returns. In a process on a host, `fit` trains like
+    `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after it
+    runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master, gives the
+    initial weights. A script may call `fit` several times: each call starts the script again, and earlier calls return
+    their recorded results there.
 
-    Under plain torchrun it is a `LocalTrainer`.
+    Under plain torchrun it acts as a `LocalTrainer`.
 
     Args:
         hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
         model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
-        sync: copy the project's folder, which is the current one, to the hosts first, with rsync.
-        min_hosts: when hosts are lost, go on with those that remain, down to so many, and take back those that return
-            (see `exogym.machines.remote.elastic`): their nodes are away meanwhile, as with `Faults(absent=...)`. For
+        sync: first copy the project's folder (the current folder) to the hosts, with rsync.
+        min_hosts: continue without lost hosts while at least this many are left, and take back hosts that return (see
+            `exogym.machines.remote.elastic`). Their nodes are absent meanwhile, as with `Faults(absent=...)`. Only for
             strategies of communication modules. None: the run needs all hosts.
-        nodes_per_host: how many nodes each host is. Its slots are the devices of these, so many for each, and share the
-            model out: `fit(node=)` says how, `NodeMesh(shard=)` if nothing is said, of a host with more slots a larger
-            one. None: each slot is a process of its own; with `node=`, so many slots of a host are a node as it has
-            devices.
-        retries: times the whole run is started again, after longer and longer pauses, when a host was lost (with
-            `min_hosts`: when too few are left); with `save_dir` from the last checkpoint.
+        nodes_per_host: number of nodes on each host. The host's slots are their devices, equally many for each node,
+            and share the model as `fit(node=)` says; default `NodeMesh(shard=)`, larger on a host with more slots.
+            None: each slot is a process; with `node=`, each node takes as many slots of a host as it has devices.
+        retries: restarts of the whole run after a host was lost (with `min_hosts`: after too few are left), with longer
+            and longer pauses; with `save_dir` from the last checkpoint.
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
-        folder: of the last run: what it told of itself, logs of all ranks, final model, history, and measured.json,
-            what it saw of the hosts (`exogym.machines.remote.watching`): `exogym advise --network` starts from it.
+        folder: the last run's folder, with its records, logs of all ranks, final model, history, and measured.json for
+            `exogym advise --network` (see `exogym.machines.remote.watching`).
         outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
             the same run in simulation, bit for bit.
 
@@ -108,15 +107,15 @@ class NetworkTrainer(Trainer):
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
-            num_nodes: None: one for each slot of the hosts file, or for the slots that `node` takes. More are shared
-                out, as even as possible.
+            num_nodes: None: one for each slot of the hosts file, or for the slots that `node` takes. More nodes are
+                divided as evenly as possible.
             device: "auto": what the hosts file says of each host.
             processes, engine, cpus_per_process: leave them out; the slots of the hosts file say how many there are.
             logger, callbacks: run in rank 0, on the master; files they write stay there.
             save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
             run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
                 folder there, which comes to the controller with the results (see `exogym.core.record.run_folder`).
-            max_restarts: so often all processes start again, from the last checkpoint, after one of them failed.
+            max_restarts: restarts of all processes after a failure, from the last checkpoint.
             strategy and the others: as for `LocalTrainer.fit`.
 
         Raises:

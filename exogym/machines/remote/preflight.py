@@ -1,4 +1,4 @@
-"""Looks at every host before anything is started there, and says what to do about what is wrong.
+"""Checks every host before anything is started there, and names a remedy for each problem.
 
 All hosts are asked at once, each over one connection. A host is asked on only while that makes sense: without a login
 nothing is said of its Python.
@@ -27,18 +27,18 @@ def check_hosts(
     code: bool = True,
     answer_s: float = ANSWER_S,
 ) -> list[Check]:
-    """Look at all hosts at once; return the lines of the table, host by host, in the order of the file.
+    """Check all hosts at once; return the lines of the table, host by host, in the file's order.
 
     Args:
         hosts_config: see `HostsConfig.load`.
         project: the project's folder here; the current one by default.
-        sync: whether the project is about to be copied to the hosts: then it need not be there, but rsync must.
+        sync: the project will be copied: check for rsync instead of the project's files.
         save_dir: a folder for checkpoints, which every host must be able to write; shared, or each host's own.
-        code: whether the project's Python files must be the same there as here.
+        code: check that the project's Python files are equal there and here.
         answer_s: seconds that a host has for each answer.
 
     Raises:
-        ArgumentError: the hosts file is wrong, or names a file that is not there.
+        ArgumentError: the hosts file is wrong, or names a missing file.
 
     >>> [check.check for check in check_hosts({"master": {"address": "localhost", "device": "cpu"}}, code=False)]
     ['login', 'python', 'clock', 'torch', 'exogym', 'disk', 'device', 'address', 'port']

@@ -42,17 +42,17 @@ EVALUATIONS = 10  # of a run, beside the one at its start; some more where they 
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What to train, how, and on which hosts; the fields are those of a profile.
+    """What to train, how, and on which hosts: a profile's fields.
 
     Attributes:
-        task: one of `exogym.tasks`, as "digits" or "whisper", or `module:function` of the project: the function has no
-            argument and returns a `Task`, or (make_model, train, val), where `make_model()` draws from torch's
-            generator and its model returns its own loss.
+        task: a name in `exogym.tasks`, such as "digits" or "whisper", or `module:function` of the project. The function
+            has no argument and returns a `Task`, or (make_model, train, val). `make_model()` draws from torch's
+            generator, and its model returns its own loss.
         data: file or folder of an embedded task's data.
         task_options: of an embedded task, as "lora_rank=8, window_s=10".
         strategy: as on the command line; communication_interval: its H.
         hosts_config: the hosts file, from the config file's folder on.
-        balance: "nodes", "batch" or "steps": share the load out by the speeds of the hosts.
+        balance: "nodes", "batch" or "steps": divide the load by the hosts' speeds.
         nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
         save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
         min_hosts, retries: as for `NetworkTrainer`.

@@ -1,4 +1,4 @@
-"""Writing down what was said, word by word, and counting the words that are wrong."""
+"""Transcribing speech token by token, and counting wrong words."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def greedy(
 
 
 def unlooped(ids: list[int], most: int) -> list[int]:
-    """Return what was written without the repetitions that a confused model ends in.
+    """Remove the repetitions at the end of a confused model's transcript.
 
-    Only where it never came to an end, and the last piece stands there three times or more: one is left.
+    Only if the transcript never ended and its last piece occurs three times or more: the piece stays once.
 
     >>> unlooped([1, 2, 3, 2, 3, 2, 3], most=7), unlooped([1, 1, 1], most=7)
     ([1, 2, 3], [1, 1, 1])
@@ -65,7 +65,7 @@ def unlooped(ids: list[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class WordErrors:
-    """What is wrong in transcripts: `words` in the texts, and how many were replaced, left out and put in.
+    """Errors in transcripts: `words` in the texts, and the numbers of substitutions, deletions and insertions.
 
     Compared in small letters and without punctuation, as `plain` brings them.
 

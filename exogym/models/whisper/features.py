@@ -1,4 +1,4 @@
-"""From sound to what Whisper hears: log-mel spectrograms."""
+"""Whisper's input: log-mel spectrograms of sound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LogMel(nn.Module):
     """Log-mel spectrogram of 16 kHz sound, as Whisper was trained with (Radford et al. 2022).
 
     m = log10(max(M |STFT(x)|^2, 1e-10)), with a Hann window of 25 ms every 10 ms and M the mel filters of Slaney;
-    then y = (max(m, max(m) - 8) + 4) / 4, the maximum being that of the clip.
+    then y = (max(m, max(m) - 8) + 4) / 4, with the clip's maximum.
 
     Args:
         n_mels: filters, 80 (128 for large-v3).

@@ -16,13 +16,13 @@ TASKS = ("transcribe", "translate")
 
 
 class Tokens:
-    """Whisper's vocabulary, with what is said to the decoder before a text.
+    """Whisper's vocabulary, with the prompt of the decoder.
 
-    The decoder is told <|startoftranscript|>, of a multilingual model also the language and the task, and
-    <|notimestamps|> where no times are wanted. Labels are what follows the start: the rest of that, the text with a
-    space before it, and <|endoftext|>. With timestamps the text stands between <|0.00|> and its length, in steps of
-    0.02 s. Ids of times follow that of <|notimestamps|>; a tokenizer need not know them, so sizes are never taken from
-    its length.
+    The decoder's prompt is <|startoftranscript|>, for a multilingual model also the language and the task, and
+    <|notimestamps|> without times. Labels are everything after the start: the rest of the prompt, the text with a space
+    before it, and <|endoftext|>. With timestamps the text stands between <|0.00|> and its length, in steps of 0.02 s.
+    Ids of times follow the id of <|notimestamps|>. A tokenizer need not know them, so its length says nothing about
+    sizes.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
@@ -90,7 +90,7 @@ class Tokens:
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.end]).strip()
 
     def segments(self, ids: Sequence[int]) -> list[tuple[float, float, str]]:
-        """Return (start_s, end_s, text) of what stands between two times.
+        """Return (start_s, end_s, text) for each text between two times.
 
         >>> tokens = byte_tokens(timestamps=True)
         >>> tokens.segments(tokens.encode("how now", seconds=1.5))

@@ -35,7 +35,7 @@ class Pretrained:
     Attributes:
         model: a `WhisperForConditionalGeneration`.
         tokens: its vocabulary.
-        suppressed, suppressed_first: ids that are never written, or never first (marks of music and the like).
+        suppressed, suppressed_first: ids that are never written, or never first (marks of music and similar).
     """
 
     model: Any

@@ -40,10 +40,10 @@ class WhisperModelWrapper(nn.Module):
         device: where to put it; None leaves that to the trainer.
         window_s: seconds that the encoder hears; 30 is what Whisper was trained with. A shorter one takes less time:
             the model keeps the first 50 positions a second, and clips must be no longer. `exported` has all of them.
-        lora_rank: train so many directions in each matrix of a layer instead of the model (Hu et al. 2021); the model
-            itself is frozen, and all nodes share one copy. None trains all of it.
-        gradient_checkpointing: compute the layers twice instead of keeping what they gave; same bits, less memory.
-        word_errors: also write down the clips of an evaluation, and give their word error rate as `wer`.
+        lora_rank: train adapters of this rank beside each matrix of a layer (Hu et al. 2021); the model itself is
+            frozen, and all nodes share one copy. None trains all of it.
+        gradient_checkpointing: compute the layers twice instead of keeping their outputs; same bits, less memory.
+        word_errors: also transcribe the clips of an evaluation, and return their word error rate as `wer`.
         language, task, timestamps: see `Tokens`.
 
     Raises:
@@ -116,7 +116,7 @@ class WhisperModelWrapper(nn.Module):
 
         Args:
             weights: those that the run started from, as for `load_pretrained`.
-            options: as of the class, but for `window_s` and `lora_rank`.
+            options: the class's, except `window_s` and `lora_rank`.
 
         Raises:
             DataError: the file cannot be read, or holds no model that started from these weights.
@@ -217,12 +217,12 @@ class WhisperModelWrapper(nn.Module):
 
     @torch.no_grad()
     def transcribe(self, clips: Sequence[Tensor | np.ndarray]) -> list[str]:
-        """Return what is said in each clip: samples (n,) at 16 kHz, no longer than the window."""
+        """Return the transcript of each clip: samples (n,) at 16 kHz, no longer than the window."""
         return [self.tokens.decode(ids) for ids in self._of_clips(clips)]
 
     @torch.no_grad()
     def segments(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[tuple[float, float, str]]]:
-        """Return (start_s, end_s, text) of what is said in each clip.
+        """Return the timed texts of each clip, as (start_s, end_s, text).
 
         Raises:
             ArgumentError: the wrapper was made without timestamps.
@@ -243,11 +243,11 @@ class WhisperModelWrapper(nn.Module):
         return found
 
     def errors_on(self, clips: Sequence[Tensor | np.ndarray], texts: Sequence[str]) -> WordErrors:
-        """Return what is wrong in the transcripts of `clips`, beside what was said."""
+        """Compare the transcripts of `clips` with the right `texts`."""
         return WordErrors.of(texts, self.transcribe(clips))
 
     def exported(self) -> nn.Module:
-        """Return a model of transformers on its own: adapters added to the matrices, and the whole window back."""
+        """Return a plain transformers model: adapters added to the matrices, and the whole window restored."""
         model: Any = copy.deepcopy(self.whisper_model)
         for name, layer in list(model.named_modules()):
             if hasattr(layer, "get_base_layer"):
