@@ -46,9 +46,9 @@ class NetworkTrainer(Trainer):
     On the controller, where you start the script, `fit` checks the hosts, starts the script there with `SSHLauncher`,
     waits, fetches the final model and the history, and returns. In a process on a host, `fit` trains like
     `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after it
-    runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master, gives the
-    initial weights. A script may call `fit` several times: each call starts the script again, and earlier calls return
-    their recorded results there.
+    runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master,
+    gives the initial weights. A script may call `fit` several times: each call starts the script again, and earlier
+    calls return their recorded results there.
 
     Under plain torchrun it acts as a `LocalTrainer`.
 
