@@ -19,7 +19,7 @@ from exogym.cli.doctor import print_checks
 from exogym.cli.finding import Finder
 from exogym.cli.values import DATASETS, KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.cli.watching import LiveView
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.errors import ArgumentError, check_choice, needs
 from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
@@ -290,8 +290,7 @@ class Preparing:
         place = self.place
         self._make()
         assert self._network is not None and self._network.measurement is not None
-        with replacing(place.folder / MEASURED) as file:
-            json.dump(self._network.measurement.describe(), file, indent=1)
+        write_json(place.folder / MEASURED, self._network.measurement.describe())
         session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
         say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
         say(f"to repeat the run, in that folder: {session.command}; or python {SCRIPT}")

@@ -18,6 +18,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from exogym.machines.remote.hosts import is_loopback
+
 COOKIE = "exogym_token"
 READS = ("GET", "HEAD")
 HEADERS = {
@@ -97,18 +99,6 @@ class Guard:
             names = {"localhost"} if is_loopback(self.host) else {"localhost", self.host, socket.gethostname()}
             return name in {known.lower() for known in names}
         return address.is_loopback or not is_loopback(self.host)  # nobody can point a number elsewhere
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _cookie(request: Request) -> str:

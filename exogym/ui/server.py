@@ -41,9 +41,10 @@ from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.machines.remote.health import read_hosts
+from exogym.machines.remote.hosts import is_loopback
 from exogym.study import runs
 from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
-from exogym.ui.guard import Guard, is_loopback
+from exogym.ui.guard import Guard
 from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import RunShelf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
@@ -36,6 +37,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
     """Open a text file that takes the place of `path` when the block ends well, and leaves nothing when it does not."""
     with beside(path) as made, open(made, "x", encoding="utf-8", newline="") as file:
         yield file
+
+
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
+    """Write a value as the JSON of a file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=indent) + "\n")
 
 
 def is_plain(path: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.clock.steps import TICKS_PER_S
 from exogym.errors import ArgumentError, needs
 
@@ -94,8 +94,7 @@ def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
     """Write the spans of a clock that keeps its timeline, and the mean shares of the whole run, as JSON."""
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
-    with replacing(path) as file:
-        json.dump({"title": "", "spans": spans, "shares": shares}, file)
+    write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)
 
 
 def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:

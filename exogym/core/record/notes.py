@@ -5,14 +5,13 @@ notes.json   tags, note
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.record.run_folder import read_object
 from exogym.errors import ArgumentError
 
@@ -58,8 +57,7 @@ def write_notes(folder: str | os.PathLike[str], notes: Notes) -> None:
     if not notes.tags and not notes.note:
         path.unlink(missing_ok=True)
         return
-    with replacing(path) as file:
-        file.write(json.dumps(asdict(notes), indent=1) + "\n")
+    write_json(path, asdict(notes))
 
 
 def read_notes(folder: str | os.PathLike[str]) -> Notes:

@@ -35,7 +35,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from exogym.core.base.files import cut_torn_line, is_plain, replacing
+from exogym.core.base.files import cut_torn_line, is_plain, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.base.processes import described, is_alive
 from exogym.core.progress import notice
@@ -279,5 +279,4 @@ def versions() -> dict[str, str]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
-        file.write(json.dumps(in_json(value), indent=1) + "\n")
+    write_json(path, in_json(value))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.discovery import login
@@ -161,9 +161,7 @@ def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_conf
         hosts.append(dict(entry))
     fields |= {"master": hosts[0], "workers": hosts[1:]}
     HostsConfig.load(fields)
-    with replacing(path) as file:
-        json.dump(fields, file, indent=2)
-        file.write("\n")
+    write_json(path, fields, indent=2)
 
 
 def own_entry(address: str) -> dict[str, Any]:

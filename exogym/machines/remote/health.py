@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.base.processes import described, is_alive
 from exogym.core.progress import notice, readable_bytes
 from exogym.core.record.run_folder import read_object
@@ -147,8 +147,7 @@ class Board:
             "events": self._events,
         }  # fmt: skip
         try:
-            with replacing(self.folder / NAME) as file:
-                file.write(json.dumps(value, indent=1) + "\n")
+            write_json(self.folder / NAME, value)
         except OSError as error:  # a full disk here must not stop the training there
             if not self._trouble:
                 notice(f"{self.folder / NAME} is no longer written: {error}")

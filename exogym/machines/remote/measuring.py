@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from exogym.core.base.files import replacing, temporary_folder
+from exogym.core.base.files import temporary_folder, write_json
 from exogym.errors import ExoGymError, checked
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher
@@ -64,6 +64,5 @@ def measure_hosts(
     fields = json.loads(said[-1])
     fields["hosts"] = launcher.config.addresses
     network = Network.of(fields)
-    with replacing(file) as out:
-        json.dump(fields, out, indent=1)
+    write_json(file, fields)
     return network

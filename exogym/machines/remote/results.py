@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
 from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
@@ -51,8 +51,7 @@ def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, folder / model_name)
     save_history(results.history, folder / history_name)
-    with replacing(folder / facts_name) as file:
-        json.dump({"description": results.description, "traffic": results.traffic}, file)
+    write_json(folder / facts_name, {"description": results.description, "traffic": results.traffic}, indent=None)
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
@@ -146,8 +145,7 @@ def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str
     """Write what a run saw of its hosts, by its description, as `Network.of` reads it; None where it saw too little."""
     if (seen := description.get("seen")) is None:
         return None
-    with replacing(folder / SEEN) as file:
-        json.dump(seen | {"hosts": list(hosts)}, file, indent=1)
+    write_json(folder / SEEN, seen | {"hosts": list(hosts)})
     return folder / SEEN
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import replacing, write_json
 from exogym.errors import ArgumentError
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
@@ -83,9 +83,7 @@ def make_session(
     except ArgumentError:
         (place / CONFIG).unlink()
         raise
-    with replacing(place / HOSTS) as file:
-        json.dump(hosts, file, indent=2)
-        file.write("\n")
+    write_json(place / HOSTS, hosts, indent=2)
     session = WizardRun(place, profile, HostsConfig.load(place / HOSTS), sync)
     what = f"{fields['task']} by {fields['strategy']}"
     with replacing(place / SCRIPT) as file:

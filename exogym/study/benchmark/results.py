@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import write_json
 from exogym.core.clock import DEVICES, seconds_of
 from exogym.core.record.history import History
 from exogym.errors import ArgumentError
@@ -116,8 +116,7 @@ class Results:
             {"command": command, "versions": versions_here(), "hardware": hardware(), "scaling": scaling()}
         )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as file:
-            file.write(json.dumps(self.found, indent=1) + "\n")
+        write_json(self.path, self.found)
 
 
 def _curve(histories: Sequence[History]) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import missing_folders, new_folder, replacing
+from exogym.core.base.files import missing_folders, new_folder, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.clock import Span
 from exogym.core.record.history import History
@@ -102,8 +102,7 @@ class Folder:
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write what is compared."""
-        with replacing(self.path / RUN) as file:
-            file.write(json.dumps(description, indent=1) + "\n")
+        write_json(self.path / RUN, description)
 
     def child(self, label: str, seed: int) -> Path:
         return self.path / f"{self._names[label]}-seed-{seed}"
@@ -131,12 +130,10 @@ class Folder:
         if outcome.strip is not None:
             strip = asdict(outcome.strip)
             strip["spans"] = [list(span.values()) for span in strip["spans"]]
-            with replacing(child / TIMELINE) as file:
-                json.dump(strip, file)
+            write_json(child / TIMELINE, strip, indent=None)
         facts = {"strategy": label, "seed": seed, "state": "failed" if outcome.error else "finished"}
         facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
-        with replacing(child / OUTCOME) as file:
-            file.write(json.dumps(facts, indent=1) + "\n")
+        write_json(child / OUTCOME, facts)
         shutil.rmtree(child / CHECKPOINTS, ignore_errors=True)
 
     def outcome(self, label: str, seed: int) -> Outcome | None:

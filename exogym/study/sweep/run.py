@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from exogym.core.base.devices import resolve_device
-from exogym.core.base.files import replacing, temporary_folder
+from exogym.core.base.files import temporary_folder, write_json
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.record import schema
@@ -308,8 +308,7 @@ class _Sweep:
         self.description["measured_step_s"] = next(
             (s.forecast.measured_step_s for s in self.sessions.values() if s.forecast is not None), None
         )
-        with replacing(self.path / SWEEP) as file:
-            file.write(json.dumps(self.description, indent=1) + "\n")
+        write_json(self.path / SWEEP, self.description)
 
     def _rows(self) -> list[dict[str, Any]]:
         """Return a row for each cell."""
