@@ -154,10 +154,6 @@ class Progress:
         end_s = time.perf_counter()
         self._due = end_s + max(LEAST_PAUSE_S, (end_s - start) / LONGEST_SHARE)
 
-    def notice(self, text: str) -> None:
-        """Print the line `exogym: text` on stderr, above the bar."""
-        notice(text)
-
     def __exit__(self, *error: object) -> None:
         if self._on and self._is_new and not self._is_seldom:
             self._draw()

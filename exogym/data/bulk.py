@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from exogym.core.base.batches import batch_examples
 from exogym.errors import DataError, check_count
 
 Take = Callable[[Tensor], Any]
@@ -125,20 +126,12 @@ def split_batch(batch: Any, size: int) -> Sequence[Any]:
         return [list(row) for row in zip(*[split_batch(part, size) for part in batch], strict=True)]
     if type(batch) is tuple:
         return list(zip(*[split_batch(part, size) for part in batch], strict=True))
-    length = batch_length(batch)
-    parts = [slice(first, first + size) for first in range(0, length, size)]
+    parts = [slice(first, first + size) for first in range(0, batch_examples(batch), size)]
     return [map_batch(functools.partial(_cut, part), batch) for part in parts]
 
 
 def _cut(part: slice, leaf: Tensor) -> Tensor:
     return leaf[part]
-
-
-def batch_length(batch: Any) -> int:
-    """Return the number of examples in a batch: the length of the first tensor found in it."""
-    sizes: list[int] = []
-    map_batch(lambda leaf: sizes.append(len(leaf)), batch)
-    return sizes[0]
 
 
 def batch_bytes(batch: Any) -> int:

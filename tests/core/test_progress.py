@@ -112,7 +112,7 @@ with Progress(1_000_000) as bar:
 def test_it_is_quiet_where_stderr_is_not_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with Progress(50) as bar:
         bar.update(20, loss=2.25)
-        bar.notice("hello")
+        notice("hello")
     assert capfd.readouterr() == ("", "exogym: hello\n")
 
 

@@ -24,7 +24,7 @@ from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
-from exogym.errors import DataError, check_choice
+from exogym.errors import DataError
 
 if TYPE_CHECKING:
     from exogym.core.compute.insides import Insides
@@ -264,9 +264,3 @@ class Scaling(Stateful):
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         self.scales[row], self._good_steps[row] = tensors["scale"].tolist()
-
-
-def check_precision(precision: str) -> str:
-    """Return `precision`, or raise ArgumentError for one that is unknown."""
-    check_choice("precision", precision, AUTOCAST)
-    return precision

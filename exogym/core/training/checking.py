@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.spans import WAYS
-from exogym.core.compute.worker import check_precision
+from exogym.core.compute.worker import AUTOCAST
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count, check_switch
 from exogym.faults import Faults
@@ -74,7 +74,7 @@ def _check_kinds(options: FitOptions) -> None:
     check_choice("compute", options.compute, COMPUTE)
     check_choice("reduction", options.reduction, ("tree", "native"))
     check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
-    check_precision(options.precision)
+    check_choice("precision", options.precision, AUTOCAST)
     if isinstance(options.engine, str):
         check_choice("engine", options.engine, ("ray",))
     elif options.engine is not None:
