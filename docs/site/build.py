@@ -99,24 +99,30 @@ def contents(lists: list[tuple[str, list[Path]]]) -> str:
 
 
 def called() -> dict[tuple[Path, str], list[str]]:
-    """Return (page, anchor) to what is searched for it: of docs/how_to.md the column `also called`, at its first link.
+    """Return (page, anchor) to the words that readers search for: the search puts these words' places first.
 
-    The search puts these words first.
+    They are docs/how_to.md's column `also called`, at its first link, and the methods' names in docs/strategies.md.
     """
     words: dict[tuple[Path, str], list[str]] = {}
     for line in (DOCS / "how_to.md").read_text("utf-8").splitlines():
         row = re.fullmatch(r"\| [^|]+ \| ([^|]+) \| .*?\]\(([^)\s#]+)#?([^)\s]*)\).*", line)
         if row:
             words.setdefault(((DOCS / row[2]).resolve(), row[3]), []).extend(row[1].split(", "))
+    methods = DOCS / "strategies.md"
+    for heading in re.findall(r"^##+ ([^:\n]+: `\w+`)$", methods.read_text("utf-8"), re.M):
+        words.setdefault((methods, anchor(heading)), []).append(re.split(r" \(|:", heading)[0])
     return words
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def indexed(text: str, words: dict[str, list[str]]) -> str:
     """Return a page with entries of the index below the headings that have these anchors; "" is the title."""
 
     def below(head: re.Match[str]) -> str:
-        anchor = re.sub(r"[^\w\- ]", "", head[2].lower()).replace(" ", "-") if len(head[1]) > 1 else ""
-        found = words.pop(anchor, [])
+        found = words.pop(anchor(head[2]) if len(head[1]) > 1 else "", [])
         lines = [", ".join(f"!{word}" for word in found if "," not in word)]
         lines += [f"!single: {word}" for word in found if "," in word]  # else a comma would end the entry
         return head[0] + "".join(f"\n\n```{{index}} {line}\n```" for line in lines if line)

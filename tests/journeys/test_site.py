@@ -161,6 +161,7 @@ def test_what_is_called_otherwise_elsewhere_is_in_the_index() -> None:
         "# T\n\n```{index} !a\n```\n\n```{index} !single: 1,000 b\n```\n"
     )
     assert build.called()[ROOT / "docs" / "recipes.md", "stop-early"] == ["early stopping", "patience"]
+    assert build.called()[ROOT / "docs" / "strategies.md", "diloco-dilocostrategy"] == ["DiLoCo"]
 
 
 # The pages
@@ -287,6 +288,10 @@ QUESTIONS = {
     "1,000 clients non-IID": {"federated"},
     "what does payload mean": {"glossary"},
     "run on a GPU": {"understand/hardware"},
+    "DiLoCo": {"strategies"},
+    "bf16": {"mixed_precision"},
+    "payload": {"glossary"},
+    "resume training": {"placement"},
 }
 HITS = "[...document.querySelectorAll('#search-results ul.search > li > a')].map((one) => one.getAttribute('href'))"
 SUMMARY = "document.querySelector('#search-results .search-summary')?.textContent"
