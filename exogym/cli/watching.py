@@ -57,7 +57,7 @@ class LiveView:
             self._live.update(self.shown(), refresh=True)
 
     def shown(self) -> Text:
-        """Return what is shown now."""
+        """Return the present view."""
         lines = [*self._steps(), *self._said(), *map(_host, read_hosts(self.folder).get("hosts", []))]
         return Text("\n".join(map(printable, lines)), no_wrap=True, overflow="ellipsis")
 

@@ -66,7 +66,7 @@ class Agent:
         self.codes = Codes(self._show_code)
 
     def serve(self) -> None:
-        """Answer callers, each in a thread of its own, until `close` is called."""
+        """Answer callers, each in its own thread, until `close` is called."""
         while True:
             try:
                 connection, place = self._listener.accept()

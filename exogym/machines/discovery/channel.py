@@ -8,16 +8,16 @@
     agent -> caller  sealed: the answer, or {"refused": WHY} where the seal is not of this code
 
 SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key that both have only
-if both had the same code. Who listens learns nothing; who takes part in place of one of them can try one code for each
-exchange, and none afterwards. Side A proves first that it has the key, so an agent says nothing under the key to who
-does not. HKDF-SHA256 makes a key for each direction, and ChaCha20-Poly1305 seals the messages, numbered from 0 (both
-of `cryptography`).
+if both had the same code. A listener learns nothing. An impostor can try one code for each exchange, and none later.
+Side A proves first that it has the key, so an agent says nothing under the key to a caller without it. HKDF-SHA256
+makes a key for each direction, and ChaCha20-Poly1305 seals the messages, numbered from 0 (both of `cryptography`).
 
-A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session:
-a third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
+A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session: a
+third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
 made in one session is worth nothing in another.
 
-Each message has its length in four bytes in front, at most `MOST_BYTES`; all of an exchange must be done by a deadline.
+Each message has its length in four bytes in front, at most
+`MOST_BYTES`; all of an exchange must be done by a deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PairingError(ExoGymError):
 
 
 class ProtocolError(PairingError):
-    """The other end said what no agent or caller of ours says, or nothing in time."""
+    """The other end sent nothing in time, or something that no agent or caller sends."""
 
 
 def draw_code() -> str:
@@ -72,10 +72,10 @@ def shown_code(code: str) -> str:
 
 
 def typed_code(text: str) -> str:
-    """Return the code of what somebody typed.
+    """Return the code in a typed text.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is no code.
 
     >>> typed_code(" 012 345")
     '012345'
@@ -187,7 +187,7 @@ class Exchange:
         self._count = {CALLER: 0, AGENT: 0}
 
     def meet(self) -> None:
-        """Exchange SPAKE2's messages; afterwards both have a key, the same only if both had the same code.
+        """Exchange SPAKE2's messages. Then both have a key, the same only if both had the same code.
 
         Raises:
             PairingError: as of a line; or what came is no message of SPAKE2's.

@@ -54,7 +54,7 @@ def speed_flops(device: str) -> float:
 
 
 def cleaned(told: Any) -> dict[str, Any]:
-    """Return what another computer told, with what is no fact left out: numbers, and short texts that can be printed.
+    """Return the facts in another computer's message: numbers, and short printable texts.
 
     >>> cleaned({"cores": 8, "device": "cpu\\x1b[2J", "memory_bytes": [1], "torch": 3})
     {'device': 'cpu?[2J', 'cores': 8}

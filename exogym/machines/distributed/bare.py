@@ -41,7 +41,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def broadcast_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` by that of `src`."""
+    """Overwrite `x` by the tensor of `src`."""
     dist.broadcast(as_bytes(x), src)
     return x
 
@@ -66,13 +66,13 @@ def all_gather_(x: Tensor) -> list[Tensor]:
 
 
 def gather_(parts: list[Tensor] | None, x: Tensor, dst: int) -> list[Tensor] | None:
-    """Overwrite `parts`, on `dst`, by the tensors of all, in rank order; elsewhere it is None."""
+    """Overwrite `parts`, on `dst`, by the tensors of all, in rank order; elsewhere `parts` is empty: None."""
     dist.gather(as_bytes(x), None if parts is None else [as_bytes(part) for part in parts], dst)
     return parts
 
 
 def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
-    """Overwrite `out` by part `rank` of those of `src`."""
+    """Overwrite `out` by part `rank` of the parts of `src`."""
     dist.scatter(as_bytes(out), None if parts is None else [as_bytes(part) for part in parts], src)
     return out
 
@@ -100,7 +100,7 @@ def send(x: Tensor, dst: int) -> None:
 
 
 def receive_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` by what `src` sends."""
+    """Overwrite `x` by the tensor that `src` sends."""
     dist.recv(as_bytes(x), src)
     return x
 

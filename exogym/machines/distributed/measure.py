@@ -207,7 +207,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def finish() -> None:
-    """Let a GPU come to the end of what it was given."""
+    """Wait until a GPU has finished its work."""
     if bare.device().type == "cuda":
         torch.cuda.synchronize()
 

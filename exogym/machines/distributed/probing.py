@@ -1,8 +1,8 @@
 """What a prediction starts from: every collective by size, warm and cold, every pair's link, the step of one's model.
 
-Collectives are those of a run: the communicator's, carried by the wire between processes, with the copies and sums that
-these make. Of all-reduces both are probed, the library's (`reduction="native"`) and the exact one ("exact all_reduce").
-The fields are those that `Network.of` reads (docs/network.md, "From measurements").
+The probes use a run's collectives: the communicator's, carried by the wire between processes, with its copies and sums.
+They include both all-reduces, the library's (`reduction="native"`) and the exact one ("exact all_reduce").
+`Network.of` reads the fields (docs/network.md, "From measurements").
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ def measure(
     The self-test runs at the smallest size. Then each collective is timed at every size, over connections that are in
     use, and is as slow as its slowest process; the median counts. By how much the first one takes longer is measured in
     a new group of all processes, at the smallest size. A pair's latency is half the round trip of 4 bytes, its
-    bandwidth that of 1 MiB less this; pairs take turns. What else the hosts do only adds time, and more bytes never
-    take less of it, so a probe that took longer than a larger one has the time of that one.
+    bandwidth is measured with 1 MiB less this; pairs take turns. Other work of the hosts only adds time, and more bytes
+    never take less time. So a probe that took longer than a larger probe gets the larger probe's time.
 
     Args:
-        sizes_bytes: to probe, beside 4 bytes for each process; of gathers the size is that of all parts together.
+        sizes_bytes: to probe, beside 4 bytes for each process; for gathers, the size of all parts together.
             Rounded up to a multiple of 4 bytes times the processes.
-        repeats: most timed calls of each size; those of more than a second are timed twice.
-        step_s, task, evaluation_s: seconds of a step of one's model on this host, on all or on none, what was trained,
-            and seconds of an evaluation of its validation set.
+        repeats: most timed calls of each size; calls of more than a second are timed twice.
+        step_s, task, evaluation_s: seconds of a step of your model on this host (on all hosts or none), its task, and
+            seconds of an evaluation of its validation set.
         kinds: which collectives, of `KINDS`.
 
     Returns:
@@ -101,9 +101,9 @@ def measure(
 def step_seconds(
     task: str, batch_size: int | None = None, data: str | None = None, options: str = ""
 ) -> tuple[float, float | None]:
-    """Return the median seconds of a step of a task here, and those of an evaluation of its validation set.
+    """Return the median seconds of a step of a task here, and of an evaluation of its validation set.
 
-    They are measured in a process of its own that is in no world. A task without a validation set has None.
+    A separate process, in no world, measures them. A task without a validation set has None.
 
     Args:
         options: of the task, as a profile's `task_options`.

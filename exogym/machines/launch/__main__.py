@@ -70,7 +70,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
     (['--nnodes', '1'], 'train.py', False, ['--backend', 'mine'])
 
     Raises:
-        ArgumentError: an unknown option before the script, or after it one that looks like a slip.
+        ArgumentError: an unknown option before the script, or a misspelled option after it.
     """
     own: list[str] = []
     script: str | None = None
@@ -108,7 +108,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line on `words` (those of the process if None) and return the exit status."""
+    """Run the command line on `words` (None: the process's) and return the exit status."""
     fill_in()
     try:
         own, script, module, arguments = split(sys.argv[1:] if words is None else words)

@@ -1,4 +1,4 @@
-"""What is done right before torch's agent starts the processes, at the first attempt and at each restart."""
+"""Preparations before torch's agent starts the processes, at the first attempt and at each restart."""
 
 from __future__ import annotations
 

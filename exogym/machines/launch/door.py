@@ -6,8 +6,8 @@ Both ends prove that they know the secret, and neither says it:
     guest -> door   32 bytes, drawn at random; HMAC-SHA256(secret, "guest", service, both draws)
     door  -> guest  HMAC-SHA256(secret, "door", service, both draws), or 32 zero bytes where the guest's proof is wrong
 
-A guest has a few seconds for that. Where too many stand at the door, the one that came first leaves, and knocks again
-if it is one of ours: it needs the door for the time of one answer only, a stranger that says nothing for all of it.
+A guest has a few seconds for that. If too many guests wait, the door closes the oldest connection. A process of the run
+then knocks again: it needs the door only for one answer, while a silent stranger needs it for all its time.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class _Guest:
 
 
 class Door:
-    """Lets in those who know `secret`, in the loop of `selector`, whose keys hold what is to be called.
+    """Lets in those who know `secret`, in the loop of `selector`, whose keys hold the functions to call.
 
     Args:
         listener: what they connect to; the door closes it.
-        services: what is called with the connection of each guest that has proved itself, by what it came for.
+        services: {service: function}, called with the connection of each guest that has proved itself.
 
     Attributes:
         port: where it listens.

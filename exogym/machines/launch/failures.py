@@ -45,7 +45,7 @@ def is_lost(failure: ProcessFailure) -> bool:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return (rank, failure) of the one that the others follow from.
+    """Return (rank, failure) of the failure that caused the others.
 
     A rank that died without a word (killed, crashed) comes first: the others' errors come of its silence. Then the
     earliest error, then those that lost their connection to another rank. Last those that the launcher stopped.
@@ -64,7 +64,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 def exit_code(failure: ProcessFailure) -> int:
     """Return the exit code of the launch, as a shell would give it: 128 + the signal for a rank that was killed.
 
-    A rank that was stopped while it was still ending from an error of its own counts as one that ended: 1.
+    A rank that was stopped while it ended from its own error counts as ended: 1.
     """
     if failure.exitcode == -signal.SIGTERM and _recorded(failure):
         return 1

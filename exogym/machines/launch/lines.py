@@ -17,7 +17,7 @@ CHUNK_BYTES, LONGEST_LINE = 1 << 16, 1 << 20
 
 
 class Line:
-    """A connection of one of ours, in the loop of `selector`.
+    """A connection of a process of the run, in the loop of `selector`.
 
     Args:
         take: called with this line and each value that it brings. A line that brings what `take` cannot make sense of,

@@ -48,7 +48,7 @@ class MeetingPlace:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and leave all who are there."""
+        """Stop listening, and leave all guests."""
         os.close(self._wake)
         self._thread.join()
 

@@ -115,7 +115,7 @@ class RankOutput:
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on what is still in the pipes, and end."""
+        """Pass on the rest of the pipes, and end."""
         self._stopping.set()
         self._thread.join()
         for stream in self._streams:

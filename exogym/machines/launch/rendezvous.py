@@ -1,9 +1,9 @@
 """How the nodes of a launch meet, as torch's elastic agent wants it: in the order of their node_rank.
 
-Nothing that is read is unpickled. (Torch's c10d rendezvous unpickles what lies in its store, which asks nobody who he
-is.) The launchers talk through the door of node 0 (see `exogym.machines.launch.meeting`); one node alone has nobody to
-talk to. For every attempt node 0 opens a fresh store for the ranks, on its loopback: nothing is left in it from an
-attempt that failed. The keys of the launchers begin with the number of the attempt, for the same reason.
+Nothing that is read is unpickled. (Torch's c10d rendezvous unpickles its store's values, and its store asks nobody for
+a secret.) The launchers talk through the door of node 0 (see `exogym.machines.launch.meeting`); one node alone has
+nobody to talk to. For every attempt node 0 opens a fresh store for the ranks, on its loopback: nothing is left in it
+from an attempt that failed. The keys of the launchers begin with the number of the attempt, for the same reason.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 @dataclass
 class Stop:
-    """The signal that ended a block, 0 for none; and the handlers that were there before.
+    """The signal that ended a block, 0 for none; and the handlers before it.
 
     Attributes:
         again: what a second signal does; None: it raises again.

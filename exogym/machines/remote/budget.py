@@ -2,7 +2,7 @@
 
 what it prints          256 MB; the rest is shown, and not kept
 what it tells of a run  1 GB of files at a time; the rest comes at the end of the run
-files that are fetched  a quarter of what is free when the first one comes
+files that are fetched  a quarter of the space that is free when the first one comes
 """
 
 from __future__ import annotations

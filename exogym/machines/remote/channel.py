@@ -35,8 +35,8 @@ class Logs:
     """What the hosts print: on the terminal under the host's name, and in files of the run's folder.
 
     Args:
-        folder: gets `training_rank_{rank}.log` with what a rank printed, and `host_{number}.log` with what the host's
-            own launcher or ssh said. Of each host `most_bytes` are kept.
+        folder: gets `training_rank_{rank}.log` and `host_{number}.log`: the output of a rank, and of the host's
+            own launcher or ssh. At most `most_bytes` are kept for each host.
         echo: whether to print it here too.
 
     Attributes:

@@ -22,10 +22,10 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
     """Copy the file `path` in `folder` of `host` to `target` here, whole or not at all.
 
     Args:
-        budget: of the host; a file that it says is larger is refused, and none is read beyond what was said.
+        budget: the host's; a larger file is rejected, and no file is read beyond its announced size.
 
     Raises:
-        ExoGymError: it is not there, is too large, was damaged on the way, or cannot be written here.
+        ExoGymError: it does not exist, is too large, was damaged on the way, or cannot be written here.
     """
     inquiry = Inquiry(host, None)
     assert inquiry.process.stdout is not None

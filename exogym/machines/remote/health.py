@@ -2,7 +2,7 @@
 
     hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; what happened
 
-What hosts say comes over the connections that are there. It is not trusted: only known names with numbers are taken.
+Hosts report over their existing connections. Reports are not trusted: only known names with numbers are taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 class Board:
-    """What is known of the hosts of a launch.
+    """The state of a launch's hosts.
 
     Args:
         folder: of the launch, on the controller.
@@ -63,7 +63,7 @@ class Board:
             (mirror / TOKEN).write_text(self.mark)
 
     def asked_of(self, order: HostOrder) -> Row | None:
-        """Return what the host of an order is told about reports; None: it is to give none."""
+        """Return the settings of reports for the host of an order; None: no reports."""
         if not order.ranks:
             return None
         sends = self.mirror is not None and order.ranks[0] == 0
@@ -188,8 +188,8 @@ class Board:
 def read_hosts(folder: str | os.PathLike[str]) -> Row:
     """Return how the hosts of a run are; {} where none were watched.
 
-    A host of a run whose controller is gone, and one that has not reported for a while, says so by its state, "unknown"
-    or "silent".
+    The state of a host is "unknown" if the run's controller is lost, and "silent" if the host has not reported for a
+    while.
     """
     found = read_object(Path(folder) / NAME)
     hosts: list[Row] | None = found.get("hosts")
@@ -209,7 +209,7 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
-    """Return those of the names that have a number.
+    """Return the names that have a number.
 
     >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
     {'cores': 2}

@@ -20,7 +20,7 @@ MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # that a host says until an answer i
 
 
 class Unanswered(Exception):
-    """The host gave no answer; `Inquiry.diagnosis` says what is known."""
+    """The host gave no answer; `Inquiry.diagnosis` has the cause."""
 
 
 class Inquiry:
@@ -78,7 +78,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection; one that goes on for `wait_s` (None: as long as for an answer) is cut."""
+        """End the connection; cut it after `wait_s` (None: as long as for an answer)."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Inquiry:
         process.stderr.close()
 
     def diagnosis(self) -> tuple[str, str, str]:
-        """Return which check failed, what was seen, and the remedy, once all has ended without an answer."""
+        """Return the failed check, the finding and the remedy, after everything ended without an answer."""
         said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
             return "reachable", f"no answer within {self.answer_s:g} s", "check the host's load and its network"
@@ -155,7 +155,7 @@ _SIGNS = (
 
 
 def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
-    """Return which check failed, what was seen, and the remedy, from what ssh printed on its stderr.
+    """Return the failed check, the finding and the remedy, from the stderr of ssh.
 
     >>> diagnose(Host("h", "h"), "ssh: connect to host h port 22: Connection refused")[:2]
     ('reachable', 'ssh: connect to host h port 22: Connection refused')

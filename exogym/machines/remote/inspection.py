@@ -117,7 +117,7 @@ class Inspection:
             )  # fmt: skip
 
     def end(self) -> None:
-        """Take back what was left on the host, and end the connection."""
+        """Remove the files that the checks left on the host, and end the connection."""
         if self._inquiry is None:
             return
         try:
@@ -189,7 +189,7 @@ class Inspection:
             return
         there = found["sums"]
         unlike = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
-        text = f"{self.folder}: its {len(there)} Python files equal those of this machine"
+        text = f"{self.folder}: its {len(there)} Python files equal this machine's"
         if unlike:
             shown = ", ".join(f"{path} ({_difference(path, there, here)})" for path in unlike[:SHOWN_FILES])
             more = f" and {len(unlike) - SHOWN_FILES} more" if len(unlike) > SHOWN_FILES else ""

@@ -39,7 +39,7 @@ def measure_hosts(
         hosts_config, sync, project: as `SSHLauncher`.
         task: a name, or module:function of the project; `data`, `batch_size`, `task_options` (as a profile has
             them): of it, None: as the task has them.
-        sizes_bytes: to probe; None: those of the self-test.
+        sizes_bytes: to probe; None: the self-test's.
 
     Raises:
         ExoGymError: the hosts are not ready, or the self-test failed there; the message says why.

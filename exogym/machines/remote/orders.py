@@ -1,4 +1,4 @@
-"""What a host is told to run, as one value that can also be shown (`--dry-run`)."""
+"""A host's order to run something, as a value that can also be shown (`--dry-run`)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def orders(
 
 
 def inside(project: str, script: str | os.PathLike[str]) -> str:
-    """Return the path of `script` relative to the project's folder, which is what is alike on all hosts.
+    """Return the path of `script` relative to the project's folder: this path is the same on all hosts.
 
     >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
     './train.py'

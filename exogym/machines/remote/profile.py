@@ -117,10 +117,10 @@ class RunProfile:
         return parse_strategy(self.strategy, **defaults)
 
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
-        """Return (model, train, val, task), the weights drawn from the seed; the task is None for a user's three.
+        """Return (model, train, val, task), with weights drawn from the seed. No task (None) for a user's function.
 
         Raises:
-            ArgumentError: no such task, module or function, or one that returns something else.
+            ArgumentError: no such task, module or function, or the function returns something else.
         """
         if ":" not in self.task:
             task = load_task(self.task, self.data, **options_of(self.task_options))
@@ -200,9 +200,9 @@ KNOWN = {field.name: str(field.type) for field in fields(RunProfile) if field.na
 
 
 def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> RunProfile:
-    """Return the profile `[distributed:name]` of a config file, else `[name]`; what it lacks comes from `base_profile`.
+    """Return the profile `[distributed:name]` of a config file, or `[name]`. Missing fields come from `base_profile`.
 
-    A base may be any section; what is not a profile's field there belongs to other programs, and a notice says so.
+    A base may be any section. Its unknown fields belong to other programs; a notice names them.
 
     Raises:
         ArgumentError: no such file or profile, or a field that is unknown or wrong.

@@ -95,7 +95,7 @@ def carry_out(
 
 
 def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
-    """Copy what a launch's fit told of itself, from the master, where rank 0 wrote it, as far as it is there."""
+    """Copy the existing part of a fit's run folder from the master, where rank 0 wrote it."""
     there = run_folder_of(folder, fit)
     for name in FILES:
         try:
@@ -150,7 +150,7 @@ def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str
 
 
 def facts_of(folder: Path, fit: int) -> FitResults:
-    """Read what `write` wrote, but for the model."""
+    """Read the files of `write`, except the model."""
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads((folder / facts_name).read_text("utf-8"))

@@ -115,9 +115,9 @@ def shown(host: Host) -> str:
 
 
 def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a program of `onhost` on `host`; what is written to its stdin from then on is the program's.
+    """Start a program of `onhost` on `host`; its stdin then belongs to the program.
 
-    It is in a session of its own, so that Ctrl-C in the terminal reaches this process only.
+    It has its own session, so that Ctrl-C in the terminal reaches this process only.
 
     Raises:
         ExoGymError: the Python of this machine cannot be started.

@@ -41,7 +41,7 @@ class RunWatch:
 
     Args:
         orders: one for each host, and the membership server's where `goes_on`.
-        logs: where what is printed goes. board: what is known of the hosts.
+        logs: for the output. board: for the hosts' states.
         goes_on: the run goes on without a lost host, which is started again when it can be reached.
 
     Attributes:

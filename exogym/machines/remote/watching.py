@@ -2,7 +2,7 @@
 
 A call of the wire is timed in each process. All make the same calls in the same order, so the process that waited least
 for one, having come last, says how long it took by itself. The medians of these make a file for `Network.of`, as the
-self-test writes it, of the sizes that the run had. A step is what remains of a process's time in training without the
+self-test writes it, of the sizes that the run had. A step is a process's time in training without the
 wire: computing, the strategy's own work and the loop's.
 """
 
@@ -126,7 +126,7 @@ class Watched:
         return wire
 
     def describe(self, strategy: Strategy) -> None:
-        """Add what was seen to the trainer's description: "seen", "seconds_per_step", "plan". All processes call it."""
+        """Add measurements to the trainer's description: "seen", "seconds_per_step", "plan". All processes call it."""
         description = self.trainer.description
         steps, training_s, own_s = self.trainer.spent
         if (seen := self._watches[-1].fields(own_s / max(1, steps))) is not None:

@@ -1,4 +1,4 @@
-"""A process of a launched run: what it was told through its environment, and how all of them come to start alike."""
+"""A process of a launched run: its settings from the environment, and an equal start for all processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LaunchedPart:
         fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
         folder: where rank 0 leaves the results, or None.
         device: of this host; progress: whether to show some; restarts: how often all were started again.
-        membership: (address, port) of the membership server where hosts may be lost and come back, else None.
+        membership: (address, port) of the membership server if hosts may be lost and come back; None otherwise.
         slots: processes of each host, there.
         local_rank: of this process on its host.
         launch: names the launch, with all its new starts.
@@ -92,7 +92,7 @@ class LaunchedPart:
     def owns(self, save_dir: str | os.PathLike[str]) -> bool:
         """Say whether the checkpoints in `save_dir` are of this very launch; at its first start leave a mark of it.
 
-        Without one, a new start after a failure could go on from those of an earlier run.
+        Without a mark, a restart after a failure could continue from an earlier run's checkpoints.
         """
         mark = Path(save_dir) / ".launch"
         with contextlib.suppress(OSError):  # a folder that cannot be written is refused later, with what to do
@@ -104,7 +104,7 @@ class LaunchedPart:
 
 
 def same_start(model: nn.Module) -> None:
-    """Give the model of every process the numbers of rank 0's; what is not initialised yet follows from the seed.
+    """Give every process's model the numbers of rank 0's model; lazy parameters follow from the seed.
 
     Only what differs anywhere is sent, as sums over it say: pretrained weights that each host has read stay where they
     are.

@@ -1,4 +1,4 @@
-"""The engine of hosts that come and go: some rows in each process, of which only the members of a generation meet."""
+"""The engine of hosts that come and go: each process has some rows, and only the members of a generation meet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Elastic:
 
     Args:
         member: this process.
-        size: how many processes the run has when all are there.
-        generation: the one that was joined before anything was trained; None: others are training already.
+        size: number of processes in the complete run.
+        generation: the generation that was joined before training; None: others are training already.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, True, True

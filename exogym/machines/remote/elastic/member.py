@@ -141,7 +141,7 @@ class Member:
         self._say({"say": "stopped"})
 
     def finished(self) -> None:
-        """Say that the run has come to its end, of which all members know."""
+        """Say that the run has come to its end; all members know it."""
         self._say({"say": "finished"})
 
     def _heard(self) -> bytes:
@@ -201,7 +201,7 @@ class Member:
 
 @contextlib.contextmanager
 def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Member]:
-    """Be a member inside, and leave at the end; end the process where nothing is to be done.
+    """Be a member inside, and leave at the end; end the process if nothing is left to do.
 
     Raises:
         WorkerError: the run is over, without having come to its end.
@@ -234,7 +234,7 @@ class GenerationGroup:
     """The process group of a generation: torch's default one, over gloo, which can be cut off from another thread.
 
     Neither gloo's operations nor its meeting can be ended by torch (`abort` does not wake who waits), so `sever` shuts
-    down the connections that were opened since the meeting began; whoever waits on one gets an error at once.
+    down the connections that were opened since the meeting began; waiting calls get an error at once.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ class GenerationGroup:
             self._own = sockets() - self._before
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Take what the membership server answers to what the members ask of each other."""
+        """Take the membership server's answers to the members' questions."""
         if self._store is not None:
             self._store.hear(said)
 

@@ -14,10 +14,10 @@ belongs to this run. On it both sides send lines of JSON:
 and, while the members of a generation connect to each other, what a `Shelf` is asked and answers, with its number.
 
 A generation is the time in which the same ranks train together. It ends when a host is lost: its connections close, or
-are silent for `silence_s`. Then all others are told, say "ready" with the steps to which they can go back, and the next
-generation begins at the last step that all of them know. A host that comes back waits until the members are ready by
-plan, at a moment when they all stand at the same step. Only this process decides, so no two groups ever go on apart
-from each other. The quorum, `min_hosts`, is how many hosts there must be.
+are silent for `silence_s`. Then the server informs all others; they say "ready" with the steps to which they can go
+back, and the next generation begins at the last step that all of them know. A host that comes back waits until the
+members are ready by plan, at a moment when they all stand at the same step. Only this process decides, so no two groups
+ever go on apart from each other. The quorum, `min_hosts`, is how many hosts there must be.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NAME_S = 10.0
 
 @dataclass
 class Membership:
-    """Who is there, who trains, and what is to be told to whom; knows no sockets.
+    """The present and the training members, and the messages for each; knows no sockets.
 
     Args:
         slots: processes of each host; their ranks are numbered through.
@@ -84,7 +84,7 @@ class Membership:
         return len(self.host_of)
 
     def hello(self, rank: int) -> dict[str, Any]:
-        """The process of that rank has come; return what it is told."""
+        """The process of that rank has come; return its message."""
         self.there.add(rank)
         return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
@@ -137,7 +137,7 @@ class Membership:
             self._end("it was stopped")
 
     def look(self, now: float) -> None:
-        """Begin the next generation, if all is there that it needs."""
+        """Begin the next generation, if its conditions hold."""
         if self.over is not None:
             return
         if not self.members:

@@ -46,7 +46,7 @@ TRIES = 3  # generations without a step forward, with the same members, before t
 
 
 def check(options: FitOptions) -> None:
-    """Refuse what cannot go on with fewer hosts.
+    """Reject runs that cannot continue with fewer hosts.
 
     Raises:
         ArgumentError: an option or a strategy.
@@ -132,7 +132,7 @@ class Assembly:
 
 
 class Recovery:
-    """Takes `loop` through its run over `wire`, whoever is lost or comes back."""
+    """Takes `loop` through its run over `wire`, while hosts are lost and come back."""
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
@@ -294,7 +294,7 @@ class Recovery:
         self.loop.driver.meet(stayed)
 
     def up(self, step: int) -> list[int]:
-        """Return the nodes that were there for `step`."""
+        """Return the nodes that took part in `step`."""
         assert self.loop.driver.attendance is not None
         return self.loop.driver.attendance.up(step)
 

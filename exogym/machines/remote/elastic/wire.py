@@ -47,11 +47,11 @@ class ElasticWire(Wire):
 
     @property
     def total_rows(self) -> int:
-        """How many rows the run has when all are there; who joins later is alone at first."""
+        """Number of rows in the complete run; a process that joins later is alone at first."""
         return sum(map(len, self.nodes_of))
 
     def take_part(self, generation: Generation) -> None:
-        """Go on with the members of `generation`, whose process group is the default one now."""
+        """Continue as a member of `generation`; its process group is now the default."""
         self.generation = generation
         self._members = line = ProcessWire([self.nodes_of[rank] for rank in generation.members], native=self.native)
         line.around = self.or_lost

@@ -30,12 +30,12 @@ TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the way to the others was lost, which
 def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     """Run the command that `given` describes, and return its exit status, 128 + the signal that killed it.
 
-    Where it was ended because the controller was not heard, `TRY_AGAIN`.
+    Returns `TRY_AGAIN` if it ended because the controller was silent.
 
     Args:
-        given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s (to
-            hear nothing for so long is to be alone), stop_s (from SIGTERM to SIGKILL) and reports (see `HostReports`;
-            None: none are wanted).
+        given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s
+            (after which the controller counts as lost), stop_s (from SIGTERM to SIGKILL) and reports (see
+            `HostReports`; None: no reports).
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])

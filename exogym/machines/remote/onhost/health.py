@@ -1,7 +1,7 @@
 """Tells the controller how this host is and how far its processes are; rank 0's also what the run tells of itself.
 
-A line of JSON behind a mark of its own, every few seconds, on the stdout that what the ranks print goes to as well. A
-value that this system does not tell is left out.
+Writes a line of JSON behind a mark every few seconds, to the same stdout as the ranks' output. Values that this system
+does not report are left out.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HostReports:
     # How the host is
 
     def sample(self) -> dict[str, Any]:
-        """Return what is known now; rates are of the time since the last call."""
+        """Return the present values; rates are over the time since the last call."""
         found: dict[str, Any] = {"cores": os.cpu_count(), "steps": self._steps()}
         with contextlib.suppress(OSError, ValueError, IndexError):
             found["cpu_use"] = self._cpu_use()

@@ -81,7 +81,7 @@ def package_sum(name: str, folder: str | None = None) -> str | None:
 
 
 def source_sums(folder: str) -> dict[str, str]:
-    """Return {path: short SHA-256} of the Python files below `folder`, but for hidden folders and what is built.
+    """Return {path: short SHA-256} of the Python files below `folder`, without hidden folders and build outputs.
 
     Raises:
         NotADirectoryError: there is no such folder.
