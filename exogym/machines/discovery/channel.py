@@ -12,12 +12,11 @@ if both had the same code. A listener learns nothing. An impostor can try one co
 Side A proves first that it has the key, so an agent says nothing under the key to a caller without it. HKDF-SHA256
 makes a key for each direction, and ChaCha20-Poly1305 seals the messages, numbered from 0 (both of `cryptography`).
 
-A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session: a
-third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
+A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session:
+a third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
 made in one session is worth nothing in another.
 
-Each message has its length in four bytes in front, at most
-`MOST_BYTES`; all of an exchange must be done by a deadline.
+Each message has its length in four bytes in front, at most `MOST_BYTES`; all of an exchange must be done by a deadline.
 """
 
 from __future__ import annotations
