@@ -34,7 +34,6 @@ True
 from __future__ import annotations
 
 import builtins
-import csv
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import beside, end_of, replacing
+from exogym.core.base.files import beside, end_of
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
 from exogym.core.record.notes import read_notes
@@ -53,7 +52,7 @@ from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.strategy.names import short_names
-from exogym.study.compare.comparison import SINGLE, name_of, plain_name
+from exogym.study.compare.comparison import SINGLE, name_of, plain_name, write_csv
 from exogym.study.compare.plots import (
     Curve,
     check_matplotlib,
@@ -170,10 +169,7 @@ class Run(Standing):
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the records as CSV; what is missing is empty."""
-        with replacing(path) as file:
-            writer = csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.records)
+        write_csv(path, self.columns, self.records)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write the records as Parquet, which needs pyarrow."""

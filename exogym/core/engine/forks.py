@@ -102,24 +102,31 @@ def run_forked(
         os.close(run.stacks)
 
 
+def fork() -> int:
+    """Fork this process; return the child's number, and 0 in the child.
+
+    What the caller has left as garbage is not the child's to collect: a process group among it would wait in its
+    destructor for threads that a fork does not take along.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    pid = os.fork()
+    if not pid:
+        gc.freeze()
+    if collects:
+        gc.enable()
+    return pid
+
+
 def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[_Child]) -> _Child:
     up_read, up_write = os.pipe()
     down_read, down_write = os.pipe()
     error_read, error_write = os.pipe()
-    parent, collects = os.getpid(), gc.isenabled()
-    gc.disable()
-    pid = os.fork()
+    parent, pid = os.getpid(), fork()
     if pid:
-        if collects:
-            gc.enable()
         for pipe in (up_write, down_read, error_write):
             os.close(pipe)
         return _Child(process, pid, up_read, down_write, error_read)
-    # What the caller has left as garbage is not this process's to collect: a process group among it would wait in its
-    # destructor for threads that a fork does not take along.
-    gc.freeze()
-    if collects:
-        gc.enable()
     code = 1
     try:
         die_with(parent)

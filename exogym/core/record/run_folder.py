@@ -270,12 +270,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result may depend on."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    return found | {"exogym": version("exogym"), "system": platform.platform()}
+    try:
+        own = version("exogym")
+    except PackageNotFoundError:
+        own = "not installed"
+    found = {"exogym": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    return found | {"system": platform.platform(), "machine": f"{platform.system()} {platform.machine()}"}
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

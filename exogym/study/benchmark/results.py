@@ -14,6 +14,7 @@ import numpy as np
 from exogym.core.base.files import write_json
 from exogym.core.clock import DEVICES, seconds_of
 from exogym.core.record.history import History
+from exogym.core.record.run_folder import versions
 from exogym.errors import ArgumentError
 from exogym.strategy.strategy import Strategy
 from exogym.study.advise import advise
@@ -21,7 +22,7 @@ from exogym.study.advise.simulation import parameters_of
 from exogym.study.benchmark.parts import Part
 from exogym.study.benchmark.speed import rates_of
 from exogym.study.compare.comparison import SINGLE, find, summarise
-from exogym.study.compare.run import heading_of, said_of, versions_here
+from exogym.study.compare.run import heading_of, said_of
 from exogym.study.compare.session import Session
 from exogym.study.reproduce import Reproduction
 
@@ -112,9 +113,7 @@ class Results:
     def _write(self, part: Part, new: Mapping[str, Any], command: str) -> None:
         order = {**self.parts, part.name: _short(dict(new))}
         self.found["parts"] = dict(sorted(order.items(), key=lambda item: (item[1]["task"], item[1]["nodes"])))
-        self.found |= _short(
-            {"command": command, "versions": versions_here(), "hardware": hardware(), "scaling": scaling()}
-        )
+        self.found |= _short({"command": command, "versions": versions(), "hardware": hardware(), "scaling": scaling()})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.found)
 

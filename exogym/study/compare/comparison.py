@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from exogym.core.base.files import replacing
 from exogym.core.clock import save_trace
 from exogym.core.progress import readable_bytes
 from exogym.core.record.history import History
@@ -67,11 +69,6 @@ class Comparison:
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
-
-    @property
-    def runs_ended(self) -> int:
-        """How many of its runs have ended, well or not."""
-        return len(self.description["runs"])
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the headers and the rows of the table as text, mean ± standard deviation over seeds.
@@ -312,16 +309,16 @@ def write(result: Comparison, folder: Path) -> list[str]:
 
     metrics.csv has the averaged model's row of each evaluation, under strategy and seed.
     """
-    _write_csv(folder / "summary.csv", list(result.rows[0]), [list(row.values()) for row in result.rows])
+    write_csv(folder / "summary.csv", list(result.rows[0]), result.rows)
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
     columns.remove("node")
-    lines = [
-        [label, seed, *(row.get(name) for name in columns)]
+    lines = (
+        {"strategy": label, "seed": seed} | row
         for (label, seed), history in result.histories.items()
         for row in history.rows(None)
         if row["val_loss"] is not None
-    ]
-    _write_csv(folder / "metrics.csv", ["strategy", "seed", *columns], lines)
+    )
+    write_csv(folder / "metrics.csv", ["strategy", "seed", *columns], lines)
     curves = [_curve(row["strategy"], row["title"], result.histories) for row in result.rows if row["seeds"]]
     heading = result.description["description"]
     plots: dict[str, Callable[..., None]] = {
@@ -375,7 +372,9 @@ def _curve(label: str, title: str, histories: Histories) -> Curve:
     return Curve(title, steps, losses, mean("tx_bytes"), mean("time_s") if timed else None)
 
 
-def _write_csv(path: Path, header: list[str], lines: list[list[Any]]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([header, *lines])
+def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the columns of rows as CSV; what is missing is empty."""
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

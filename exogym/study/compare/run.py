@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import time
 from dataclasses import fields, replace
 from typing import Any
@@ -19,6 +17,7 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
 from exogym.core.engine.protocol import place as place_rows
 from exogym.core.record import schema
+from exogym.core.record.run_folder import versions
 from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions, RunOptions, describe, takes
 from exogym.data.partition import IID, parse_partitioner
@@ -74,7 +73,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
     decisive = asked_of(session, asked.target_loss)
     description = {
-        **decisive, "data": session.task.origin, "versions": versions_here(), "arguments": _arguments(asked),
+        **decisive, "data": session.task.origin, "versions": versions(), "arguments": _arguments(asked),
         "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
@@ -293,18 +292,6 @@ def _evenly(dataset: Any, most: int) -> Any:
     if len(dataset) <= most:
         return dataset
     return Subset(dataset, np.linspace(0, len(dataset) - 1, most).round().astype(int).tolist())
-
-
-def versions_here() -> dict[str, str]:
-    try:
-        own = importlib.metadata.version("exogym")
-    except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
-    machine = f"{platform.system()} {platform.machine()}"
-    return {
-        "exogym": own, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
-        "machine": machine,
-    }  # fmt: skip
 
 
 def _check_models(task: Task, seed: int) -> None:

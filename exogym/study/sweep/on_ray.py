@@ -14,9 +14,9 @@ from typing import Any
 from exogym.core.base.files import beside, temporary_folder
 from exogym.core.base.locks import BEAT_S
 from exogym.core.engine.ray.cluster import check_machines, connect, machines
-from exogym.errors import ArgumentError, WorkerError
+from exogym.errors import ArgumentError
 from exogym.study.compare.folder import OUTCOME
-from exogym.study.sweep.workers import Job
+from exogym.study.sweep.workers import Job, check_none_lost
 
 Files = dict[str, bytes]  # by their path in a folder
 TRIES = 3  # of a run whose machine is lost
@@ -56,11 +56,7 @@ def train_all_on_ray(jobs: Sequence[Job], processes: int | None, ended: Callable
     finally:
         for call in running:
             ray.cancel(call, force=True)
-    if lost:
-        raise WorkerError(
-            f"{len(lost)} of {len(jobs)} runs ended without a result: {'; '.join(lost)}. The others have theirs; going "
-            "on with resume trains only these"
-        )
+    check_none_lost(jobs, lost)
 
 
 def _gpus(jobs: Sequence[Job]) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
-from exogym.study.compare.comparison import Histories, markdown, spread_text
+from exogym.study.compare.comparison import Histories, markdown, spread_text, write_csv
 from exogym.study.compare.plots import COLOURS, DOTS_PER_INCH
 from exogym.study.sweep.axes import Axes, as_number
 
@@ -115,10 +113,7 @@ def find(rows: Sequence[dict[str, Any]]) -> str:
 
 def write(result: Swept, folder: Path) -> tuple[Path, ...]:
     """Write summary.csv and sweep.png into `folder`; return their paths."""
-    with replacing(folder / SUMMARY) as file:
-        writer = csv.DictWriter(file, list(result.rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(result.rows)
+    write_csv(folder / SUMMARY, list(result.rows[0]), result.rows)
     _draw(result, folder / PLOT)
     return folder / SUMMARY, folder / PLOT
 

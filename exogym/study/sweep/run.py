@@ -17,7 +17,7 @@ from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.record import schema
 from exogym.core.record.history import History
-from exogym.core.record.run_folder import read_object
+from exogym.core.record.run_folder import read_object, versions
 from exogym.core.training.options import FitOptions, RunOptions, describe, in_full, takes
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.logger import check_writable
@@ -25,7 +25,7 @@ from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOption
 from exogym.study.compare.comparison import MEASURES, TIMED, summarise
 from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of, versions_here
+from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.on_ray import train_all_on_ray
@@ -149,7 +149,7 @@ def sweep(asked: SweepOptions) -> Swept:
             cleanup.callback(run.lock.release)
         problem = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
         run.description = decisive | {
-            "versions": versions_here(),
+            "versions": versions(),
             "arguments": decisive["given"] | {name: describe(value) for name, value in asked.changed().items()}
             | {"problem": problem, "axes": decisive["axes"], "search": search},
             "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -11,7 +11,6 @@ What carries runs elsewhere has the signature of `train_all`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -24,7 +23,7 @@ import torch
 
 from exogym.core.base import streams
 from exogym.core.base.devices import free_memory_bytes
-from exogym.core.engine.forks import can_fork, die_with
+from exogym.core.engine.forks import can_fork, die_with, fork
 from exogym.errors import ArgumentError, WorkerError, check_count
 from exogym.study.compare.session import Session
 
@@ -88,6 +87,11 @@ def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None])
     finally:
         for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
             _end(running, number, patience_s)
+    check_none_lost(jobs, lost)
+
+
+def check_none_lost(jobs: Sequence[Job], lost: Sequence[str]) -> None:
+    """Raise WorkerError if runs ended without a result; `lost` names them, and says why."""
     if lost:
         raise WorkerError(
             f"{len(lost)} of {len(jobs)} runs ended without a result: {'; '.join(lost)}. The others have theirs; going "
@@ -104,16 +108,9 @@ def _has_room() -> bool:
 def _forked(job: Job) -> int:
     """Train in a new process; return its number."""
     streams.flush()
-    parent, collects = os.getpid(), gc.isenabled()
-    gc.disable()
-    pid = os.fork()
+    parent, pid = os.getpid(), fork()
     if pid:
-        if collects:
-            gc.enable()
         return pid
-    gc.freeze()  # what the caller has left as garbage is not this process's to collect
-    if collects:
-        gc.enable()
     code = 1
     try:
         die_with(parent)
