@@ -513,11 +513,9 @@ def test_the_page_shows_what_the_code_computes():
     count = {"B": 1e9}
     page = (ROOT / "docs" / "predictions.md").read_text()
     rows = re.findall(r"^\| (\d+)B, (\d+), ([\d.]+) s \| (.+?) \| (.+) \|$", page, re.M)
-    assert len(rows) == 20
+    assert len(rows) == 7
     for size, layers, step, label, cells in rows:
-        if int(size) > 10:
-            continue  # the same code, three times slower
-        mine = nearest(ours(label, int(size) * count["B"], int(layers), float(step)))
+        mine = nearest(ours(label, int(size) * count["B"], int(layers), float(step)))[[0, 2, 4]]
         for cell, value in zip(cells.split(" | "), mine, strict=True):
             theirs, shown = map(float, cell.strip("*").split(" / "))
             assert shown == pytest.approx(value, abs=0.051)
