@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of those would compile the package anew
@@ -28,3 +29,11 @@ def same_random_state() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison's curves are empty files: drawing takes as long as its training. `test_compare` has them drawn."""
+    monkeypatch.setattr(
+        "exogym.study.compare.plots._draw", lambda curves, places, path, *rest, **more: Path(path).touch()
+    )

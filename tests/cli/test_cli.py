@@ -18,6 +18,8 @@ from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import Standing
 from exogym.study.compare.comparison import FILES, Comparison
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 
 

@@ -58,6 +58,7 @@ def test_the_long_ones_are_commands_of_the_pages():
     assert not set(LONG) - set(commands())
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("command", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in commands()])
 def test_commands_run(command, tmp_path):
     words = shlex.split(command)

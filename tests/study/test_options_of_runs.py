@@ -20,6 +20,8 @@ from exogym.study.compare.entries import OF_SEVERAL_NODES
 from exogym.study.sweep import sweep
 from exogym.study.sweep.run import SweepOptions
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SMALL: dict[str, Any] = {"max_steps": 6, "num_nodes": 2, "device": "cpu", "seeds": 1}
 OF_FIT = [field.name for field in dataclasses.fields(FitOptions)]
 PASSED_ON = [field.name for field in dataclasses.fields(RunOptions)]

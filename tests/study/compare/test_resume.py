@@ -22,6 +22,8 @@ from exogym.strategy import SimpleReduceStrategy, Strategy
 from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
 from exogym.study.compare.comparison import FILES, Comparison
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 OPTIONS: dict[str, Any] = {"max_steps": 20, "seeds": 2, "num_nodes": 2, "device": "cpu"}
 STRATEGIES = "single,ddp,diloco:H=5"
 OF_THE_CLOCK_HERE = ("wall_s", "examples_per_s", "device_use", "memory_bytes")
