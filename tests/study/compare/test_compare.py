@@ -67,7 +67,7 @@ def test_defaults_go_where_they_are_wanted() -> None:
         ("diloco:", "should look like option=value"),
         ("diloco:H=2:H=3", "gives H twice"),
         ("diloco:H=soon", "H='soon' must be a whole number"),
-        ("sparta:p_sparta=much", "sparta:p_sparta=much.*wrong kind"),
+        ("sparta:p_sparta=much", "sparta:p_sparta=much.*must be a number"),
         ("", "unknown strategy ''"),
     ],
 )
